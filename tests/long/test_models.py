@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -33,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs" / "results" / "models.json", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- table of families: written by tests/long/test_models.py -->", "<!-- end of the table -->"
 RUNS: dict[str, dict[str, Any]] = {
-    "hf": {"engine": "hf"},
     "vllm": {"engine": "vllm"},
+    "hf": {"engine": "hf"},
     "lora": {"engine": "hf", "lora": {"rank": 4, "alpha": 8}},
 }
 
@@ -54,7 +55,7 @@ def slug(name: str) -> str:
 
 def refusal(text: str) -> bool:
     """Tell a refusal, which is one sentence to a user, from an error of the code."""
-    return text.startswith(("ValueError: ", "ConfigError: "))
+    return text.startswith(("ValueError: ", "ConfigError: ", "RuntimeError: vLLM could not start"))
 
 
 @pytest.fixture(scope="session")
@@ -65,18 +66,29 @@ def rows(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     for name in names:
         make(name, models / slug(name))
     found: dict[str, dict[str, Any]] = {name: {"megatron": name.split()[0] in CONVERTED} for name in names}
-    for run in RUNS if not no_vllm() else ("hf", "lora"):
-        for name, facts in probe(run, names, models, out / run).items():
-            found[name][run] = asdict(facts) | {"wrong": facts.wrong()}
-    for name in names:
-        record = out / "hf" / f"{slug(name)}.json"
-        rounds = json.loads(record.read_text())["rounds"] if record.is_file() else []
-        if rounds:
-            folder, sequences = str(models / slug(name)), rounds[0]["rows"]
-            found[name]["ulysses"] = ulysses_error(folder, sequences, reference_logp(folder, sequences))
-            found[name]["critic"] = critic_error(folder, sequences)
+    runs = [run for run in RUNS if run != "vllm" or not no_vllm()]
+    with ThreadPoolExecutor(2) as side_by_side:
+        probed = side_by_side.map(lambda run: probe(run, names, models, out / run), runs)
+        for run, each in zip(runs, probed, strict=True):
+            for name, facts in each.items():
+                found[name][run] = asdict(facts) | {"wrong": facts.wrong()}
+        more = side_by_side.map(lambda name: on_ranks(models / slug(name), out / "hf" / f"{slug(name)}.json"), names)
+        for name, columns in zip(names, more, strict=True):
+            found[name] |= columns
     keep(found)
     return found
+
+
+def on_ranks(folder: Path, record: Path) -> dict[str, float | str]:
+    """Measure the columns that need no engine, on the sequences of a record; none where there are no sequences."""
+    rounds = json.loads(record.read_text())["rounds"] if record.is_file() else []
+    if not rounds:
+        return {}
+    rows = rounds[0]["rows"]
+    return {
+        "ulysses": ulysses_error(str(folder), rows, reference_logp(str(folder), rows)),
+        "critic": critic_error(str(folder), rows),
+    }
 
 
 def asked(request) -> list[Any]:
