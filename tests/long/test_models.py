@@ -32,7 +32,7 @@ from tests.long.family_ranks import critic_error, ulysses_error
 pytestmark = pytest.mark.timeout(7200)
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs" / "results" / "models.json", ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- table of families: written by tests/long/test_models.py -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table of families -->", "<!-- end of the table -->"
 RUNS: dict[str, dict[str, Any]] = {
     "vllm": {"engine": "vllm"},
     "hf": {"engine": "hf"},

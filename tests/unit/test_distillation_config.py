@@ -226,7 +226,7 @@ def test_resume_keeps_the_divergence(tmp_path):
 
 
 def grown(folder, change) -> str:
-    """The demo's tokenizer, with its vocabulary changed."""
+    """The demo's tokenizer with its vocabulary changed, and a config.json that names as many rows."""
     import json
 
     shutil.copytree(resolve("tiny"), folder)
@@ -235,6 +235,9 @@ def grown(folder, change) -> str:
     change(told["model"]["vocab"])
     path.write_text(json.dumps(told))
     Tokenizer.from_file(str(path))
+    config = json.loads((Path(folder) / "config.json").read_text())
+    rows = max(config["vocab_size"], 1 + max(told["model"]["vocab"].values()))
+    (Path(folder) / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
     return str(folder)
 
 
