@@ -110,6 +110,7 @@ def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str)
         cfg.eval.top_p,
         cfg.rollout.assignment,
         bad_sample=cfg.filter.bad_sample,
+        in_order=cfg.run.deterministic,
         may_end=may_end,
     )
 

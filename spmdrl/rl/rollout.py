@@ -10,7 +10,7 @@ from spmdrl.health.preempt import AbandonedError, agreed
 from spmdrl.health.status import tick
 from spmdrl.rewards.base import Grader, Reward
 from spmdrl.rl.engine_judges import EngineJudges, is_abandoned
-from spmdrl.rl.environment import AtOnce, Environment, Observation, SingleTurn
+from spmdrl.rl.environment import AtOnce, Environment, Observation, Place, SingleTurn
 from spmdrl.rl.grading import Grading
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, enough_here, request_key
 from spmdrl.rollout.engine import Completion, Engine, StaleEngineError
@@ -74,6 +74,8 @@ class Rollout:
         self.abandoned = False
         self.asked = self.opening = 0
         """Observations that the environment owes, and those of them with which an episode begins."""
+        self.heard: list[tuple[Place, Observation]] = []
+        """Observations that came, but have no part in the rollout before the others that are owed have come too."""
         self.ended = 0
         """Groups that ended since the tally was told, but for those that failed."""
         self.idle = 0.0
@@ -193,8 +195,16 @@ class Rollout:
         self.idle += time.monotonic() - began
 
     def observe(self, wait: float = 0.0) -> None:
-        """Take what environments said, waiting up to `wait` seconds."""
-        for (position, sample), seen in self.environment.poll(wait):
+        """Take what environments said, waiting up to `wait` seconds.
+
+        Under `plan.in_order` nothing is taken before all that is owed has come, and then it is taken by place: the
+        engine rounds a sequence by its neighbours, which must not be those that happened to be answered together.
+        """
+        self.heard += self.environment.poll(wait)
+        if self.plan.in_order and len(self.heard) < self.asked:
+            return
+        heard, self.heard = sorted(self.heard, key=lambda entry: entry[0]), []
+        for (position, sample), seen in heard:
             self.asked -= 1
             group = self.groups[position]
             episode = group.episodes[sample]

@@ -69,7 +69,8 @@ class RolloutPlan:
     turn_tokens: int = 0
     """Limit on the tokens of one response; 0: none."""
     in_order: bool = False
-    """True where the engine takes no step while an environment owes an answer, so that no clock decides what is cut."""
+    """True where the engine takes no step while an environment owes an answer and gets requests by place, so that no
+    clock decides what is cut or what runs side by side."""
     keeps_cut: bool = False
     """True where another step goes on with what is cut short."""
     must_end: int = -1

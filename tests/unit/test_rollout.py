@@ -3,6 +3,7 @@
 Both are fakes, as failures at a chosen moment are what is tested; real ones are in tests/ranks/test_environment.py.
 """
 
+import random
 import time
 from types import SimpleNamespace
 
@@ -164,6 +165,40 @@ def test_a_rollout_that_waits_for_environments_may_be_abandoned(in_order):
     began = time.monotonic()
     done = rollout(Slow(), in_order=in_order, may_end=lambda: time.monotonic() - began > 0.5)
     assert done.abandoned and time.monotonic() - began < 20
+
+
+class Shuffled(AtOnce):
+    """Asks for a second turn, and answers in pieces, in an order that depends on the seed, as processes do."""
+
+    def __init__(self, seed: int):
+        super().__init__(SimpleNamespace(reply=lambda prompt, episode: None if len(episode.segments) > 2 else SECOND))
+        self.draw = random.Random(seed)
+
+    def poll(self, wait=0.0):
+        self.draw.shuffle(self.ready)
+        count = self.draw.randint(0, len(self.ready))
+        now, self.ready = self.ready[:count], self.ready[count:]
+        return now
+
+
+SECOND = Observation([3])
+
+
+def test_an_engine_gets_requests_in_one_order_however_environments_answer(monkeypatch):
+    """Else its batches, and with them the last bits of what it samples, go by the clock."""
+    orders = []
+
+    class Noted(Engine):
+        def poll(self):
+            orders[-1].append([(request.key, len(request.prompt)) for request in self.asked])
+            return super().poll()
+
+    monkeypatch.setattr(f"{__name__}.Engine", Noted)
+    for seed in range(4):
+        orders.append([])
+        assert len(rollout(Shuffled(seed), in_order=True).episodes) == 24
+    assert all(order == orders[0] for order in orders)
+    assert {length for step in orders[0] for _, length in step} == {2, 4}, "first turns and second ones"
 
 
 @pytest.mark.parametrize(("polls", "whole"), [(0, 0), (1, 2), (2, 4), (99, 6)])
