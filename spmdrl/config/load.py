@@ -160,9 +160,10 @@ def load_or_exit(
         loaded = from_command_line(argv, prog, schema, also)
         if check is not None:
             check(loaded.config, int(os.environ.get("WORLD_SIZE", "1")))
-        for line in (*loaded.notes, *(check_use(loaded) if check_use is not None else ())):
+        warnings = check_use(loaded) if check_use is not None else []
+        for line in (*(f"note: {note}" for note in loaded.notes), *(f"{prog}: {warning}" for warning in warnings)):
             if _rank() == 0:
-                print(redact_text(f"{prog}: {line}"), file=sys.stderr, flush=True)
+                print(redact_text(line), file=sys.stderr, flush=True)
     except ConfigError as error:
         exit_with(f"{prog}: {error}")
     return loaded

@@ -39,7 +39,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 def _check_rows(folder: Path, tokenizer: Any) -> None:
     """Check that the folder's model, if it holds one, has an embedding for every token of its tokenizer.
 
-    A padding token may lie beyond: nothing is padded here.
+    A padding token and the token of unknown words may lie beyond: nothing is padded here, and bytes know all words.
 
     Raises:
         ValueError: it has not. The forward would fail at the first such token.
@@ -52,8 +52,8 @@ def _check_rows(folder: Path, tokenizer: Any) -> None:
     if not isinstance(rows, int):
         return
     beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows}
-    if tokenizer.pad_token != tokenizer.eos_token:
-        beyond.pop(tokenizer.pad_token, None)
+    for unused in {tokenizer.pad_token, tokenizer.unk_token} - {tokenizer.eos_token, tokenizer.bos_token}:
+        beyond.pop(unused, None)
     if beyond:
         first = min(beyond, key=lambda token: beyond[token])
         raise ValueError(
