@@ -237,6 +237,10 @@ def measured(world, cfg: Config) -> dict:
     with paper, followed(paper), sharded_by_layer(cfg), boxes_seen() as boxes:
         models = build_models(cfg, world, algo.needs)
         engine = build_engine(cfg, world, {2}) if world.samples else None
+        if engine:
+            # At its first weights alone it compares two ways of decoding. A plan is of a step in the middle of a run;
+            # and where experts follow a token's place in the batch, as here, no two ways agree.
+            engine.decoder.checked = True
         memory = Memory(cfg, models, engine, Timer(), world)
         out: dict[str, Any] = {}
         for again in (False, True):

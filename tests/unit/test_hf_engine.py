@@ -1,6 +1,7 @@
 """The HF engine against plain transformers: the Engine contract, and laws 3 and 5 as far as one process shows them."""
 
 import math
+import re
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.engine import Request, StaleEngineError
+from spmdrl.rollout.hf.decode import Decoder
 from spmdrl.rollout.hf.engine import Group, HFEngine, nucleus, sample
 from spmdrl.rollout.hf.quantize import quantize
 from spmdrl.spmd.seeds import seed_for
@@ -273,6 +275,48 @@ def test_a_model_that_is_not_causal_is_refused_by_name(tmp_path):
     save_file(tensors | masks, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="MiniMaxForCausalLM of transformers gives a token other probabilities when"):
         make(str(tmp_path))
+
+
+def rounded():
+    """Makes a random mixture of experts in bfloat16, whose large weights round apart in batches of other shapes."""
+    import transformers
+
+    sizes = dict(vocab_size=61, hidden_size=64, intermediate_size=48, moe_intermediate_size=32, num_hidden_layers=8)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2)
+    torch.manual_seed(1)
+    made = transformers.Qwen3MoeConfig(**sizes, **heads, initializer_range=0.4)
+    return AutoModelForCausalLM.from_config(made).eval().to(torch.bfloat16)
+
+
+def without_numbers(model) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[:] = math.nan
+
+
+def without_last_logits(model) -> None:
+    forward = model.forward
+    model.forward = lambda input_ids, use_cache: forward(input_ids=input_ids, use_cache=use_cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        pytest.param(lambda model: None, None, id="rounding of 0.3"),
+        pytest.param(without_numbers, None, id="weights that are no numbers"),
+        pytest.param(without_last_logits, "does not compute the next token of a sequence (TypeError", id="own forward"),
+    ],
+)
+def test_a_causal_model_is_not_refused_as_one_that_is_not(change, error, caplog):
+    """Rounding is as large without the cache, which is then used; what gives no number is left to the first step."""
+    model = rounded()
+    change(model)
+    decoder = Decoder(model, None)
+    if error:
+        with pytest.raises(ValueError, match=re.escape(error)):
+            decoder.check(61, CPU, torch.bfloat16)
+        return
+    decoder.check(61, CPU, torch.bfloat16)
+    assert decoder.checked and decoder.way == "batch_select_indices" and not caplog.records
 
 
 def test_abort_gives_back_what_there_is(tiny):

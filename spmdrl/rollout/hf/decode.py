@@ -1,7 +1,8 @@
 """Decoding of rows of equal length: with the cache of transformers if the model decodes rightly with it, or without.
 
 Some families of transformers compute other probabilities with their cache than without, and the caches of others cannot
-drop rows that ended. `check` finds out by the model's own numbers when the first weights have arrived.
+drop rows that ended. `check` finds out by the model's own numbers when the first weights have arrived. A model is
+refused if later tokens change the probabilities of earlier ones; rounding and near ties of experts refuse none.
 
 B rows; V tokens of the vocabulary.
 """
@@ -20,9 +21,13 @@ log = logging.getLogger("spmdrl")
 WAYS = ("batch_select_indices", "reorder_cache")
 """Methods of transformers' caches that keep some of the rows; those of recurrent states have the second alone."""
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Largest mean |dlogp| between decoding with the cache and without it, by type of the weights."""
+"""Largest mean |dlogp| between decoding with the cache and a plain forward, by type of the weights."""
 ROUNDED = 0.1
 """The same for other types, whose rounding may choose another expert at a token or two."""
+FAILED = 1e30
+"""Stands in place of a difference where a forward raises an error."""
+TIMES = 2
+"""A cache may also be this many times as far from a plain forward as decoding from whole sequences is."""
 LENGTHS, MORE = (3, 12), 4
 """Tokens of the prompts that `check` takes, and tokens that it decodes after them."""
 
@@ -93,16 +98,25 @@ class Decoder:
         Two rows are decoded, of which one ends early, and compared with a forward over the whole row without a cache.
 
         Raises:
-            ValueError: a token's probabilities depend on the tokens after it, so that no way of sampling is right.
+            ValueError: a token's probabilities depend on the tokens after it, so that no way of sampling is right, or
+                the model cannot compute the next token of a sequence.
         """
         if self.checked:
             return
+        name, close = type(self.model).__name__, CLOSE.get(dtype, ROUNDED)
         rows = [
             torch.tensor([[(5 + 7 * i + 31 * row) % vocabulary for i in range(n + MORE)] for row in (1, 2)])
             for n in LENGTHS
         ]
         rows = [row.to(device) for row in rows]
-        plain = [self.model(input_ids=row[1:], use_cache=False).logits[0].double().log_softmax(-1) for row in rows]
+        plain, changed = zip(*(self._plain(row, vocabulary) for row in rows), strict=True)
+        if (largest := self._largest(max(changed), device)) > close:
+            raise ValueError(
+                f"--rollout.engine hf: {name} of transformers gives a token other probabilities when other tokens "
+                f"follow (they then differ by {largest:.1g} in logp on average), so samples of it cannot be scored: "
+                "take a model of another family"
+            )
+        found: dict[str | None, float] = {}
         reasons = []
         for self.way in (*WAYS, None):
             try:
@@ -111,21 +125,36 @@ class Decoder:
             except Exception as error:  # of any kind, from the model's own code
                 apart = float("inf")
                 reasons.append(f"{type(error).__name__}: {error}")
-            if self._largest(apart, device) <= CLOSE.get(dtype, ROUNDED):
+            found[self.way] = self._largest(apart, device)
+            if self.way and found[self.way] <= close:
                 break
         else:
-            raise ValueError(
-                f"--rollout.engine hf: {type(self.model).__name__} of transformers gives a token other probabilities "
-                f"when more tokens follow ({reasons[-1]}), so samples of it cannot be scored: take a model of another "
-                "family"
-            )
+            if found[None] >= FAILED:
+                raise ValueError(
+                    f"--rollout.engine hf: {name} of transformers does not compute the next token of a sequence "
+                    f"({reasons[-1]}): take --rollout.engine vllm or a model of another family"
+                )
+            # Rounding alone may be more than `close`: whole sequences show how much it is.
+            self.way = next((way for way in WAYS if found[way] <= TIMES * found[None]), None)
         self.checked = True
         if not self.way:
             log.warning(
-                f"--rollout.engine hf: {type(self.model).__name__} cannot decode with the cache of transformers "
-                f"({reasons[-2]}), so every token is computed from its whole sequence. That is exact and slower; "
-                "--rollout.engine vllm may know the family"
+                f"--rollout.engine hf: {name} cannot decode with the cache of transformers ({reasons[-2]}), so every "
+                "token is computed from its whole sequence. That is exact and slower; --rollout.engine vllm may know "
+                "the family"
             )
+
+    def _plain(self, rows: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, float]:
+        """Return logp of the second row by a plain forward, [n, V], and how far its last tokens change those before.
+
+        The row and its copy with other last tokens run in one forward, where rounding treats both alike.
+        """
+        pair = rows[1:].repeat(2, 1)
+        pair[1, -MORE:] = (pair[1, -MORE:] + 1) % vocabulary
+        logp, other = self.model(input_ids=pair, use_cache=False).logits.double().log_softmax(-1)
+        # What is no number passes through masks, times 0.
+        before = [distance(other[at], logp[at]) for at in range(rows.shape[1] - MORE) if not other[at].isnan().any()]
+        return logp, sum(before) / max(len(before), 1)
 
     def _apart(self, rows: torch.Tensor, logp_nV: torch.Tensor) -> float:
         """Return the mean |dlogp| of the second row's tokens, weighed by their probability. logp_nV: of that row."""
@@ -138,19 +167,27 @@ class Decoder:
                 if self.way:
                     getattr(cache, self.way)(torch.tensor([1], device=rows.device))
                 rows, inputs = rows[1:], inputs[1:]
-            want = logp_nV[at - 1]
-            # Without a number in the plain forward nothing can be told; the first step will say more.
-            got = logits[-1].double().log_softmax(-1)
-            differences.append((want.exp() * (got - want).abs().nan_to_num(0.0)).sum().item())
+            differences.append(distance(logits[-1].double().log_softmax(-1), logp_nV[at - 1]))
         return sum(differences) / len(differences)
 
     def _largest(self, apart: float, device: torch.device) -> float:
         """Return the largest of the ranks' numbers, so that all of them decide alike."""
         if self.ranks is None:
             return apart
-        value = torch.tensor(min(apart, 1e30), device=device)
+        value = torch.tensor(min(apart, FAILED), device=device)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.ranks)
         return value.item()
+
+
+def distance(got_V: torch.Tensor, want_V: torch.Tensor) -> float:
+    """Return the mean |dlogp| of a token, weighed by its probability in `want_V`.
+
+    Where `want_V` is no number nothing can be told, and the distance is 0: the first step will say more.
+    """
+    if want_V.isnan().any():
+        return 0.0
+    apart_V = want_V.exp() * (got_V - want_V).abs()
+    return torch.where(want_V.isfinite(), apart_V, 0.0).sum().nan_to_num(float("inf")).item()
 
 
 def cached_tensors(cache: Any) -> Iterator[torch.Tensor]:
