@@ -38,8 +38,15 @@ def test_demo_learns(demo):
 
 
 def test_demo_engine_and_trainer_agree_to_the_end(demo):
-    """In float32 a stale or wrong push would show here first."""
-    assert max(row["logp_diff/max"] for row in demo[2]) < 1e-4
+    """In float32 a stale or wrong push would show here first.
+
+    Samples of weights that are one update old are off by at least 2.5e-5 in the mean of a step and by 1.7e-3 in its
+    worst token (measured with `--rollout.staleness 1`, whose last updates are the smallest). Rounding leaves 5e-7 in
+    the mean. It left 1.2e-4 in a single token that was drawn against the odds: its logp is the difference of two
+    large logits and has their rounding, whatever its own size, so the mean is the sharper of the two bounds.
+    """
+    assert max(row["logp_diff/mean"] for row in demo[2]) < 1.5e-6
+    assert max(row["logp_diff/max"] for row in demo[2]) < 5e-4
     # A step in which every group agreed changes no weight and makes no version.
     changed = [row["grad_norm"] > 0 for row in demo[2]]
     assert [row["version"] for row in demo[2]] == [sum(changed[: i + 1]) for i in range(60)]
