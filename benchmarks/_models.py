@@ -97,6 +97,24 @@ def random_model(folder: Path, family: str, seed: int, **settings: Any) -> Path:
     return folder
 
 
+TINY_RANDOM: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=128,
+    initializer_range=0.15,
+)
+"""Sizes of random models that every engine takes on a CPU, with weights so large that tokens differ in probability."""
+
+
+def tiny_dense(folder: Path) -> Path:
+    """A random dense Qwen3 of three layers."""
+    return random_model(folder, "Qwen3", seed=0, **TINY_RANDOM)
+
+
 def tiny_mixture(folder: Path, dense: tuple[int, ...] = (1,)) -> Path:
     """A random Qwen3 of three layers with experts, of which those in `dense` have a plain MLP instead.
 
@@ -106,19 +124,12 @@ def tiny_mixture(folder: Path, dense: tuple[int, ...] = (1,)) -> Path:
         folder,
         "Qwen3Moe",
         seed=0,
-        hidden_size=64,
-        intermediate_size=96,
         moe_intermediate_size=64,
-        num_hidden_layers=3,
         mlp_only_layers=list(dense),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        max_position_embeddings=128,
-        initializer_range=0.15,
+        **TINY_RANDOM,
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks._models import REWARD, tiny_mixture
+from benchmarks._models import REWARD, tiny_dense, tiny_mixture
 from tests.builds import no_sglang, no_vllm
 from tests.e2e import warm
 from tests.e2e.runner import argv, metrics, succeed
@@ -23,11 +23,11 @@ from tests.ranks.stub_nccl import Comm, Event, Record
 
 pytestmark = pytest.mark.timeout(600)
 STEPS, PROMPTS, SAMPLES = 5, 8, 4
-LOSS, NORM, LOGP = 1e-4, 1e-3, 1e-4
+LOSS, NORM, LOGP = 1e-5, 1e-5, 2e-5
 """Largest |difference| of losses, KL and entropies, relative difference of gradient norms, and |dlogp|, in float32.
 
-Norms are those of the default model, see `mixture`: after four updates one rank and two differ by 8e-4 on torch 2.13
-and by 2e-3 on 2.11, and by 9e-8 on both where a random dense model of Qwen3's kind takes its place.
+Measured: 5e-7, 3e-7 and 3e-6, for the random models here. In the default model, see `dense`, norms of one rank and two
+differ by 1e-3 after four updates.
 """
 FLAGS = argv(
     f"--run.steps {STEPS} --rollout.prompts_per_step {PROMPTS} --rollout.samples_per_prompt {SAMPLES} "
@@ -36,6 +36,8 @@ FLAGS = argv(
     "--tracking.trackers jsonl --run.timeout 60"
 )
 """The mean is over tokens: over sequences, the loss of GRPO's first update on its samples is 0 whatever they are."""
+LEARNS = 0.1
+"""Every step's |loss| and gradient norm are above it: runs that learn nothing would agree whatever is wrong."""
 ENGINES = {"hf": "", "vllm": no_vllm(), "sglang": no_sglang()}
 """Engine -> reason why it cannot run here; empty where it can."""
 EXPERTS, PADDED = 8, 64
@@ -63,12 +65,18 @@ APART = {"tp2": "--parallel.tp 2", "pp2, layers 1+2": "--parallel.pp 2 --paralle
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> str:
-    """Flag that names a random model of two layers with experts and a dense one between them.
+def dense(tmp_path_factory) -> str:
+    """Flag that names a random dense model.
 
-    Where the default model is all but sure of its tokens, float32 leaves few digits of 1 - p, and so of its gradient:
+    The default model is all but sure of its tokens, and float32 leaves few digits of 1 - p, and so of its gradient:
     only what computes in the same order agrees over 5 updates.
     """
+    return f"--model.path {tiny_dense(tmp_path_factory.mktemp('dense'))}"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> str:
+    """Flag that names a random model of two layers with experts and a dense one between them."""
     folder = tiny_mixture(tmp_path_factory.mktemp("mixture"))
     return f"--model.path {folder}"
 
@@ -129,10 +137,15 @@ def differences(one: tuple[list, list], other: tuple[list, list]) -> list[str]:
     return out
 
 
+def learns(rows: list[dict]) -> bool:
+    """Tells whether every step had something to learn."""
+    return all(abs(row["loss"]) > LEARNS and row["grad_norm"] > LEARNS for row in rows)
+
+
 @pytest.mark.parametrize(("engine", "tp", "placement"), CELLS)
-def test_parity_of_every_engine_layout_and_placement(cell, engine, tp, placement):
-    found = cell(engine, tp, placement)
-    assert differences(cell("hf", 1, "colocated"), found) == []
+def test_parity_of_every_engine_layout_and_placement(cell, dense, engine, tp, placement):
+    found = cell(engine, tp, placement, dense)
+    assert differences(cell("hf", 1, "colocated", dense), found) == []
     for row in found[1]:
         assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
     check_order(cell)
@@ -161,7 +174,7 @@ def test_parity_of_megatron_layouts_with_fsdp_under_vllm(cell, mixture, layout):
     samples, rows = cell("vllm", 1, "colocated", mixture)
     found = cell("vllm", 2, "colocated", f"{mixture} --policy.backend megatron {MEGATRON[layout]}")
     assert differences((samples, rows), found) == []
-    assert len(samples) == STEPS and all(abs(row["loss"]) > 10 * LOSS and row["grad_norm"] > 0.1 for row in rows), rows
+    assert len(samples) == STEPS and learns(rows), rows
     print(layout, "worst |dlogp|", max(row["logp_diff/max"] for row in found[1]))
     for row in found[1]:
         assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
@@ -206,7 +219,7 @@ def test_parity_of_experts_divided(cell, all_experts, engine, tp, dp):
     flag, shapes = all_experts
     found = cell(engine, tp, "colocated", f"{flag} --rollout.ep 2 --rollout.dp {dp}")
     assert differences(cell("hf", 1, "colocated", flag), found) == []
-    assert all(abs(row["loss"]) > 10 * LOSS and row["grad_norm"] > 0.1 for row in found[1]), found[1]
+    assert learns(found[1]), found[1]
     print(engine, tp, dp, "worst |dlogp|", max(row["logp_diff/max"] for row in found[1]))
     for row in found[1]:
         assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
@@ -235,25 +248,20 @@ def needed(shapes: dict[str, tuple[int, ...]], engine: str, tp: int, rank: int) 
     return out
 
 
-def test_parity_of_runs_that_learn_something(cell):
-    """Samples that never change, or a loss that is always 0, would agree whatever is wrong."""
-    samples, rows = cell("hf", 1, "colocated")
+def test_parity_of_runs_that_learn_something(cell, dense):
+    """Samples that never change would agree whatever is wrong, and so would a loss that is always 0."""
+    samples, rows = cell("hf", 1, "colocated", dense)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(len(step) == PROMPTS * SAMPLES for step in samples)
     assert all(len({tuple(tokens) for _, _, tokens, _ in step}) > 2 * PROMPTS for step in samples), "lengths differ"
-    assert all(abs(row["loss"]) > 10 * LOSS for row in rows), [row["loss"] for row in rows]
-    # The first updates start from a policy that is nearly sure of its greedy tokens.
-    assert sum(row["grad_norm"] > 0.1 for row in rows) >= 3, [row["grad_norm"] for row in rows]
+    assert learns(rows), rows
     assert {finish for step in samples for *_, finish in step} == {"stop", "length"}
 
 
-def test_parity_is_lost_by_another_learning_rate(cell, mixture):
-    """The check can fail: a learning rate 5% higher shows in numbers and samples.
-
-    Of the default model's greedy tokens, of which it is nearly sure, so little changes none.
-    """
-    for model, names in {"": (), mixture: ("samples differ",)}.items():
+def test_parity_is_lost_by_another_learning_rate(cell, dense, mixture):
+    """The check can fail: a learning rate 5% higher shows in numbers and samples."""
+    for model in (dense, mixture):
         faster = f"{model} --optimizer.lr 1.05e-3"
         found = differences(cell("hf", 1, "colocated", model), cell("hf", 1, "colocated", faster))
-        for name in (*names, "loss", "entropy/mean", "grad_norm"):
+        for name in ("samples differ", "loss", "entropy/mean", "grad_norm"):
             assert any(name in line for line in found), (name, found)
