@@ -119,6 +119,9 @@ class PaperEngine:
             pass
         self.version = version
 
+    def forget_prefixes(self) -> None:
+        """See the contract: nothing is sampled on paper."""
+
     def sleep(self, level: int) -> None:
         """See the contract; each kind of engine frees what the real one frees on its device."""
         forgets = level == 2

@@ -35,6 +35,7 @@ from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine
+from spmdrl.session.engine_check import EngineCheck
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.agreement import shown
@@ -102,6 +103,7 @@ def build_run(session: Session[Config]) -> Run:
     replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
     prefetcher = RolloutPrefetcher(sampler, cfg.rollout.staleness, first, cfg.run.steps, state.draws)
     memory = Memory(cfg, models, engine, session.timer, world)
+    memory.check = EngineCheck(cfg, world, models.policy, engine, experts_width)
     if judges:
         judges.engine, judges.memory = engine, memory
     run = Run(

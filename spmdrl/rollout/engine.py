@@ -96,6 +96,10 @@ class Engine(Protocol):
         """
         ...
 
+    def forget_prefixes(self) -> None:
+        """Drop cached prefixes; nothing may run. Collective over the engine."""
+        ...
+
     def sleep(self, level: int) -> None:
         """Free memory. 0: nothing; 1: free the KV cache and park the weights; 2: free both (version becomes None)."""
         ...

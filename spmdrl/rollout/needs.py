@@ -157,6 +157,14 @@ def check_filled(engine: str, lacking: list[str]) -> None:
         )
 
 
+def cannot_load(engine: str, model: torch.nn.Module, error: Exception) -> ValueError:
+    """Return the refusal of a family whose loader in the engine fails on the trainer's tensors."""
+    return ValueError(
+        f"--rollout.engine {engine}: its {type(model).__name__} cannot load the tensors of this model "
+        f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); take another engine, such as hf"
+    )
+
+
 def watched_load(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],

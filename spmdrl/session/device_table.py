@@ -25,6 +25,7 @@ from spmdrl.health.oom import out_of_memory, requested_bytes
 from spmdrl.hub.build import DTYPES
 from spmdrl.policy.models import Models
 from spmdrl.rollout.engine import Engine
+from spmdrl.session.engine_check import EngineCheck
 from spmdrl.session.meter import Meter
 from spmdrl.session.room import Held, three_flags
 from spmdrl.session.transfer import PushReport, Transfer
@@ -104,6 +105,8 @@ class Memory:
         self.sent: dict[str, Any] = {}
         self.lent = bool(frozen_judges(cfg) or engine_teachers(cfg))
         """True where engines may hold the weights of a judge or a teacher: a rank then knows only of its own."""
+        self.check: EngineCheck | None = None
+        """Compares engine and policy in the first phases; None: nothing is compared."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
 
     # ── phases ───────────────────────────────────────────────────────────────
@@ -113,6 +116,9 @@ class Memory:
         """Wakes the engine with the policy's weights in it; moves the trainer off the device if asked. Collective."""
         self._give_engine(dict(self.models.named()))
         with self._room("rollout", "sampling"):
+            if self.check and self.check.due:
+                with self.timer("push"):
+                    self.check.sample(self.version)
             yield
         self._border("sampled")
 
@@ -175,6 +181,9 @@ class Memory:
                     self._returned(name)
             self._border("training")
         with self._room("training", "training"):
+            if self.check and self.check.due:
+                with self.timer("push"):
+                    self.check.compare()
             yield
         self._border("trained")
 

@@ -7,6 +7,7 @@ from spmdrl.policy.models import Models
 from spmdrl.rollout.engine import Request, StaleEngineError
 from spmdrl.rollout.hf.engine import HFEngine
 from spmdrl.session.device_table import Memory
+from spmdrl.session.engine_check import EngineCheck
 from spmdrl.session.transfer import Transfer
 from spmdrl.tracking.metrics import Timer
 from spmdrl.weights.reshard import CorruptWeightsError
@@ -169,3 +170,46 @@ def test_stale_interrupted_push_leaves_nothing_to_sample_from(folder):
     policy, engine, old, ahead = run_ranks(interrupted, 1, folder)[0]
     assert policy == 0 and engine is None
     assert all("the engine holds no weights" in message for message in (old, ahead))
+
+
+class Leaking(HFEngine):
+    """Reports another log p where other rows wait or run."""
+
+    def poll(self):
+        done = super().poll()
+        for made in done if self.groups or self.waiting else []:
+            made.logp[-1] += 0.01
+        return done
+
+
+def checked(world, folder):
+    """Returns what the check of an engine says of a right one and of a wrong one, and what else it changes."""
+    cfg, found = config(model={"path": folder}, rollout={"sleep_level": 2}, policy={"offload": "host"}), []
+    policy = build_policy(cfg, world)
+    for kind in (HFEngine, Leaking):
+        engine, timer = kind(cfg, world, {2}), Timer()
+        memory = Memory(cfg, Models(policy), engine, timer, world)
+        memory.check = EngineCheck(cfg, world, policy, engine, 0)
+        state, message = torch.get_rng_state(), ""
+        with memory.rollout_phase():
+            sampled, due = memory.check.sampled.clone(), memory.check.due
+        try:
+            with memory.training_phase():
+                pass
+        except ValueError as error:
+            message = str(error)
+        with memory.rollout_phase():
+            first = sample_all(engine, 0)
+        kept = torch.equal(state, torch.get_rng_state()) and engine.version == policy.version == 0
+        same = torch.equal(sampled, memory.check.sampled) and due and not memory.check.due
+        found.append((message, kept and same, sampled, first, sorted(timer.flush())))
+    return found
+
+
+def test_stale_or_wrong_engines_are_refused_on_every_rank_after_the_first_push(folder):
+    (right, wrong), (right_1, wrong_1) = run_ranks(checked, 2, folder)
+    assert right[0] == "" and wrong[0] == wrong_1[0]
+    assert wrong[0].startswith("--rollout.engine hf: qwen2 is not right there in float32: log p of 2"), wrong
+    assert "0.01 at most" in wrong[0] and all(x[1] for x in (right, wrong, right_1, wrong_1))
+    assert torch.equal(right[2], right_1[2]) and right[2][:, 0].tolist() == [5, 9, 9, 14]
+    assert right[3] == wrong[3] and right[4] == ["time/push", "time/sleep", "time/wake"]

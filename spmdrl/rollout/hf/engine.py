@@ -219,6 +219,9 @@ class HFEngine:
         self.version = version
         self.decoder.check(self.model.config.get_text_config().vocab_size, self.world.device, self.dtype)
 
+    def forget_prefixes(self) -> None:
+        """See the contract: none is cached."""
+
     def sleep(self, level: int) -> None:
         """See the contract. A KV cache exists only while its group samples."""
         self.groups, self.waiting = [], []

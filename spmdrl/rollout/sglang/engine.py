@@ -261,6 +261,11 @@ class SGLangEngine:
             died, text = failure
             raise EngineDiedError(text) if died else CorruptWeightsError(f"{text}{NOT_TAKEN}")
 
+    def forget_prefixes(self) -> None:
+        """See the contract."""
+        if self.process:
+            self.process.call("flush")
+
     def sleep(self, level: int) -> None:
         """See the contract."""
         self.abort(list(self.running.values()))

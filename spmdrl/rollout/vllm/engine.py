@@ -13,6 +13,7 @@ import torch
 
 from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
+from spmdrl.health.oom import out_of_memory
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import are_adapters
 from spmdrl.hub.resolve import resolve
@@ -33,7 +34,7 @@ from spmdrl.rollout.engine import (
     name_of,
     tensor_kinds,
 )
-from spmdrl.rollout.needs import Needs, check_filled, once, unfilled, watched_load
+from spmdrl.rollout.needs import Needs, cannot_load, check_filled, once, unfilled, watched_load
 from spmdrl.rollout.vllm.copies import Copies, Row
 from spmdrl.rollout.vllm.lora import Adapters
 from spmdrl.rollout.vllm.options import refusals_as_warnings
@@ -184,7 +185,12 @@ class VLLMEngine:
             # vLLM rounds a layer once all of it has arrived; the parts that it reads are unknown.
             return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
-        needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
+        try:
+            needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
+        except Exception as error:  # of any kind, from the family's own code
+            if out_of_memory(error):
+                raise
+            raise cannot_load("vllm", self.model, error) from error
         check_filled("vllm", unfilled(self.model, needs, self.kinds))
         self.counted = [
             name
@@ -223,11 +229,11 @@ class VLLMEngine:
             self.adapters.install()
         if self.packed:
             self.packed.clear()
-        self._forget_prefixes()
+        self.forget_prefixes()
         self.version = version
 
-    def _forget_prefixes(self) -> None:
-        """Drop cached prefixes, which belong to the old weights; vLLM itself would keep using them.
+    def forget_prefixes(self) -> None:
+        """See the contract. vLLM itself would keep using prefixes of older weights.
 
         Raises:
             StaleEngineError: vLLM keeps them, as it does while a request holds a part of the cache.
@@ -256,7 +262,7 @@ class VLLMEngine:
                 self.packed.clear()
         if level == 0 or not self.kv_awake:
             return
-        self._forget_prefixes()
+        self.forget_prefixes()
         self.kv_awake = False
         if self.on_cpu:
             # vLLM's sleep mode is for GPUs. On a CPU the weights of level 1 are in host memory anyway.
