@@ -64,7 +64,8 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: models that need it are refused."""
     self_check: bool = True
-    """At start, compare packed sequences with each one alone in plain transformers (docs/policy.md)."""
+    """At start, compare packed sequences with each one alone in plain transformers, and after the first push the
+    engine's log p with the trainer's (docs/policy.md)."""
 
 
 @dataclass
