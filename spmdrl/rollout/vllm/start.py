@@ -71,6 +71,9 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
             llm = build_llm(cfg, on_cpu, routed)
             own_classes(model_of(llm))
         rehearse(llm, cfg)
+        if packed:
+            # The rehearsal packed weights that the first push replaces.
+            packed.clear()
     for name in set(shared):
         # All ranks of the group have mapped it: without a name it is freed with the last, however that one ends.
         Path(f"/dev/shm/{name}_{world.engine_tp_rank % cfg.rollout.tp}").unlink(missing_ok=True)
