@@ -37,9 +37,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _check_rows(folder: Path, tokenizer: Any) -> None:
-    """Check that the folder's model, if it holds one, has an embedding for every token of its tokenizer.
+    """Check that the folder's model, if it holds one, has an embedding for every token that a text or template gives.
 
-    A padding token and the token of unknown words may lie beyond: nothing is padded here, and bytes know all words.
+    Special tokens beyond the embedding that neither the chat template nor a beginning or end writes may stand in a
+    tokenizer: published models have such ones for images or for infilling.
 
     Raises:
         ValueError: it has not. The forward would fail at the first such token.
@@ -51,9 +52,13 @@ def _check_rows(folder: Path, tokenizer: Any) -> None:
     rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if not isinstance(rows, int):
         return
-    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows}
-    for unused in {tokenizer.pad_token, tokenizer.unk_token} - {tokenizer.eos_token, tokenizer.bos_token}:
-        beyond.pop(unused, None)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    template, ends = str(tokenizer.chat_template or ""), (tokenizer.bos_token, tokenizer.eos_token)
+    beyond = {
+        token: i
+        for token, i in tokenizer.get_vocab().items()
+        if i >= rows and (token not in special or token in template or token in ends)
+    }
     if beyond:
         first = min(beyond, key=lambda token: beyond[token])
         raise ValueError(

@@ -8,6 +8,7 @@ sequences, and do its states change when those do? `self_check.py` draws the con
 T tokens of the three sequences, D the width.
 """
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from spmdrl.health.oom import out_of_memory
 from spmdrl.policy.attention.own import own_attention, with_attention
 from spmdrl.policy.heads import Form
 from spmdrl.spmd.exchange import all_reduce
+
+log = logging.getLogger("spmdrl")
 
 LENGTHS = (5, 9, 14)
 PREFIX = 4
@@ -152,12 +155,19 @@ def plain(policy: Any) -> tuple[Sequences, Found]:
         second, third = (states[:PREFIX] for states in told.states[1:])
         found.add("later tokens change the states of earlier ones by", difference(third, second, dtype), FORWARD[dtype])
     except Exception as error:
-        if out_of_memory(error):
-            raise
-        found = Found(float("inf"), f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        found = _failed(error)
     finally:
         policy._reshard()
     return told, found
+
+
+def _failed(error: Exception) -> Found:
+    """Take an error of the model's code, which every rank meets alike, for a finding; others end the job at once."""
+    if out_of_memory(error) or isinstance(error, OSError):
+        raise error
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    log.info("self-check: %s", text)
+    return Found(float("inf"), text)
 
 
 def probe(policy: Any, form: Form, told: Sequences) -> Found:
@@ -173,9 +183,9 @@ def probe(policy: Any, form: Form, told: Sequences) -> Found:
         else:
             _compare(policy, form, told, found)
     except Exception as error:
-        if out_of_memory(error) or "--policy." in str(error):
+        if "--policy." in str(error):
             raise
-        found = Found(float("inf"), f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        found = _failed(error)
     finally:
         policy.model.trunk.form = before
         policy._reshard()
