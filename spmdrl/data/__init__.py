@@ -9,6 +9,7 @@ preferences.py reads rows of preference data as pairs or labelled responses
 step_rows.py   reads rows of responses whose steps have labels
 steps.py       where the steps of a response end
 row_columns.py reads columns beside the dialogue, and names those that nothing reads
+prompt_columns.py columns that go into a prompt, and those of the same names that are left to rewards
 rendering.py   renders dialogues by a chat template
 turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it
 turn_end.py    finds what ends a turn

@@ -2,7 +2,7 @@
 
 Two layouts of rows are supported. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
 (chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any container.
-Columns beside these (`row_columns.py`) give a message of the system, earlier exchanges, tools, and variables of the
+Columns beside these (`prompt_columns.py`) give a message of the system, earlier exchanges, tools, and variables of the
 chat template; what is left goes to reward functions.
 """
 
@@ -17,8 +17,9 @@ from spmdrl.config.environment import COLUMN
 from spmdrl.config.schema import DataConfig
 from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import encode, template_text
-from spmdrl.data.dialogues import earlier, listed
-from spmdrl.data.row_columns import Row, check_text, tools_of, variables_of, with_system
+from spmdrl.data.dialogues import listed
+from spmdrl.data.prompt_columns import left_lines, rendered_columns, with_columns
+from spmdrl.data.row_columns import Row, check_text, tools_of, variables_of
 from spmdrl.data.sources import Source, read_source
 
 
@@ -60,6 +61,8 @@ class PromptSet:
     """Columns that only reward functions and environments can read."""
     unread: tuple[str, ...] = ()
     """Columns that nothing can read."""
+    left: tuple[str, ...] = ()
+    """Sentences on columns that a chat template would read and that stayed out of prompts."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -105,13 +108,15 @@ def load_prompts(
         chat_template=template_text(data.chat_template),
     )
     verl = {"prompt", "reward_model"} <= source.rows[0].keys()
-    prompts, shortest, left = [], 0, dict[str, None]()
+    prompts, shortest, over = [], 0, dict[str, None]()
+    left = list[dict[str, str]]()
     for index, row in enumerate(source.rows):
         try:
-            prompt, over = _from_row(index, row, data, tokenizer, source, verl, begun)
+            prompt, more, without = _from_row(index, row, data, tokenizer, source, verl, begun)
         except ValueError as e:
             raise ValueError(f"{source.where(index)}: {e}") from e
-        left |= dict.fromkeys(over)
+        over |= dict.fromkeys(more)
+        left.append(without)
         n = len(prompt.tokens)
         shortest = min(shortest or n, n)
         if n <= max_prompt_tokens:
@@ -122,16 +127,19 @@ def load_prompts(
             f"shortest has {shortest}): raise --rollout.max-prompt-tokens"
         )
     made = spec.partition(":")[0] in ("builtin", "reasoning-gym")
-    beside, unread = ((), tuple(left)) if verl else (tuple(left), ())
-    return PromptSet(prompts, len(source.rows) - len(prompts), spec, () if made else beside, () if made else unread)
+    beside, unread = ((), tuple(over)) if verl else (tuple(over), ())
+    told = ((), ()) if made else (beside, unread)
+    return PromptSet(prompts, len(source.rows) - len(prompts), spec, *told, left_lines(left))
 
 
 def _from_row(
     index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool
-) -> tuple[Prompt, list[str]]:
-    """Return the prompt of a row, and the names of the columns that it was made without."""
+) -> tuple[Prompt, list[str], dict[str, str]]:
+    """Return the prompt of a row, the columns that it was made without, and those that its template might have read."""
     check_text(row)
-    told, read = Row(row), {data.prompt_column, data.answer_column, "data_source"}
+    read = {data.prompt_column, data.answer_column, "data_source", *_names(data.template), *_names(data.prefill)}
+    chat = data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
+    told, left = rendered_columns(Row(row), read, chat or begun, begun)
     if verl:
         prompt, truth, extra = _verl_columns(row)
         read |= {"prompt", "reward_model", "extra_info"}
@@ -149,7 +157,7 @@ def _from_row(
     if begun:
         tokens, text = [], prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
     else:
-        prompt, tools = _with_columns(prompt, told), tools_of(told)
+        prompt, tools = with_columns(prompt, told), tools_of(told)
         how = {"prefill": prefill, "chat": data.chat, "chat_template": data.chat_template}
         own = template_kwargs(data) | more
         tokens, text = encode(tokenizer, prompt, system=data.system, tools=tools, more=own, **how)
@@ -159,7 +167,7 @@ def _from_row(
         json.dumps(truth := json_able(truth))
     except TypeError as e:
         raise ValueError(f"the ground truth cannot be written as JSON ({e}): change --data.answer-column") from e
-    read |= told.read | set(_names(data.template)) | set(_names(data.prefill))
+    read |= told.read - left.keys()
     made = Prompt(
         index=index,
         tokens=tokens,
@@ -169,11 +177,11 @@ def _from_row(
         text=text,
         asked=prompt if _is_json(prompt) else "",
         reply=prefill,
-        chat=data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None)),
+        chat=chat,
         tools=tools,
         more=more,
     )
-    return made, [str(name) for name, value in told.items() if name not in read and value not in ("", [], {})]
+    return made, [str(k) for k, v in row.items() if k not in read and v is not None and v not in ("", [], {})], left
 
 
 def _asked(prompt: object) -> str | list:
@@ -186,14 +194,6 @@ def _asked(prompt: object) -> str | list:
     if not isinstance(prompt, str):
         raise ValueError(f"the prompt is {type(prompt).__name__}, not text or messages: change --data.prompt-column")
     return prompt
-
-
-def _with_columns(prompt: str | list, row: Row) -> str | list:
-    """Return a prompt with the messages that other columns of its row put before it."""
-    before = earlier(row)
-    messages = [*before, *(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
-    whole = with_system(row, messages)
-    return whole if isinstance(prompt, list) or len(whole) > 1 else prompt
 
 
 def _verl_columns(row: dict) -> tuple[object, object, dict]:
@@ -221,8 +221,11 @@ def _apply_template(prompt: str | list, row: dict, template: str) -> str | list:
 
 
 def _names(text: str) -> list[str]:
-    """Return the columns that `_format` puts into a text."""
-    return [_base(name) for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+    """Return the columns that `_format` puts into a text; none of one that it refuses."""
+    try:
+        return [_base(name) for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+    except ValueError:
+        return []
 
 
 def _base(name: str) -> str:

@@ -63,6 +63,7 @@ def _told(prompts: PromptSet, room: int) -> list[str]:
         out.append(f"columns  {unread_line(prompts.unread)}")
     if prompts.beside:
         out.append(f"columns  only rewards and environments get {', '.join(prompts.beside)}")
+    out += [f"columns  {line}" for line in prompts.left]
     text = prompts.prompts[0].text
     shown = "\n         ".join(clean(line, SHOWN) for line in text[:SHOWN].split("\n"))
     return [*out, f"example  {shown}{' ...' if len(text) > SHOWN else ''}"] if text else out

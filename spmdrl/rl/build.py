@@ -169,6 +169,8 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
         raise ValueError(f"{spec}: ranks {shown(odd)} read other prompts than rank 0; give every node the same files")
     if prompts.unread:
         session.warn(f"{spec}: {unread_line(prompts.unread)}")
+    for line in prompts.left:
+        session.warn(f"{spec}: {line}")
     if prompts.beside:
         session.note(f"{spec}: only rewards and environments get the columns {', '.join(prompts.beside)}")
     dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""

@@ -171,6 +171,37 @@ def test_prompts_read_what_supervised_rows_say_to_the_template(tmp_path, columns
         assert prompt.asked == [{"role": "system", "content": "s"}, USER], "what a judge reads"
 
 
+@pytest.mark.parametrize(
+    ("columns", "jinja", "data", "why"),
+    [
+        ({"documents": [{"id": 1}]}, "", {}, "no chat template renders it"),
+        ({"documents": "see page 3"}, TEMPLATE, {}, "its documents are str ('see page 3'), not a list of objects"),
+        ({"history": "The patient had flu"}, "", {"template": "{history}\n{prompt}"}, ""),
+        ({"history": "The patient had flu"}, TEMPLATE, {"template": "{history}\n{prompt}"}, ""),
+        ({"history": "The patient had flu"}, TEMPLATE, {}, "its history must be messages, or pairs"),
+        ({"history": [{"year": 1990}]}, TEMPLATE, {}, "message 1 has the role None"),
+        ({"tools": ["search", "calc"]}, TEMPLATE, {}, "its tools are list"),
+        ({"tools": "search"}, TEMPLATE, {}, "tools: not JSON"),
+        ({"developer": "Valve"}, "", {}, "no chat template renders it"),
+        ({"developer": 7}, TEMPLATE, {}, "its developer message is int"),
+        ({"system_prompt": "s"}, "", {"template": "{system_prompt} {prompt}"}, ""),
+        ({"system": "s"}, "", {"prefill": "{system}"}, ""),
+        ({"enable_thinking": False}, "", {}, "no chat template renders it"),
+        ({"chat_template_kwargs": "fast"}, TEMPLATE, {}, "chat_template_kwargs: not JSON"),
+    ],
+)
+def test_ordinary_columns_with_the_names_of_a_templates_are_left_to_rewards(tmp_path, columns, jinja, data, why):
+    """A row without the column gives the same tokens; where a setting names the column, it is put there only."""
+    (name, value), row = next(iter(columns.items())), {"prompt": "q", "answer": "a"}
+    found = prompts(tmp_path, [row | columns, row | columns], jinja, **data)
+    assert found.prompts[0].extra == columns and found.beside == (() if not why else (name,))
+    for key, text in data.items():
+        data[key] = text.replace(f"{{{name}}}", str(value))
+    assert found.prompts[0].tokens == prompts(tmp_path, [row], jinja, **data).prompts[0].tokens
+    told = f"the column {name!r} stays out of the prompt in 2 rows, and is left to rewards: {why}"
+    assert [line[: len(told)] for line in found.left] == ([told] if why else [])
+
+
 def test_an_environment_gets_the_columns_and_the_template_the_variables(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "q", "answer": "a", "system": "s", "enable_thinking": False}) + "\n")
