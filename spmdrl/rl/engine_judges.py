@@ -13,7 +13,7 @@ import torch
 from spmdrl.config.judge import POLICY, JudgeConfig
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.schema import Config
-from spmdrl.data.chat import variables
+from spmdrl.data.chat import chosen_template, variables
 from spmdrl.health.status import tick
 from spmdrl.hub.folder import plain_errors, read_config
 from spmdrl.hub.quantized import fp8_blocks
@@ -65,7 +65,7 @@ class Voice:
                 check_same_tokens(judge.engine, cfg.model.path, f"{file}: engine", trust)
                 if has_tokenizer(self.folder):
                     self.tokenizer = load_tokenizer(self.folder, trust)
-        self.stop = stop_tokens(self.folder, self.tokenizer, getattr(self.tokenizer, "chat_template", None) or "")
+            self.stop = stop_tokens(self.folder, self.tokenizer, chosen_template(self.tokenizer))
         self.control = control_words(self.tokenizer)
         self.joined = False
         """True where the template takes no system message, which the first user message then begins with."""

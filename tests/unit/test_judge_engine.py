@@ -217,9 +217,16 @@ def test_comparisons_are_refused_beside_an_environment(tmp_path):
 # -- the voice --------------------------------------------------------------------------------------------------------
 
 
-def voice(tmp_path: Path, template: str) -> Voice:
-    cfg = from_command_line(["--model.path", "tiny"]).config
-    return Voice("judge.yaml", JudgeConfig(engine="policy"), cfg, char_tokenizer(template))
+def voice(tmp_path: Path, template: str | dict[str, str]) -> Voice:
+    cfg, tokenizer = from_command_line(["--model.path", "tiny"]).config, char_tokenizer("")
+    tokenizer.chat_template = template
+    return Voice("judge.yaml", JudgeConfig(engine="policy"), cfg, tokenizer)
+
+
+def test_of_a_judges_named_templates_the_default_asks_and_ends(tmp_path):
+    one, named = voice(tmp_path, CHATML), voice(tmp_path, {"default": CHATML, "tool_use": "{{ tools }}"})
+    asked = [{"role": "user", "content": "U"}]
+    assert named.stop == one.stop and named.render(asked) == one.render(asked)
 
 
 def test_nothing_in_a_question_is_a_special_token(tmp_path):
