@@ -38,13 +38,13 @@ def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str
     given: text or name of `--data.chat-template`. tools: the dialogue has tools.
 
     Raises:
-        ValueError: there are named templates, and none of them is the default.
+        ValueError: there are named templates, and none of them is the default; or the name given is none of theirs.
     """
     held = getattr(tokenizer, "chat_template", None)
-    if not isinstance(held, dict):
-        return given or held or ""
     if given:
-        return held.get(given, given)
+        return _given_template(held, given)
+    if not isinstance(held, dict):
+        return held or ""
     name = "tool_use" if tools and "tool_use" in held else "default"
     if name not in held:
         raise ValueError(
@@ -52,6 +52,22 @@ def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str
             "with --data.chat-template"
         )
     return held[name]
+
+
+def _given_template(held: str | dict[str, str] | None, given: str) -> str:
+    if isinstance(held, dict) and given in held:
+        return held[given]
+    # A text that shows anything of a dialogue has a brace.
+    if "{" in given:
+        return given
+    if isinstance(held, dict):
+        own = f"the tokenizer names {', '.join(sorted(held))}"
+    else:
+        own = f"the tokenizer has {'one template, without a name' if held else 'no template'}"
+    raise ValueError(
+        f"--data.chat-template {given[:40]!r} is no chat template: {own}; beside that, give chatml, a .jinja file or "
+        "the text of a template"
+    )
 
 
 class Today:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.data.chat import CHATML, encode
+from spmdrl.data.chat import CHATML, chosen_template, encode
 from tests.unit.chars import char_tokenizer
 
 
@@ -70,6 +70,23 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
 def test_what_does_not_fit_is_said(prompt, settings, says):
     with pytest.raises(ValueError, match=says):
         encode(char_tokenizer(), prompt, **settings)
+
+
+@pytest.mark.parametrize(
+    ("held", "given", "own"),
+    [
+        ({"default": CHATML, "tool_use": CHATML}, "tool-use", "the tokenizer names default, tool_use;"),
+        (CHATML, "tool_use", "the tokenizer has one template, without a name;"),
+        (None, "chat-ml", "the tokenizer has no template;"),
+    ],
+)
+def test_a_template_that_is_no_name_file_or_text_is_refused_with_the_names_that_there_are(held, given, own):
+    tokenizer = char_tokenizer("")
+    tokenizer.chat_template = held
+    with pytest.raises(ValueError, match=f"--data.chat-template '{given}' is no chat template: {own}"):
+        chosen_template(tokenizer, given)
+    with pytest.raises(ValueError, match=f"'{given}' is no chat template"):
+        encode(tokenizer, "hi", chat_template=given)
 
 
 @pytest.fixture(scope="module")
