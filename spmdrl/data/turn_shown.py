@@ -113,5 +113,8 @@ def _forms(value: Any) -> list[str]:
     plain = str(value).strip()
     written = [json.dumps(value, ensure_ascii=ascii) for ascii in (False, True)]
     quoted = [text.strip('"').strip() if isinstance(value, str) else text for text in written]
-    forms = dict.fromkeys([plain, *quoted, repr(value).strip("'\"").strip()])
+    # Templates that write a call as Python's set every text between apostrophes, as LFM2's; repr does not.
+    apart = [text.replace("'", "\\'") for text in (plain, plain.replace("\\", "\\\\"))]
+    apart.append(apart[-1].replace("\n", "\\n").replace("\r", "\\r"))
+    forms = dict.fromkeys([plain, *quoted, repr(value).strip("'\"").strip(), *apart])
     return sorted((form for form in forms if form), key=lambda form: -len(form))

@@ -256,3 +256,19 @@ def test_the_name_of_a_tool_may_be_a_token_of_its_own(turn, shown):
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "calculate", "arguments": {"|": "12*34"}}}]}
     with nullcontext() if shown else pytest.raises(TemplateError, match="does not show its tool calls whole"):
         check_turn_shown(re.compile(r"calculate|\|"), message, turn)
+
+
+@pytest.mark.parametrize("text", ["it's", "it's\nC:\\new", 'it\'s "so"'])
+def test_a_call_whose_text_has_an_apostrophe_is_shown_with_a_backslash_before_it(text):
+    """Templates of LFM2 set texts between apostrophes, and have a backslash before those inside."""
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": text}}}],
+    }
+    render = Renderer(tokenizer_for(TEMPLATES["lfm2_v2"]), TEMPLATES["lfm2_v2"])
+    shown = render(Dialogue([{"role": "user", "content": "q"}, message]))
+    assert "it\\'s" in shown
+    check_turn_shown(render.controls, message, shown)
+    with pytest.raises(TemplateError, match="does not show its tool calls whole"):
+        check_turn_shown(render.controls, message, shown.replace("it", "at"))
