@@ -126,6 +126,8 @@ def side(folder: Path, args) -> None:
     flags = {
         "run.dir": folder / "run",
         "model.path": folder / "model",
+        # Its requests would count as work of the engine.
+        "model.self_check": "false",
         "reward.function": folder / "reward.py",
         "rollout.engine": args.engine,
         "rollout.prompts_per_step": args.prompts,

@@ -228,7 +228,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2": NARROW
+    | {
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        # vLLM reads the names of the first published configs.
+        "conv_dim": 64,
+        "block_dim": 64,
+    },
     "lfm2_moe": MIXTURE | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
     "bamba": MAMBA | {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_layer_indices": [1]},
