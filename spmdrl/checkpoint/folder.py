@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Collection
 from datetime import date
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from spmdrl.checkpoint import lock
 from spmdrl.checkpoint.files import write_text
 from spmdrl.checkpoint.published import steps_saved
 from spmdrl.config.dump import to_yaml
+from spmdrl.config.paths import recorded_settings
 from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status
@@ -116,19 +118,21 @@ def check_evaluation(folder: Path, world: World) -> None:
         )
 
 
-def check_settings(folder: Path, cfg: TrainingConfig, world: World) -> list[str]:
+def check_settings(
+    folder: Path, cfg: TrainingConfig, world: World, given: Collection[str] = ()
+) -> list[str]:
     """Checks that a run which goes on from its folder has the settings it began with. Collective; returns notes.
+
+    given: as `differences` takes it.
 
     Raises:
         ValueError: it is a run of another entry point, or settings that change the answer differ, each one listed,
             unless `--run.allow-changes`.
     """
     told: dict = {"notes": [], "error": ""}
-    path = folder / "config.yaml"
-    if not path.exists():
-        path = folder / "checkpoints" / "latest" / "state" / "config.yaml"
+    path = recorded_settings(folder)
     if world.is_first and path.exists():
-        found = differences(path, cfg)
+        found = differences(path, cfg, given)
         told["notes"] = found.notes
         if found.other:
             told["error"] = (

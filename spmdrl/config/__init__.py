@@ -9,6 +9,7 @@ distillation.py  settings of distillation; divergence.py: those of the divergenc
 presets.py     published methods by name, as settings
 load.py        makes one Config from files and flags
 given.py       the user's text for settings: words of the command line, entries of YAML files
+begun.py       settings with which the run of a folder was begun
 demo.py        defaults of runs that are not the demo
 layers.py      settings of a preset, and settings that another setting implies
 parse.py       parses the text of each setting by its type, with tyro

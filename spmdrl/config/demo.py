@@ -7,6 +7,7 @@ other runs stand below those of presets, files and flags, and config.yaml record
 import json
 from pathlib import Path
 
+from spmdrl.config.begun import Begun
 from spmdrl.config.fields import flag, get, leaves
 from spmdrl.config.given import Entries, Given
 from spmdrl.config.schema import OptimizerConfig
@@ -21,10 +22,10 @@ SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 
-def own_layer(given: Entries, schema: type) -> tuple[Entries, tuple[str, ...]]:
+def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tuple[str, ...]]:
     """Return the defaults of a run that is not the demo, and a line about them; nothing for the demo.
 
-    given: entries of all files and flags; what they name is left to them.
+    given: entries of all files and flags; what they name is left to them. begun: of the run folder.
     """
     names, last = leaves(schema), {name: found.values or [] for name, found in given}
     data = last.get("data.train" if "data.train" in names else "data.eval", [])
@@ -38,9 +39,11 @@ def own_layer(given: Entries, schema: type) -> tuple[Entries, tuple[str, ...]]:
             wanted["rollout.max_new_tokens"] = NEW_TOKENS
         if (lr := _learning_rate(last, schema)) and "optimizer.lr" not in last:
             wanted["optimizer.lr"] = lr
-    shown = [f"{flag(name)} {value or 'none'}" for name, value in wanted.items()]
-    line = f"defaults of {ORIGIN}, of which the demo has others: {', '.join(shown)}"
-    return [(name, Given([value], ORIGIN)) for name, value in wanted.items()], ((line,) if shown else ())
+    layer = begun.instead_of([(name, Given([value], ORIGIN)) for name, value in wanted.items()])
+    shown = [f"{flag(name)} {' '.join(found.values or []) or 'none'}" for name, found in layer]
+    whose = f"defaults of {ORIGIN}, of which the demo has others"
+    line = f"{f'settings of {begun.path}' if begun.entries else whose}: {', '.join(shown)}"
+    return layer, ((line,) if shown else ())
 
 
 def _learning_rate(last: dict[str, list[str]], schema: type) -> str:

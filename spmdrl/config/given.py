@@ -77,19 +77,22 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
     if controller in (["fixed"], ["adaptive"]):
         where = next(given.origin for name, given in found if name == CONTROLLER)
         found = list(with_target(dict(found), controller == ["adaptive"], Given([AIM], where)).items())
-    return _one_resampling(found)
+    return found
 
 
-def _one_resampling(found: Entries) -> Entries:
-    """Entries of a file that names the power of resampling apart, in terms of `filter.resample` alone."""
-    told = {name: given for name, given in found if name in (METHOD, POWER)}
-    if POWER not in told:
+def one_resampling(found: Entries) -> Entries:
+    """Entries of all files and flags, of which files name the power of resampling apart, by `filter.resample` alone."""
+    power = next((g.values or ["2"] for name, g in found[::-1] if name == POWER and g.origin != COMMAND_LINE), None)
+    if power is None:
         return found
-    method, power = told.get(METHOD), told[POWER].values or ["2"]
-    rest = [(name, given) for name, given in found if name not in told]
-    if method and method.values:
-        rest.append((METHOD, Given([with_power(method.values[0], power[0])], method.origin)))
-    return rest
+    rest = [(name, given) for name, given in found if name != POWER or given.origin == COMMAND_LINE]
+    return [
+        (
+            name,
+            Given([with_power(given.values[0], power[0])], given.origin) if name == METHOD and given.values else given,
+        )
+        for name, given in rest
+    ]
 
 
 def with_power(method: str, power: object) -> str:

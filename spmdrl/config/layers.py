@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from spmdrl.config.begun import Begun
 from spmdrl.config.fields import flag, get, leaves, nearest
 from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS, settings_of_preset
@@ -114,10 +115,10 @@ def _words(given: Entries, name: str) -> list[str]:
     return [found.values[0] for leaf, found in given if leaf == name and found.values]
 
 
-def implied_layer(given: Entries, schema: type) -> Entries:
+def implied_layer(given: Entries, schema: type, begun: Begun) -> Entries:
     """Settings that others imply: `--run.deterministic` a static assignment, which `checks.py` wants; SimPO its scale.
 
-    Files and flags beat them.
+    Files and flags beat them. begun: of the run folder.
     """
     on, names = False, leaves(schema)
     for name, found in given:
@@ -128,6 +129,7 @@ def implied_layer(given: Entries, schema: type) -> Entries:
     if on and "rollout.assignment" in names:
         out.append(("rollout.assignment", Given(["static"], flag("run.deterministic"))))
     losses = next((found.values for name, found in given[::-1] if name == "preference.loss" and found.values), None)
-    if "preference.margin" in names and (losses or _words(given, "preference.method")[-1:]) == ["simpo"]:
-        out += [(name, Given([value], "simpo")) for name, value in SIMPO.items()]
+    kinds = [loss.partition("=")[0] for loss in losses or _words(given, "preference.method")[-1:]]
+    if "preference.margin" in names and kinds == ["simpo"]:
+        out += begun.instead_of([(name, Given([value], "simpo")) for name, value in SIMPO.items()])
     return out

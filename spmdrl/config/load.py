@@ -20,10 +20,21 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 import tyro
 
 from spmdrl.config import checks
+from spmdrl.config.begun import begun_with
 from spmdrl.config.demo import own_layer
 from spmdrl.config.dump import redact_text
 from spmdrl.config.fields import ConfigError, flag, leaves
-from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given, is_resolved, read_flags, read_yaml
+from spmdrl.config.given import (
+    COMMAND_LINE,
+    FALSE,
+    TRUE,
+    Entries,
+    Given,
+    is_resolved,
+    one_resampling,
+    read_flags,
+    read_yaml,
+)
 from spmdrl.config.layers import implied_by_preset, implied_layer, preset_layer, replaced_by_preset, without
 from spmdrl.config.parse import parse, tokens_of, unknown_name
 from spmdrl.config.schema import Config
@@ -93,9 +104,10 @@ def from_command_line(
     tokens: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
     named: set[str] = set()
-    asked = [(ALIASES.get(name, name), given) for layer in layers for name, given in layer]
-    own, said = own_layer(asked, schema)
-    for name, given in own + preset_layer(asked, schema, problems) + implied_layer(asked, schema) + asked:
+    asked = one_resampling([(ALIASES.get(name, name), given) for layer in layers for name, given in layer])
+    begun = begun_with(asked, schema)
+    own, said = own_layer(asked, schema, begun)
+    for name, given in own + preset_layer(asked, schema, problems) + implied_layer(asked, schema, begun) + asked:
         positive = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name)
         if name not in hints and hints.get(positive) is bool and given.origin == COMMAND_LINE:
             name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)

@@ -26,6 +26,12 @@ def run_folder(cfg: TrainingConfig) -> Path:
     return Path(cfg.run.dir or Path("runs") / cfg.run.name)
 
 
+def recorded_settings(folder: Path) -> Path:
+    """Return the path of the settings with which the run of a folder was begun; there may be no such file."""
+    path = folder / "config.yaml"
+    return path if path.exists() else folder / "checkpoints" / "latest" / "state" / "config.yaml"
+
+
 def inside(folder: Path, *names: str) -> Path:
     """Path of `folder/names...`, which must lie in the folder when links are followed.
 

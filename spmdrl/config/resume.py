@@ -5,7 +5,7 @@ on with others would be neither the first run nor the second.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -169,10 +169,11 @@ class Differences:
     """Further lines for the user."""
 
 
-def differences(path: Path, cfg: TrainingConfig) -> Differences:
+def differences(path: Path, cfg: TrainingConfig, given: Collection[str] = ()) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
-    A setting that the file lacks (it may be older than the setting) counts as its default.
+    A setting that the file lacks (it may be older than the setting) counts as its default. given: settings that a user
+    named. ChatML that nobody named is what a folder without a template rendered its messages by.
     """
     out, there = Differences(), {}
     try:
@@ -201,7 +202,8 @@ def differences(path: Path, cfg: TrainingConfig) -> Differences:
             # A file by another hand may say auto, which is taken for what it is here.
             then = then if then != "auto" else engine_name(replace(cfg, rollout=replace(cfg.rollout, engine="auto")))
             why = " (by auto)" if cfg.rollout.engine == "auto" else ""
-        if then != here:
+        implied = name == "data.chat_template" and name not in given and (then, here) == ("", "chatml")
+        if then != here and not implied:
             out.lines.append(f"{flag(name)}: {shown(then)} there, {shown(here)} here{why}")
     return out
 

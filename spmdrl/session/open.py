@@ -100,7 +100,7 @@ def open_run(
         setup_logging(folder, rank)
         watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
         if keeps:
-            notes += checkpoint.check_settings(folder, cfg, world)
+            notes += checkpoint.check_settings(folder, cfg, world, loaded.given)
         Today.kept = checkpoint.first_day(folder, world)
         if Today.kept != date.today():
             notes.append(f"chat templates that show the date show {Today.kept}, on which this run began first")

@@ -732,7 +732,8 @@ def test_a_flag_that_names_a_kl_controller_is_told_the_target():
         ("--data.train my.jsonl --model.path a/b --lora.rank 8", PreferenceConfig, 1e-5, None, ""),
     ],
 )
-def test_defaults_of_the_demo_are_not_those_of_other_runs(flags, schema, lr, tokens, evaluation):
+def test_defaults_of_the_demo_are_not_those_of_other_runs(flags, schema, lr, tokens, evaluation, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     loaded = from_command_line(flags.split(), schema=schema)
     cfg = loaded.config
     assert cfg.optimizer.lr == lr and cfg.data.eval == evaluation
@@ -757,6 +758,7 @@ def test_the_model_that_ships_is_known_by_its_shape(tmp_path):
         ("", 0.1, 0.5),
         ("--preference.method simpo", 2.0, 1.0),
         ("--preference.loss simpo", 2.0, 1.0),
+        ("--preference.loss simpo=1", 2.0, 1.0),
         ("--preference.loss simpo sft=0.1", 0.1, 0.5),
         ("--preference.method simpo --preference.beta 2.5 --preference.margin 1.4", 2.5, 1.4),
     ],

@@ -97,6 +97,14 @@ def test_resume_and_files_read_the_power_of_resampling_that_stood_apart(folder, 
     assert load("--config", str(tmp_path / "old.yaml")).filter.resample == "pow=3.0"
     (tmp_path / "old.yaml").write_text("filter: {resample: max_min, resample_power: 2.0}\n")
     assert load("--config", str(tmp_path / "old.yaml")).filter.resample == "max_min"
+    (tmp_path / "power.yaml").write_text("filter: {resample_power: 3}\n")
+    (tmp_path / "pow.yaml").write_text("filter: {resample: pow}\n")
+    (tmp_path / "old.yaml").write_text("filter: {resample: max_min, resample_power: 3}\n")
+    power, method, old = (["--config", str(tmp_path / f"{name}.yaml")] for name in ("power", "pow", "old"))
+    for words in ((*power, *method), (*method, *power), (*power, "--filter.resample", "pow"), (*method, *old, *method)):
+        assert load(*words).filter.resample == "pow=3"
+    assert load(*old, "--filter.resample", "pow=4").filter.resample == "pow=4"
+    assert load(*power).filter.resample == load().filter.resample
     assert resampling("pow=3.0") == ("pow", 3.0) and resampling("pow") == ("pow", 2.0)
     for wrong in ("pow=-1", "pow=x", "max_min=2", "other"):
         with pytest.raises(ValueError, match="--filter.resample"):
@@ -163,6 +171,48 @@ def test_resume_settings_older_than_the_program_count_as_their_defaults(folder):
     assert found.lines == ["--optimizer.lr: 0.0002 there, 0.001 here"]
     assert found.notes == [f"{path} has settings that are not known here: rollout.gone"]
     assert differences(path, load("--critic.lr", "1")).lines[-1] == "--critic.lr: 0.0005 there, 1.0 here"
+
+
+@pytest.mark.parametrize(
+    ("schema", "flags", "older", "more"),
+    [
+        (
+            Config,
+            "--data.train my.jsonl --model.path a/b",
+            "--optimizer.lr 2e-4 --rollout.max-new-tokens 8 --data.eval builtin:reverse:eval --eval.every 20",
+            "--rollout.max-new-tokens 9",
+        ),
+        (SFTConfig, "--data.train my.jsonl --model.path a/b --lora.rank 8", "--optimizer.lr 2e-5", "--optimizer.lr 1"),
+        (
+            PreferenceConfig,
+            "--data.train my.jsonl --preference.method simpo",
+            "--preference.beta 0.1 --preference.margin 0.5",
+            "--preference.beta 3",
+        ),
+    ],
+)
+def test_resume_keeps_defaults_that_nobody_named(schema, flags, older, more, tmp_path):
+    """A folder that was begun with other defaults goes on by the same command; a flag is still a change."""
+    here = [*flags.split(), "--run.dir", str(tmp_path)]
+    checkpoint.write_config(tmp_path, from_command_line([*here, *older.split()], schema=schema).config)
+    path = tmp_path / "config.yaml"
+    loaded = from_command_line(here, schema=schema)
+    assert differences(path, loaded.config).lines == [] and not loaded.given & {"optimizer.lr", "preference.beta"}
+    assert loaded.config == from_command_line([*here, *older.split()], schema=schema).config
+    assert len(differences(path, from_command_line([*here, *more.split()], schema=schema).config).lines) == 1
+    fresh = from_command_line([*here, "--run.fresh"], schema=schema).config
+    assert differences(path, fresh).lines != []
+
+
+def test_resume_of_a_folder_without_a_template_whose_messages_were_chatml(tmp_path):
+    checkpoint.write_config(tmp_path, SFTConfig())
+    cfg = SFTConfig()
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, chat_template="chatml"))
+    assert differences(tmp_path / "config.yaml", cfg).lines == []
+    assert differences(tmp_path / "config.yaml", cfg, {"data.chat_template"}).lines == [
+        "--data.chat-template: '' there, chatml here"
+    ]
+    assert checkpoint.check_settings(tmp_path, cfg, ALONE) == []
 
 
 @pytest.mark.parametrize("there", SCHEMAS)
