@@ -1,4 +1,4 @@
-"""Defaults of the demo, which every other run replaces: its learning rate, its length of responses, its evaluation.
+"""Defaults of the demo, which every other run replaces: its learning rates, its length of responses, its evaluation.
 
 The demo is a built-in task; the model that ships here keeps its learning rate and length on any rows. The values of
 other runs stand below those of presets, files and flags, and config.yaml records them.
@@ -10,6 +10,7 @@ from pathlib import Path
 from spmdrl.config.begun import Begun
 from spmdrl.config.fields import flag, get, leaves
 from spmdrl.config.given import Entries, Given
+from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import OptimizerConfig
 
 ORIGIN = "a run of your own"
@@ -18,6 +19,8 @@ LR, LORA_FACTOR = 1e-6, 10
 """Learning rate of all weights under reinforcement learning; adapters take about ten times that of all weights
 (https://thinkingmachines.ai/blog/lora)."""
 NEW_TOKENS = "1024"
+CRITIC_LR = "1e-05"
+"""Critics take about ten times the policy's, as in verl's examples (https://github.com/volcengine/verl)."""
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json"
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
@@ -39,11 +42,20 @@ def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tupl
             wanted["rollout.max_new_tokens"] = NEW_TOKENS
         if (lr := _learning_rate(last, schema)) and "optimizer.lr" not in last:
             wanted["optimizer.lr"] = lr
+        if "critic.lr" in names and "critic.lr" not in last and _has_critic(last):
+            wanted["critic.lr"] = CRITIC_LR
     layer = begun.instead_of([(name, Given([value], ORIGIN)) for name, value in wanted.items()])
     shown = [f"{flag(name)} {' '.join(found.values or []) or 'none'}" for name, found in layer]
     whose = f"defaults of {ORIGIN}, of which the demo has others"
     line = f"{f'settings of {begun.path}' if begun.entries else whose}: {', '.join(shown)}"
     return layer, ((line,) if shown else ())
+
+
+def _has_critic(last: dict[str, list[str]]) -> bool:
+    """True where the advantage is one that reads values."""
+    preset = PRESETS.get("".join(last.get("algo.preset", [])[-1:]))
+    named = last.get("algo.advantage") or ([preset.settings["algo.advantage"]] if preset else [])
+    return named[-1:] in (["gae"], ["turn_gae"])
 
 
 def _learning_rate(last: dict[str, list[str]], schema: type) -> str:

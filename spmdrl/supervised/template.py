@@ -20,17 +20,27 @@ def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
     drawn from.
 
     Raises:
-        ValueError: the model's tokenizer cannot be read.
+        ValueError: the model's tokenizer cannot be read, or ChatML would render pairs of plain text, too.
     """
-    if cfg.data.chat_template:
+    if cfg.data.chat_template or cfg.data.chat == "off":
         return cfg
     begun = begin(cfg)
     if getattr(begun.tokenizer, "chat_template", None):
         return cfg
-    given = replace(cfg, data=replace(cfg.data, chat="auto", chat_template="chatml"))
-    rendered = begin(given).encode
+    given = replace(cfg, data=replace(cfg.data, chat_template="chatml"))
+    rendered, as_chat = begin(given).encode, begin(replace(cfg, data=replace(cfg.data, chat="on"))).encode
     drawn = mixture.draw(min(ROWS, mixture.rows or ROWS))
-    return given if any(not _takes(begun.encode, each) and _takes(rendered, each) for each in drawn) else cfg
+    wants = next((each for each in drawn if not _takes(begun.encode, each) and _takes(rendered, each)), None)
+    if wants is None:
+        return cfg
+    # Without a template, --data.chat on refuses what a template would render.
+    if pair := next((each for each in drawn if _takes(begun.encode, each) and not _takes(as_chat, each)), None):
+        raise ValueError(
+            f"{wants.where} needs a chat template, which the tokenizer lacks, and {pair.where} is a plain pair, which "
+            "a template would render as a dialogue: choose one for all rows with --data.chat-template (for example "
+            "chatml), or leave one kind of rows out (--data.train)"
+        )
+    return given
 
 
 def _takes(encode: Callable[[dict], Any], drawn: Any) -> bool:

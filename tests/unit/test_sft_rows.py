@@ -211,7 +211,8 @@ def test_weights_of_sources(spec, want):
     [
         ([{"messages": TALK}], "chatml"),
         ([{"prompt": "ab=", "answer": "ba"}, {"text": "abc"}], ""),
-        ([{"prompt": "ab=", "answer": "ba"}, {"messages": TALK}], "chatml"),
+        ([{"text": "abc"}, {"messages": TALK}], "chatml"),
+        ([{"prompt": "ab=", "answer": "ba", "system": "s"}], "chatml"),
     ],
 )
 def test_a_template_that_the_tokenizer_lacks_is_a_setting_of_the_job(rows, want, tmp_path):
@@ -221,11 +222,23 @@ def test_a_template_that_the_tokenizer_lacks_is_a_setting_of_the_job(rows, want,
     cfg = SFTConfig()
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, train=(str(file),)))
     assert with_template(cfg, begin_sft, open_mixture(cfg)).data.chat_template == want
+    off = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, chat="off"))
+    assert with_template(off, begin_sft, open_mixture(off)) == off
     if any("messages" in row for row in rows):
         with pytest.raises(
             RowError, match="no chat template that would render them: give one with --data.chat-template"
         ):
             begin_sft(cfg).encode({"messages": TALK})
+
+
+@pytest.mark.parametrize("other", [{"messages": TALK}, {"prompt": "ab=", "answer": "ba", "system": "s"}])
+def test_plain_pairs_do_not_become_dialogues_for_one_row_that_wants_a_template(other, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in [{"prompt": "ab=", "answer": "ba"}] * 3 + [other]))
+    cfg = SFTConfig()
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, train=(str(file),)))
+    with pytest.raises(ValueError, match=r"rows.jsonl.* is a plain pair.* --data.chat-template"):
+        with_template(cfg, begin_sft, open_mixture(cfg))
 
 
 @pytest.mark.parametrize(
