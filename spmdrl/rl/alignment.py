@@ -53,8 +53,7 @@ class Alignment:
         ends = stop_tokens(own, run.tokenizer, template), stop_tokens(folder, tokenizer, theirs)
         self.pair = Pair(run.tokenizer, tokenizer, *ends, template)
         # A template of the user's own (--data.chat-template) is made for the student's tokenizer.
-        asked = {prompt.index for prompt in run.prompts.prompts}
-        self.prompts, self.room = teacher_prompts(cfg, tokenizer, "", asked), room(cfg)
+        self.prompts, self.room = teacher_prompts(cfg, tokenizer, "", run.prompts), room(cfg)
         self.matched = None
         if cfg.distill.align == "gold":
             mine, theirs = (read_config(each, trust).get_text_config().vocab_size for each in (own, folder))

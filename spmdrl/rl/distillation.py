@@ -48,8 +48,7 @@ class Distillation:
         self.prompts: dict[int, list[int]] = {}
         prompts = run.prompts.prompts
         if told:
-            asked = {prompt.index for prompt in prompts}
-            self.prompts = teacher_prompts(self.cfg, run.tokenizer, self.cfg.data.chat_template, asked)
+            self.prompts = teacher_prompts(self.cfg, run.tokenizer, self.cfg.data.chat_template, run.prompts)
         self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
         if unknown := sorted(self.shares_of.keys() - {"", *self.sources.values()}):
             raise ValueError(

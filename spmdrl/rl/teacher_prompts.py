@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmdrl.config.distillation import DistillationConfig, further_teachers
-from spmdrl.data.prompts import load_prompts
+from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.build import context_length
 
@@ -18,21 +18,29 @@ def room(cfg: DistillationConfig) -> int:
 
 
 def teacher_prompts(
-    cfg: DistillationConfig, tokenizer: Any, chat_template: str, asked: set[int]
+    cfg: DistillationConfig, tokenizer: Any, chat_template: str, student: PromptSet
 ) -> dict[int, list[int]]:
     """Tokens of the prompts by the index of their row, in the words of `--distill.teacher-template` if there is one.
 
     tokenizer: the teacher's. chat_template: as `--data.chat-template`; empty: the tokenizer's, and plain text if it has
-    none. asked: rows that the student is asked.
+    none. student: the prompts that the student is asked.
 
     Raises:
-        ValueError: the template does not fit the rows, or a prompt is longer than there is room for.
+        ValueError: the template does not fit the rows, a column stays out of the teacher's prompts that is in the
+            student's, or a prompt is longer than there is room for.
     """
+    asked = {prompt.index for prompt in student.prompts}
     told = cfg.distill.teacher_template
     left = room(cfg) - cfg.rollout.max_new_tokens
     chat = cfg.data.chat if chat_template or getattr(tokenizer, "chat_template", None) else "off"
     data = replace(cfg.data, template=told or cfg.data.template, chat_template=chat_template, chat=chat)
     found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit)
+    odd = [line for line in found.left if line not in student.left]
+    if odd and chat != cfg.data.chat:
+        raise ValueError(
+            f"--reference.path {cfg.reference.path}: in the teacher's prompts {odd[0]}; the student's have it, so take "
+            "a teacher with a chat template, or leave the column out of the rows"
+        )
     tokens = {prompt.index: prompt.tokens for prompt in found.prompts if prompt.index in asked}
     if long := sum(len(each) > left for each in tokens.values()):
         flag = "--distill.teacher-template: with it" if told else "--distill.align: as the teacher reads them"

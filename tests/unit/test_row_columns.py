@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from spmdrl import checkpoint
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig
@@ -23,6 +24,7 @@ from spmdrl.data.row_columns import Row
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.turns import sequences_of
 from spmdrl.plan.dry_data import data_lines
+from spmdrl.rl.teacher_prompts import teacher_prompts
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import preview
 from spmdrl.supervised.rows import Rows, encoded, open_mixture
@@ -200,6 +202,16 @@ def test_ordinary_columns_with_the_names_of_a_templates_are_left_to_rewards(tmp_
     assert found.prompts[0].tokens == prompts(tmp_path, [row], jinja, **data).prompts[0].tokens
     told = f"the column {name!r} stays out of the prompt in 2 rows, and is left to rewards: {why}"
     assert [line[: len(told)] for line in found.left] == ([told] if why else [])
+
+
+def test_a_teacher_without_a_template_is_refused_where_the_students_prompts_have_a_column(tmp_path, monkeypatch):
+    monkeypatch.setattr("spmdrl.rl.teacher_prompts.room", lambda cfg: 9999)
+    cfg, rows = DistillationConfig(), [{"prompt": "q", "answer": "a", "system": "s"}]
+    student, same = prompts(tmp_path, rows), prompts(tmp_path, rows, "")
+    cfg.data.train = str(tmp_path / "rows.jsonl")
+    assert list(teacher_prompts(cfg, char_tokenizer(""), "", same)) == [0]
+    with pytest.raises(ValueError, match="in the teacher's prompts the column 'system' stays out .* take a teacher"):
+        teacher_prompts(cfg, char_tokenizer(""), "", student)
 
 
 def test_an_environment_gets_the_columns_and_the_template_the_variables(tmp_path):
