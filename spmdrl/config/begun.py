@@ -31,5 +31,9 @@ def begun_with(given: Entries, schema: type) -> Begun:
     if "run.fresh" in last and last["run.fresh"].lower() not in FALSE:
         return Begun()
     folder = last.get("run.dir") or Path("runs") / (last.get("run.name") or get(schema(), "run.name"))
-    path = recorded_settings(Path(folder))
-    return Begun(str(path), dict(read_yaml(str(path), []))) if path.is_file() else Begun()
+    try:
+        path = recorded_settings(Path(folder))
+        return Begun(str(path), dict(read_yaml(str(path), []))) if path.is_file() else Begun()
+    except (OSError, ValueError):
+        # A folder that cannot be looked at is refused where it is taken.
+        return Begun()

@@ -204,6 +204,12 @@ def test_resume_keeps_defaults_that_nobody_named(schema, flags, older, more, tmp
     assert differences(path, fresh).lines != []
 
 
+@pytest.mark.parametrize("folder", ["a" * 300, "a\0b", ""])
+def test_resume_from_a_folder_that_cannot_be_looked_at_is_no_matter_of_settings(folder):
+    own = ["--data.train", "my.jsonl", "--model.path", "a/b", "--run.name", "no_such_run", "--run.dir", folder]
+    assert from_command_line(own).config.optimizer.lr == 1e-6
+
+
 def test_resume_of_a_folder_without_a_template_whose_messages_were_chatml(tmp_path):
     checkpoint.write_config(tmp_path, SFTConfig())
     cfg = SFTConfig()
