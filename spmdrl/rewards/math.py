@@ -14,7 +14,7 @@ from typing import Any
 
 from spmdrl.rewards import symbolic
 from spmdrl.rewards.base import Reward, RewardInput
-from spmdrl.rewards.text import SIGNS, truth_text
+from spmdrl.rewards.text import CURRENCY, SIGNS, truth_text
 
 _ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*(?:is)?\s*[*_]*:([*_`\s]*)([^\n]+)")
 _BOLD_END = re.compile(r"(?<=[^\s^*_`])(?:\*\*|__|`)[*_`]*(?=[\s.,;:!)]|$)")
@@ -113,7 +113,7 @@ def simplify(text: str) -> str:
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     for _ in range(2):
         text = _LOOKS.sub(r"\1", text)
-    text = text.replace(r"\$", "").replace("$", "").replace(r"\%", "%").strip()
+    text = CURRENCY.sub("", text).replace(r"\%", "%").strip()
     # Space between two digits stays, but for that between thousands: `3 1/2` is not 31/2.
     text = re.sub(r"(?<=\d)\s+(?=\d{3}(?!\d))|(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"\s+", " ", text).rstrip(".")
@@ -164,7 +164,8 @@ def math_reward(item: RewardInput) -> Reward:
         return Reward(0.0, parts)
     a, b = to_number(answer), to_number(truth)
     if a is not None and b is not None:
-        return Reward(float(a == b), parts)
+        rounded = ("." in answer) != ("." in truth) and 1 not in (a.denominator, b.denominator)
+        return Reward(float(abs(a - b) <= (symbolic.DECIMAL * max(abs(a), abs(b)) if rounded else 0)), parts)
     equal = _equal(raw_truth, raw, form)
     if form != "prose" and not equal and "=" not in truth and len(chain := sides(raw)) > 1:
         # `45 \text{ ft} = 540 \text{ in}`

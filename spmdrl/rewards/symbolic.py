@@ -14,45 +14,16 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from spmdrl.rewards.spelling import plain
 from spmdrl.rewards.text import SIGNS
-from spmdrl.rewards.units import split_unit
+from spmdrl.rewards.units import changes_value, differ, split_unit
 
 LONGEST = 2000
 """Characters of the longest answer that is read."""
 EXACT, DECIMAL = 1e-9, 2e-6
-"""Relative differences up to which values are equal: of exact ones, and where one is written as a decimal."""
+"""Relative differences up to which values are equal: of exact ones, and of a decimal and what it is rounded from."""
 NOTHING = 1e-25
 """Absolute difference up to which a value is 0, as rounding leaves some."""
-_LOOKS = re.compile(
-    r"\\(?P<name>math(?:rm|bf|it|sf|tt|normal|bfit)|text(?:rm|bf|it|sf|tt|normal|up)?|mbox|hbox|operatorname\*?"
-    r"|bold(?:symbol)?|bm|emph)\s*\{(?P<inside>[^{}]*)\}"
-)
-_FUNCTIONS = re.compile(r"(?:a|ar|arc)?(?:sin|cos|tan|csc|sec|cot)h?|log|ln|lg|exp|gcd|lcm|det|max|min")
-_UNIT_LETTERS = frozenset("mgshlLJNWVKC")
-_PLACED = (
-    (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?|\\displaystyle|\\!"), ""),
-    (re.compile(r",?\s*\\(?:text|mbox|mathrm)\s*\{[\s~]*(?:and|or)[\s~]*\}"), ", "),
-    (re.compile(r"\\f?boxed\s*(?=[^\s{])"), ""),
-    (re.compile(r"\\langle(?![A-Za-z])"), "("),
-    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
-    (re.compile(r"\\q?quad(?![A-Za-z])|~|(?<!\\)\\ "), " "),
-    (re.compile(r"\\([dtc]?)frac\s*(\d)\s+(\d)(?!\d)"), r"\\frac{\2}{\3}"),
-    (re.compile(r"(?<![\d^_}])(-?)(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?!\d)"), r"\1\2\\frac{\3}{\4}"),
-    (re.compile(r"(?<![\d\w.])\.(?=\d)"), "0."),
-)
-_SPOKEN = str.maketrans(
-    {
-        "\u00d7": r"\times ",
-        "\u00f7": r"\div ",
-        "\u00b7": r"\cdot ",
-        "\u03c0": r"\pi ",
-        "\u221e": r"\infty ",
-        "\u2264": r"\le ",
-        "\u2265": r"\ge ",
-    }
-)
-_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,;:]|\{,\}|\s)\d{3}){1,30})(?!\d)")
-_REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{(\d{1,20})\}")
 _MARKED = re.compile(r"\$[^$\n]{1,2000}\$|\\\([^\n]{1,2000}?\\\)|\\\[[^\n]{1,2000}?\\\]")
 _NUMBERS = re.compile(r"(?<![\w.])\.?\d[\d,.]*")
 _BASED = re.compile(r"\(?(-?[0-9]+)\)?_\s*\{?\s*(?:(\d+)|\\text\{ ?([a-z]+)\})\s*\}?")
@@ -69,6 +40,7 @@ _BASES = {
     "twelve": 12,
 }
 _PROSE = re.compile(r"(?<!\\)\b[A-Za-z]+\s+(?:[A-Za-z]|\d+\s+[A-Za-z])")
+_PER_CENT = re.compile(r"(-?(?:[\d.,{}/\s]|\\[dtc]?frac)*\d[}\s]*)\\?%")
 _UNREADABLE = re.compile(
     r"\d\s*_"  # a base within an expression
     r"|(?<![_\d.])\d[\d.]*\s+\.?\d"  # two numbers side by side
@@ -83,50 +55,13 @@ class Value:
     expression: Any
     """Of sympy."""
     unit: str | None
-    """Normal form of its unit; None: it has none, or an unknown one."""
+    """Normal form of its unit; None: it has none."""
     base: str | None
     """Base of the number system that stands behind it; None: there is none."""
     words: frozenset[str]
     """Words of four letters and more, in lower case, which sympy takes for products of their letters."""
-
-
-def plain_names(text: str) -> str:
-    r"""A text with plain names: `\mathrm{e}` is e, `\operatorname{arctan}` is `\arctan`, words are `\text{...}`."""
-
-    def plain(m: re.Match) -> str:
-        inside = m["inside"].replace("~", " ")
-        name = inside.strip()
-        if _FUNCTIONS.fullmatch(name):
-            return rf"\{name} "
-        if not re.search(r"[A-Za-z]", name):
-            return f" {name} "
-        ahead = re.sub(r"(?:\s|\\[,;: ])+$", "", text[max(0, m.start() - 20) : m.start()])
-        unit = name in _UNIT_LETTERS and m["name"] in ("text", "mathrm") and re.search(r"[\d}/]$", ahead)
-        if len(name) == 1 and not unit and inside == name:
-            return name
-        words = name.rstrip(" ,;")  # `red, `
-        return rf"\text{{ {words}}}{name[len(words) :].strip()} "
-
-    return _LOOKS.sub(plain, text)
-
-
-def _repeated(m: re.Match) -> str:
-    whole, fixed, repeated = m[1] or "0", m[2], m[3]
-    below = (10 ** len(repeated) - 1) * 10 ** len(fixed)
-    above = int(whole + fixed + repeated) - int(whole + fixed)
-    return rf"\frac{{{above}}}{{{below}}}"
-
-
-def _plain(text: str) -> str:
-    """An answer without what changes its looks alone."""
-    text = text.translate(SIGNS).translate(_SPOKEN).replace(r"\$", "").replace("$", "")
-    for pattern, instead in _PLACED:
-        text = pattern.sub(instead, text)
-    text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
-    text = _REPEATING.sub(_repeated, text)
-    for _ in range(3):  # they stand in one another
-        text = plain_names(text)
-    return text.strip().rstrip(".").strip()
+    per_cent: bool = False
+    """A number in per cents, whose hundredth is its value too."""
 
 
 @lru_cache(maxsize=1024)  # the samples of a prompt share their truth, and often their answers
@@ -134,19 +69,23 @@ def read(text: str) -> Value | None:
     """The value of an answer; None where it cannot be read whole."""
     if len(text) > LONGEST:
         return None
-    text, unit = split_unit(_plain(text))
+    text, unit = split_unit(plain(text))
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"\1", text)
     based = _BASED.fullmatch(text)
     base = str(_BASES.get(based[3], based[2] or based[3])) if based else None
     text = based[1] if based else text
     bare = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+", " ", text)
     words = frozenset(re.findall(r"(?<![A-Za-z])[a-z]{4,}", bare.lower())) - {"infinity", "percent", "sqrt"}
-    if not text or _UNREADABLE.search(text) or (words and _PROSE.search(re.sub(r"\\text\{[^{}]*\}", " ", text))):
+    if (
+        not text
+        or changes_value(text)
+        or _UNREADABLE.search(text)
+        or (words and _PROSE.search(re.sub(r"\\text\{[^{}]*\}", " ", text)))
+    ):
         return None
-    expression = _expression(text)
-    if expression is None:
-        return None
-    return Value(expression, unit, base, words)
+    number = _PER_CENT.fullmatch(text)
+    expression = _expression(number[1] if number else text)
+    return None if expression is None else Value(expression, unit, base, words, number is not None)
 
 
 def _expression(text: str) -> Any:
@@ -183,19 +122,27 @@ def mentioned(text: str, numbers: bool, alone: bool) -> str:
     written = found[-1] if found and isinstance(found[-1], str) else ""
     if not marked and re.search(rf"{re.escape(written)}\s?[\\_^]", text):
         return ""  # a part of what stands there without marks, as of `12_7`
+    if written and changes_value(text.rpartition(written)[2]):
+        return ""  # `5 million` is not 5
     return written + "%" if len(found) == 2 and "%" not in written and _per_cent(found[0]) != found[0] else written
 
 
 def same(truth: Value | None, answer: Value | None) -> bool:
     """Tells whether two answers have one value."""
+    if truth is None or answer is None:
+        return False
+    if differ(truth.unit, answer.unit) or any(a and b and a != b for a, b in _kinds(truth, answer)):
+        return False
+    a, b = truth.expression, answer.expression
+    if truth.per_cent == answer.per_cent:
+        return _same(a, b)
+    return _same(a, b) or (_same(a / 100, b) if truth.per_cent else _same(a, b / 100))
+
+
+def _same(a: Any, b: Any) -> bool:
     from math_verify import verify
     from sympy import Expr
 
-    if truth is None or answer is None:
-        return False
-    if any(a and b and a != b for a, b in _kinds(truth, answer)):
-        return False
-    a, b = truth.expression, answer.expression
     try:
         if _apart(a, b):  # quicker than to simplify their difference
             return False
@@ -207,19 +154,32 @@ def same(truth: Value | None, answer: Value | None) -> bool:
 
 
 def _near(a: Any, b: Any) -> bool:
-    """Tells whether two values written as decimals are equal but for rounding: 15 digits are kept of a decimal."""
-    from sympy import Expr, Float
+    """Tells whether two values, one of them a decimal, are equal but for rounding, or all entries of two tuples."""
+    from sympy import Expr, Float, Tuple
 
+    if isinstance(a, Tuple) and isinstance(b, Tuple):
+        return len(a) == len(b) and all(x == y or _near(x, y) for x, y in zip(a, b, strict=True))
     if not (isinstance(a, Expr) and isinstance(b, Expr) and (a.has(Float) or b.has(Float))):
         return False
     if a.free_symbols or b.free_symbols or not (a.is_number and b.is_number):
         return False
     x, y = complex(a.doit().evalf(30)), complex(b.doit().evalf(30))
-    return abs(x - y) <= 1e-12 * max(abs(x), abs(y))
+    return abs(x - y) <= _allowance(a, b) * max(abs(x), abs(y))
+
+
+def _allowance(a: Any, b: Any) -> float:
+    """EXACT for two decimals, and for a decimal and a whole number, which no rounding makes of one another."""
+    from sympy import Float, Integer
+
+    if not (a.has(Float) or b.has(Float)):
+        return EXACT
+    numbers = getattr(a, "is_number", False) and getattr(b, "is_number", False)
+    written_out = all(x.has(Float) or isinstance(x, Integer) for x in (a, b))
+    return EXACT if numbers and written_out else DECIMAL
 
 
 def _kinds(a: Value, b: Value) -> list[tuple[object, object]]:
-    return [(a.unit, b.unit), (a.base, b.base), (a.words, b.words)]
+    return [(a.base, b.base), (a.words, b.words)]
 
 
 def _numbers(expression: Any) -> list[complex] | None:
@@ -261,15 +221,13 @@ def _per_cent(expression: Any) -> Any:
 
 
 def _apart_as_they_are(a: Any, b: Any) -> bool:
-    from sympy import Float
-
     try:
         mine, theirs = _numbers(a), _numbers(b)
     except (TypeError, ValueError, AttributeError, OverflowError):  # no number comes out
         return False
     if mine is None or theirs is None or len(mine) != len(theirs):
         return False
-    near = DECIMAL if a.has(Float) or b.has(Float) else EXACT
+    near = _allowance(a, b)
     for x in mine:
         match = next((i for i, y in enumerate(theirs) if x == y or abs(x - y) <= _allowed(x, y, near)), None)
         if match is None:

@@ -8,6 +8,10 @@ from spmdrl.rewards.base import Reward, RewardInput
 
 SIGNS = str.maketrans(dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\ufe63\uff0d", "-"))
 """Characters that stand for a minus, such as U+2212 and the en dash -> `-`, for `str.translate`."""
+CURRENCY = re.compile(
+    r"\\?\$|[\u20ac\u00a3\u00a5\u00a2]|\\(?:euro|pounds|yen|cent|text(?:euro|sterling|yen|cent))(?![A-Za-z])(?:\{\})?"
+)
+"""Signs of currencies: dollar, euro, pound, yen and cent."""
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)")
 """A decimal number, with an optional minus, dollar sign and thousands commas. `10-3` holds 10 and 3, not -3."""
 

@@ -10,31 +10,59 @@ _NAMES = (
     "m meter metre|cm centimeter centimetre|mm millimeter millimetre|km kilometer kilometre|nm nanometer nanometre"
     "|in inch|ft foot feet|yd yard|mi mile|s sec second|ms millisecond|min minute|h hr hour|day|week|month|yr year"
     "|g gm gram|kg kilogram|mg milligram|lb pound|oz ounce|ton tonne|l liter litre|ml milliliter millilitre|gal gallon"
-    "|acre|hectare|mph|kph kmph kmh|hz hertz|khz|mhz|n newton|j joule|kj kilojoule|w watt|kw kilowatt|v volt|amp ampere"
-    "|ohm|pa pascal|k kelvin|degree deg|rad radian|mol mole|dollar|cent|euro"
+    "|acre|hectare|hz hertz|khz|mhz|n newton|j joule|kj kilojoule|w watt|kw kilowatt|v volt|amp ampere"
+    "|ohm|pa pascal|k kelvin|degree deg|rad radian|mol mole|dollar|cent|euro|celsius|fahrenheit"
 )
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
 """Name of a unit in lower case, in the singular -> the name by which it is compared."""
+_SPEEDS = re.compile(r"\b(?:(mph)|kph|kmph|kmh)\b")
+_TEMPERATURES = ("celsius1", "fahrenheit1")
+_CHANGING = re.compile(
+    r"^[^A-Za-z]*(?:squared|cubed|factorial|root)(?![A-Za-z])"
+    r"|(?<![A-Za-z\\])(?:hundred|thousand|million|billion|trillion|dozen|hal(?:f|ves)|third|fourth|quarter|fifth|sixth"
+    r"|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth|plus|minus)s?(?![A-Za-z])",
+    re.IGNORECASE,
+)
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
-_TOKEN = re.compile(r"[a-z\u00b0]+|/|\^\{?-?\d\}?|\d+")
+_TOKEN = re.compile(r"[a-z]+|\u00b0(?:[cf](?![a-z]))?|/|\^\{?-?\d\}?|\d+")
 _WORDED = r"\\text\{[^{}]*\}\s*(?:\^(?:\{-?\d\}|-?\d))?"
 _TEXT_RUN = re.compile(rf"(?:(?:\s|\\[,;:! ]|~|\\cdot|[/*.])*{_WORDED})+[\s.]*$")
 _PLAIN_RUN = re.compile(
     r"(?<=[\d})!])(\s*)([A-Za-z]+(?:\^\{?\d\}?)?(?:(?:\s+|\s*[/*]\s*)[A-Za-z]+(?:\^\{?\d\}?)?){0,5})[\s.]*$"
 )
-_DEGREES = re.compile(r"(?<=[\d})])\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\u00b0|\\degree\b)\s*$")
+_DEGREES = re.compile(
+    r"(?<=[\d})])(?:\s|\\[,;:! ])*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\u00b0|\\degree\b)"
+    r"\s*(?:\\text\s*\{\s*([CF]|[Cc]elsius|[Ff]ahrenheit)\s*\}|([CF]))?\s*$"
+)
 _NO_OPERATOR = re.compile(r"[\w})\]!'%]\s*(?:\\[,;:! ]\s*)*$")
 _LISTED = re.compile(r"\s*[,;]\s+(?![^()\[\]]*[)\]])")
 """A comma between the entries of a list, outside of brackets."""
 _LONE = frozenset("mgshL")
+_SIGNS = {"\u00b0": "degree", "\u00b0c": "celsius", "\u00b0f": "fahrenheit", "c": "celsius", "f": "fahrenheit"}
 _NO_UNITS = {"infinity", "percent", "percentage", "sqrt"}
 
 
-def unit_of(words: str) -> str | None:
-    """Normal form of a unit such as `square meters`, `m^2` or `miles per hour`; None where a word is no known unit."""
+def changes_value(words: str) -> bool:
+    """Tells whether words behind a number change its value, as those of `5 million` and `3 squared` do."""
+    return _CHANGING.search(re.sub(r"\\(?:text|mathrm)", " ", words)) is not None
+
+
+def differ(a: str | None, b: str | None) -> bool:
+    """Tells whether two units from `split_unit` are not the same: both known ones, or both unknown ones."""
+    if a is None or b is None or a == b or ("degree1" in (a, b) and (a in _TEMPERATURES or b in _TEMPERATURES)):
+        return False
+    return a.startswith("?") == b.startswith("?")
+
+
+def unit_of(words: str, known: bool = True) -> str | None:
+    """Normal form of a unit such as `square meters`, `m^2` or `miles per hour`.
+
+    None where a word is no known unit, unless words that are not known may be units too.
+    """
+    words = _SPEEDS.sub(lambda m: "mi/h" if m[1] else "km/h", words.lower().replace("~", " "))
     parts: dict[str, int] = {}
     sign, power, last = 1, 1, ""
-    for token in _TOKEN.findall(words.lower().replace("~", " ")):
+    for token in _TOKEN.findall(words):
         if token in ("/", "per"):
             sign = -1
         elif token in _POWERS and token not in ("squared", "cubed"):
@@ -45,45 +73,54 @@ def unit_of(words: str) -> str | None:
             times = _POWERS.get(token) or int(token.strip("^{}"))
             parts[last] *= times
         else:
-            token = "degree" if token == "\u00b0" else token
+            token = _SIGNS.get(token, token)
             name = _UNITS.get(token) or _UNITS.get(token.removesuffix("s")) or _UNITS.get(token.removesuffix("es"))
-            if name is None:
+            if name is None and known:
                 return None
+            name = name or token.removesuffix("s").removesuffix("e")
             last = name
             parts[last] = parts.get(last, 0) + sign * power
             power = 1
+    if parts.keys() & {"celsius", "fahrenheit"}:
+        parts.pop("degree", None)
     return " ".join(f"{name}{exponent}" for name, exponent in sorted(parts.items())) or None
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""An answer without the unit at its end, and the unit's normal form, None where it has none or an unknown one.
+    r"""An answer without the unit at its end, and the unit's normal form, `?` before an unknown one; None: it has none.
 
-    Words in `\text{...}` at the end are a unit whatever they say, and so are plain words of four letters and more
-    behind a number and a space. Shorter plain words are letters of algebra, as in `2ab`, unless they are a known unit;
-    and so are single letters, but for m, g, s, h and L behind a space. The words of a list, as in
-    `5\text{ red}, 4\text{ blue}`, are a unit only where its entries have the same, or the last one alone has any.
+    Words in `\text{...}` at the end are a unit, and so are plain words of four letters and more behind a number and a
+    space, unless they change its value (`5\text{ million}`). Shorter plain words are letters of algebra, as in `2ab`,
+    unless they are a known unit; and so are single letters, but for m, g, s, h and L behind a space. The words of a
+    list, as in `5\text{ red}, 4\text{ blue}`, are a unit only where its entries have the same, or the last one alone
+    has any.
     """
     entries = _LISTED.split(text)
     found = [_split(entry) for entry in entries]
     units = {words.strip() for _, words in found}
     if len(found) > 1 and len(units) > 1 and any(words for _, words in found[:-1]):
         return text, None
-    return ", ".join(rest for rest, _ in found), unit_of(found[-1][1])
+    words = found[-1][1].strip()
+    unit = unit_of(words) or (f"?{unit_of(words, known=False)}" if words else None)
+    return ", ".join(rest for rest, _ in found), unit
 
 
 def _split(text: str) -> tuple[str, str]:
     """The same with the unit's words, for an entry of a list."""
     if m := _DEGREES.search(text):
-        return text[: m.start()], "degree"
+        degree = (m[1] or m[2] or "").lower()
+        return text[: m.start()], f"degree {_SIGNS.get(degree, degree)}"
     m = _TEXT_RUN.search(text)
     if m and _NO_OPERATOR.search(text[: m.start()]):
-        return text[: m.start()].rstrip(), re.sub(r"\\text|\\cdot|\\.", " ", m.group())
+        words = re.sub(r"\\text|\\cdot|\\.", " ", m.group())
+        counts = unit_of(words) is not None or not changes_value(words)
+        return (text[: m.start()].rstrip(), words) if counts else (text, "")
     m = _PLAIN_RUN.search(text)
     if m:
         words = re.findall(r"[A-Za-z]+", m[2])
         lone = len(words) == 1 and len(words[0]) == 1
         known = unit_of(m[2]) is not None and (not lone or (m[1] != "" and words[0] in _LONE))
         counted = m[1] != "" and all(len(w) > 3 and w.lower() not in _NO_UNITS for w in words)
-        if known or counted:
+        if known or (counted and not changes_value(m[2])):
             return text[: m.start()].rstrip(), m[2]
     return text, ""

@@ -72,6 +72,103 @@ def test_math_reads_an_answer_whole(truth, score):
         assert [score("math", marks % a, truth) for a in wrong] == [0.0] * len(wrong), (marks, wrong)
 
 
+ALIKE = r"""
+30 \text{ min} ## 30
+30 ## 30\text{ min}
+30\text{ minutes} ## 30\text{ min}
+5\text{ sec} ## 5
+5 \mathrm{~min} ## 5
+2\text{ seconds} ## 2\text{ sec}
+\frac{1}{2}\text{ min} ## \frac12
+30 min ## 30
+\min(2,3) ## 2
+\text{min}(2,3) ## 2
+\operatorname{min}(2,3) ## \min(2,3)
+2\operatorname{sec} x ## 2\sec x
+2\sec x ## 2 \sec x
+\mathrm{sec} x ## \sec x
+2\mathrm{sin} x ## 2\sin x
+20^\circ\mathrm{C} ## 20
+20 ## 20^\circ\text{C}
+20^\circ\text{C} ## 20^\circ
+12^{\text{th}} ## 12
+68^\circ F ## 68
+20^\circ C ## 20
+20\,^{\circ}\mathrm{C} ## 20
+3^{\text{rd}} ## 3
+60 mph ## 60\text{ miles per hour}
+60\text{ mi/h} ## 60\text{ mph}
+10\text{ km/hr} ## 10\text{ kmph}
+9.8\ \frac{\text{m}}{\text{s}^2} ## 9.8
+6\frac{\text{cm}}{\text{s}} ## 6\text{ cm/s}
+€5 ## 5
+£5 ## 5
+¥5 ## 5
+5¢ ## 5
+\pounds 5 ## 5
+33\frac{1}{3}\% ## 33\frac13\%
+12.5\% ## 12.5
+66.67\% ## 66.67
+33\frac13\% ## 33\frac{1}{3}
+50\% ## 50
+12.5\% ## 0.125
+50\text{ percent} ## 0.5
+50 percent ## 0.5
+50\text{ percent} ## 50\%
+50\text{ percent} ## 50
+0.666667 ## \frac{2}{3}
+0.333333 ## \frac13
+5 apples ## 5
+5\text{ red} ## 5
+4 inches squared ## 4 square inches
+4\text{ inches squared} ## 4\text{ in}^2
+n\text{ is odd} ## n\text{ is odd}
+6\text{ apples} ## 6\text{ apples}
+6\text{ apple} ## 6\text{ apples}
+5\text{ million} ## 5\text{ million}
+5 million ## 5\text{ million}
+12\text{ ways} ## 12
+5 half ## 5 half
+"""
+APART = r"""
+3 squared ## 3
+7 cubed ## 7
+5 million ## 5
+5 thousand ## 5
+5 factorial ## 5
+5 dozen ## 5
+4 root ## 4
+5 half ## 5
+5\text{ billion} ## 5\text{ million}
+5\text{ million} ## 5
+5\text{ million dollars} ## 5
+2\text{ thirds} ## 2
+n\text{ is odd} ## n\text{ is even}
+10\%\text{ increase} ## 10\%\text{ decrease}
+5\text{ red} ## 5\text{ blue}
+30\text{ min} ## 30\text{ sec}
+20^\circ\mathrm{C} ## 20^\circ\mathrm{F}
+0.667 ## \frac{2}{3}
+0.66667 ## \frac{2}{3}
+33\frac{1}{3}\% ## 33\frac23\%
+12.5\% ## 12.6
+60\text{ mph} ## 60\text{ km/h}
+9.8\ \frac{\text{m}}{\text{s}^2} ## 9.8\ \frac{\text{m}}{\text{s}}
+12^{\text{th}} ## 13
+50\text{ percent} ## 0.05
+2\min(2,3) ## 2
+2\sec x ## 2
+"""
+
+
+@pytest.mark.parametrize(("rows", "right"), [(ALIKE, 1.0), (APART, 0.0)], ids=["alike", "apart"])
+def test_math_reads_units_per_cents_and_decimals_in_either_place(rows, right, score):
+    pairs = [line.split(" ## ") for line in rows.strip().splitlines()]
+    for a, b in [*pairs, *([b, a] for a, b in pairs)]:
+        got = {marks: score("math", marks % a, b) for marks in MARKS[:2]}
+        assert got == dict.fromkeys(got, right), (a, b)
+
+
 def test_math_takes_no_part_of_prose_for_the_answer(score):
     assert score("math", "so it is 12_7", "12") == score("math", "so it is 12_7", "12_8") == 0.0
     assert score("math", "There are 12 of 30, so it is 12.", "12") == 1.0
@@ -168,8 +265,8 @@ def test_choice_grades_every_letter_alike(form, score):
         ("5 miles per hour", "5", "h-1 mi1"),
         (r"90^\circ", "90", "degree1"),
         ("90\u00b0", "90", "degree1"),
-        ("3 people", "3", None),
-        (r"3\text{ ab}", "3", None),
+        ("3 people", "3", "?peopl1"),
+        (r"3\text{ ab}", "3", "?ab1"),
         ("2ab", "2ab", None),
         ("5m", "5m", None),
         ("5 m", "5", "m1"),
