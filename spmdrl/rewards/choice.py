@@ -17,11 +17,28 @@ _MARK = re.compile(r"(?i)\b(?:answer|option|choice)[*_`]{0,4}\s{0,3}(?:is[*_`]{0
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
 _FIRST = re.compile(r"\W{0,9}(?:(?:option|choice)\s{1,3})?\(?([A-Za-z])(?![A-Za-z0-9'])")
 _GOES_ON = (
-    "because|since|as|for|so|if|when|where|which|who|that|due|given|based|according|while|whereas|although|though|but|not"
-    "|is|was|has|with|without|in|on|at|from|by|to|the|this|these|it|we|they|there"
+    # conjunctions, pronouns and verbs
+    "because|since|as|for|so|if|when|where|which|who|that|while|whereas|although|though|but|not|is|was|has|the|this"
+    "|these|it|we|they|there"
+    # prepositions, and participles that stand for one
+    "|about|above|according|across|after|against|along|among|around|assuming|at|based|before|behind|below|beneath|beside"
+    "|besides|between|beyond|by|concerning|considering|despite|due|during|except|following|from|given|having|in|including"
+    "|inside|instead|into|knowing|near|of|on|out|outside|over|owing|per|rather|regarding|thanks|through|throughout|to"
+    "|toward|towards|under|unless|unlike|until|upon|using|versus|via|vs|with|within|without"
+    # adverbs
+    "|accordingly|actually|again|almost|alone|already|also|always|anyway|apparently|best|certainly|clearly|consequently"
+    "|correctly|definitely|directly|either|exactly|finally|hence|here|however|indeed|instead|likely|most|namely|now"
+    "|obviously|once|only|overall|perhaps|precisely|presumably|probably|really|simply|specifically|still|surely|then"
+    "|therefore|thus|too|undoubtedly|yet"
 )
-"""Words that may follow a chosen letter: behind any other the letter may be the article A or the pronoun I, and so that
-no letter is graded harder than another, all are held to that."""
+"""Words that may follow a chosen letter: before a noun, an adjective or another verb it may be the article A or the
+pronoun I, and so that no letter is graded harder than another, all are held to that."""
+_REFUSED = re.compile(
+    r",?\s*\b(?:and |but )?(?:not|rather than|instead of|as opposed to|unlike)\s+(?:option |choice )?\(?[A-Z]\)?"
+    r"(?:(?:\s*,\s*(?:or |nor |and )?|\s+(?:or|nor|and)\s+)(?:option |choice )?\(?[A-Z]\)?(?![A-Za-z0-9']))*"
+    r"(?![A-Za-z0-9'])"
+)
+"""Letters that an answer names as the ones not meant, as in `B, not A or C` and `B rather than C`."""
 _OTHER = re.compile(
     r"(?:(?<![A-Za-z0-9' ])|(?<![A-Za-z0-9'] )(?<= )|(?<=\b[A-Za-z] )|(?<=\bor )|(?<=\band )|(?<=option )|(?<=choice ))"
     r"[A-Z](?![A-Za-z0-9'])"
@@ -37,6 +54,7 @@ _TRUTH = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 
 def _others(text: str, letter: str) -> bool:
     """Tells whether a text behind a letter names another choice than it."""
+    text = _REFUSED.sub("", text)
     if re.match(r" (?:because|since|as|for|given|due)\b", text):
         named = []  # `because A and C are wrong`
     elif re.match(r"\)?[.:)]?\s*(?:[-\u2013\u2014]\s+)?[A-Za-z][a-z]+\b(?<!\bor)(?<!\band)", text) and text[:1] != " ":

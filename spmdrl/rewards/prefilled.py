@@ -2,12 +2,23 @@
 
 import re
 
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 MARK = re.compile(
-    r"\\(?:boxed|fbox)\s*\{[^{}]*$|####[^\n]*$|<answer>(?:(?!</answer>).)*$|```[^`]*$"
+    r"####[^\n]*$|<answer>(?:(?!</answer>).)*$|```[^`]*$"
     r"|answer[*_]*\s*(?:is)?\s*:[^\n]*$",
     re.IGNORECASE | re.DOTALL,
 )
-"""A mark of an answer that is open at the end of a text: of a box, `####`, `<answer>`, a fence, or `Answer:`."""
+"""A mark of an answer, but for a box, that is open at the end of a text: `####`, `<answer>`, a fence, or `Answer:`."""
+
+
+def _is_open(inside: str) -> bool:
+    """Tells whether a brace that stands before a text is not closed in it. Escaped braces count for nothing."""
+    depth = 1
+    for brace in re.findall(r"\\.|[{}]", inside, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if depth == 0:
+            return False
+    return True
 
 
 def divided(prefill: str) -> tuple[str, str]:
@@ -18,5 +29,6 @@ def divided(prefill: str) -> tuple[str, str]:
     """
     fences = [found.start() for found in re.finditer("```", prefill)]
     found = next((m for m in MARK.finditer(prefill) if m.group()[0] != "`" or len(fences) % 2), None)
-    at = found.start() if found else len(prefill)
+    box = next((m.start() for m in reversed([*BOX.finditer(prefill)]) if _is_open(prefill[m.end() :])), len(prefill))
+    at = min(box, found.start() if found else len(prefill))
     return prefill[:at], prefill[at:]

@@ -229,7 +229,12 @@ FORMS = (
     *("The answer is {} because it is {noun}", "The answer is {}, which is {noun}", "Answer: {}: Vitamin {o}"),
     *("Answer: {}) {noun}", "Answer: {}. Hepatitis {o}", "Answer: {}: Vitamins {o}, {p} and Z", "Answer: {} - {noun}"),
     *("The answer is {} because {o} is wrong.", "The answer is {} since {o} and {p} are {noun}", "Answer: {}, not {o}"),
+    *("The answer is {} only.", "So the answer is {} then.", "The best answer is {} overall", "The answer is {} here"),
+    *("The answer is {} using the formula", "The answer is {} assuming an ideal gas", "The answer is {} above"),
+    *("The answer is {} per the table", "The answer is {} thanks to {noun} air", "Answer: {} again"),
+    *("The answer is {}, not {o} or {p}.", "The answer is {} rather than {o}", "Answer: {} instead of {o}"),
     *("Answer: {} or {o}", "Answer: {}, {o}", "Answer: {} {o}", "Answer: {}/{o}", "Answer: {} {noun}"),
+    *("Answer: {} or {o}, not {p}", "Answer: {}, {o}, not {p}"),
     *(
         "Answer: ({})({o})",
         "The answer is {} {noun}",
@@ -238,7 +243,7 @@ FORMS = (
         "{} is {noun}",
     ),
 )
-NO_CHOICE = 10
+NO_CHOICE = 12
 """Forms at the end of FORMS that name no choice, or several."""
 
 

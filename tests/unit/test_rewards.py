@@ -688,6 +688,8 @@ def test_the_benchmark_of_rewards_runs():
     [
         (r"The answer is \boxed{", "42}", "boxed", "42", 1.0),
         (r"The answer is \boxed{", "43}", "boxed", "42", 0.0),
+        (r"So \boxed{\frac{1}{", "2}}", "boxed", r"\frac{1}{2}", 1.0),
+        (r"So \boxed{\{1, \frac{1}{", r"3}\}}", "math", r"\{1, \frac{1}{3}\}", 1.0),
         (r"So \boxed{\frac{1}{2}} or \boxed{", "42}", "math", "42", 1.0),
         ("So 3 and 5 make\n#### ", "8", "gsm8k", "8", 1.0),
         ("Let us see.\nAnswer: ", "42", "math_dapo", "42", 1.0),
