@@ -1,8 +1,8 @@
 r"""Units behind the number of an answer, as `540 \text{ cm}`, `5\,\mathrm{m}/\mathrm{s}^2` or `12 square feet`.
 
 An answer without a unit is compared by its number alone. Two answers whose units are both known here, as `5\text{ cm}`
-and `5\text{ km}`, or both unknown, as `5\text{ red}` and `5\text{ blue}`, are two answers where these differ. Nothing is
-converted.
+and `5\text{ km}`, or both unknown, as `5\text{ red}` and `5\text{ blue}`, are two answers where these differ. Nothing
+is converted.
 """
 
 import re
