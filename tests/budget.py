@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 
-BUDGET = {"unit": 2400, "ranks": 2700, "engines": 1500, "e2e": 3600, "contract": 1800, "plans": 2400}
+BUDGET = {"unit": 1200, "ranks": 2700, "engines": 1500, "e2e": 3000, "contract": 900, "plans": 1200}
 """Level -> seconds: about three times the time on two idle cores with AVX-512, and twice the time with AVX2.
 
-Contracts, plans and unit tests have twice that: in a whole suite they get what others leave of a core, and wait for it
-(launch/test.sh).
+In a whole suite, contracts, plans and unit tests get what others leave of a core, and wait for it (launch/test.sh).
 """
 
 SLOWEST = 15

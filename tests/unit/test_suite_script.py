@@ -127,11 +127,11 @@ def test_quick_and_long(tmp_path):
 
 
 def test_seconds_of_workers_count_in_full(monkeypatch):
-    """Tests that two workers ran at the same time are 2 x 1300 s of their level, which is above its budget."""
+    """Tests that two workers ran at the same time are 2 x 700 s of their level, which is above its budget."""
     monkeypatch.setattr(budget, "seconds", {"unit": 0.0})
     monkeypatch.setattr(budget, "files", defaultdict(float))
-    assert budget.BUDGET["unit"] == 2400
+    assert budget.BUDGET["unit"] == 1200
     for _ in range(2):
-        report = type("Report", (), {"nodeid": "tests/unit/test_x.py::test_y", "duration": 1300.0})
+        report = type("Report", (), {"nodeid": "tests/unit/test_x.py::test_y", "duration": 700.0})
         budget.pytest_runtest_logreport(report)
-    assert budget.over() == ["tests/unit took 2600 s, its budget is 2400 s: see the slowest tests above"]
+    assert budget.over() == ["tests/unit took 1400 s, its budget is 1200 s: see the slowest tests above"]
