@@ -27,6 +27,7 @@ import json
 import os
 import queue
 import resource
+import select
 import sys
 import threading
 from collections.abc import Callable, Collection
@@ -67,17 +68,26 @@ class Worker:
         self._hung = False
         self._answers = answers
         # The pipe may be full for long while the parent is busy elsewhere; clocks of calls go on.
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        self._room = select.poll()
+        self._room.register(answers, select.POLLOUT)
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a line to the parent, without waiting."""
-        self._lines.put((json.dumps(message) + "\n").encode())
+        line = (json.dumps(message) + "\n").encode()
+        # At once where it can be: the call that a line is about may let no other thread run, that of `_write` included.
+        # A pipe with room takes PIPE_BUF bytes.
+        if not self._lines.unfinished_tasks and len(line) <= select.PIPE_BUF and self._room.poll(0):
+            write_all(self._answers, line)
+        else:
+            self._lines.put(line)
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
             write_all(self._answers, line)
+            self._lines.task_done()
 
     def leave(self) -> None:
         """End this process once all lines are written."""
