@@ -118,9 +118,7 @@ def check_evaluation(folder: Path, world: World) -> None:
         )
 
 
-def check_settings(
-    folder: Path, cfg: TrainingConfig, world: World, given: Collection[str] = ()
-) -> list[str]:
+def check_settings(folder: Path, cfg: TrainingConfig, world: World, given: Collection[str] = ()) -> list[str]:
     """Checks that a run which goes on from its folder has the settings it began with. Collective; returns notes.
 
     given: as `differences` takes it.

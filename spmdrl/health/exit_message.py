@@ -1,6 +1,5 @@
 """The last line of a rank: its error, where it was, and what to do about it. Nothing here waits for long."""
 
-import errno
 import os
 import re
 import socket
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from spmdrl.config.dump import redact_text
+from spmdrl.health.causes import disk_full, lost_peer, out_of_memory, timed_out
 from spmdrl.health.heartbeat import hearts
-from spmdrl.health.oom import out_of_memory
 from spmdrl.health.status import rank_status
 
 T = TypeVar("T")
@@ -22,7 +21,6 @@ USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectory
 """Errors whose message says what to change; their traceback goes to the log file only."""
 LONGEST = 1500
 """Letters of a cause in the last line."""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
@@ -41,30 +39,6 @@ def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
     thread.start()
     thread.join(seconds)
     return done[0] if done else otherwise
-
-
-def lost_peer(error: BaseException) -> bool:
-    """True where a collective broke because another rank is gone, or the store with it."""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Failed to recv")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def timed_out(error: BaseException) -> bool:
-    """True where a collective waited for a rank longer than `--run.timeout`, in words of gloo, NCCL or the store."""
-    words = ("Timed out waiting", "Application timeout caused", "collective operation timeout", "wait timeout after")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def disk_full(error: BaseException) -> bool:
-    """True where a write found no room, also when a library passes on only the words of the error."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, OSError) and chain.errno in DISK_FULL:
-            return True
-        if any(words in str(chain) for words in ("No space left on device", "Disk quota exceeded", "File too large")):
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
 
 
 def advice(error: BaseException) -> str:

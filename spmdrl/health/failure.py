@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from spmdrl.config.dump import redact_text
 from spmdrl.health import flight_record
-from spmdrl.health.exit_message import USER_MISTAKES, briefly, last_line, last_words, lost_peer, lost_steps, resume
+from spmdrl.health.causes import lost_peer
+from spmdrl.health.exit_message import USER_MISTAKES, briefly, last_line, last_words, lost_steps, resume
 from spmdrl.health.heartbeat import Heart, hearts
 from spmdrl.health.preempt import Request, listen, preemption
 from spmdrl.health.status import place, rank_status

@@ -74,7 +74,7 @@ def plain_errors(folder: Path) -> Iterator[None]:
                 f"the model in {folder} brings its own Python code, which would run on this machine: read it, then set "
                 "--model.trust-remote-code if you trust it"
             ) from None
-        from spmdrl.health.oom import out_of_memory
+        from spmdrl.health.causes import out_of_memory
 
         raised = traceback.extract_tb(error.__traceback__)[-1].filename
         if out_of_memory(error) or (isinstance(error, ValueError) and Path(raised).is_relative_to(TINY.parents[1])):

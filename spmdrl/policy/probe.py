@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from spmdrl.config.fields import ConfigError
 from spmdrl.data.tree import plan_tree
-from spmdrl.health.oom import out_of_memory
+from spmdrl.health.causes import of_the_machine
 from spmdrl.policy.attention.own import own_attention, with_attention
 from spmdrl.policy.heads import Form
 from spmdrl.spmd.exchange import all_reduce
@@ -163,7 +164,7 @@ def plain(policy: Any) -> tuple[Sequences, Found]:
 
 def _failed(error: Exception) -> Found:
     """Take an error of the model's code, which every rank meets alike, for a finding; others end the job at once."""
-    if out_of_memory(error) or isinstance(error, OSError):
+    if of_the_machine(error):
         raise error
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     log.info("self-check: %s", text)
@@ -182,9 +183,9 @@ def probe(policy: Any, form: Form, told: Sequences) -> Found:
             _compare_apart(policy, told, found)
         else:
             _compare(policy, form, told, found)
+    except ConfigError:  # the user asked for a kernel that cannot run this model
+        raise
     except Exception as error:
-        if "--policy." in str(error):
-            raise
         found = _failed(error)
     finally:
         policy.model.trunk.form = before

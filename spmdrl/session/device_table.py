@@ -21,7 +21,7 @@ from spmdrl.config.distillation import engine_teachers
 from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.judging import frozen_judges
 from spmdrl.config.schema import Config
-from spmdrl.health.oom import out_of_memory, requested_bytes
+from spmdrl.health.causes import out_of_memory, requested_bytes
 from spmdrl.hub.build import DTYPES
 from spmdrl.policy.models import Models
 from spmdrl.rollout.engine import Engine

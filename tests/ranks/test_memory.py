@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.health.oom import out_of_memory, requested_bytes
+from spmdrl.health.causes import out_of_memory, requested_bytes
 from spmdrl.policy.models import Models
 from spmdrl.rollout.hf.engine import HFEngine
 from spmdrl.rollout.needs import Needs

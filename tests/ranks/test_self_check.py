@@ -239,3 +239,24 @@ def test_what_is_right_in_no_form_is_refused_by_name(folders):
     for name, why in {"head": "the head's numbers", "later": "later tokens", "raises": "no such kernel"}.items():
         assert said[name].startswith("--reference.path mine: llama is not right here: ") and why in said[name]
     assert said["off"] == "no self-check of the policy: --model.no-self-check"
+
+
+def failing_alone(world, path: str):
+    """Has the device fail in the check; returns what the check raised."""
+    built = build_policy(config(model={"path": path}), world)
+
+    def forward(*args, **kwargs):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    built.model.hf.base_model.forward = forward
+    try:
+        settle(built, "policy", "--model.path mine", lambda line: None)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_an_error_of_the_device_ends_the_check_as_it_is(folders):
+    """It is no finding about the family: other ranks, which do not meet it, would wait for this one in a collective."""
+    name, message = run_ranks(failing_alone, 1, folders["llama"])[0]
+    assert name == "AcceleratorError" and "illegal memory access" in message

@@ -319,6 +319,22 @@ def test_a_causal_model_is_not_refused_as_one_that_is_not(change, error, caplog)
     assert decoder.checked and decoder.way == "batch_select_indices" and not caplog.records
 
 
+def test_an_error_of_the_device_in_the_check_of_decoding_is_no_property_of_the_family():
+    model, forwards = rounded(), []
+    forward = model.forward
+
+    def fails(**inputs):
+        forwards.append(inputs)
+        if inputs["use_cache"]:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        return forward(**inputs)
+
+    model.forward = fails
+    with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
+        Decoder(model, None).check(61, CPU, torch.bfloat16)
+    assert forwards[-1]["use_cache"]
+
+
 def test_abort_gives_back_what_there_is(tiny):
     requests = [ask(i, PROMPTS[0], 9, 1.5) for i in range(4)] + [ask(4, PROMPTS[2], 9, 1.5)]
     whole = run(make("tiny", stop=()), requests)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from spmdrl.config.fields import ConfigError
+
 log = logging.getLogger("spmdrl")
 
 KERNELS = ("flash", "varlen")
@@ -133,13 +135,13 @@ def pick(kind: str, needs: Needs, there: frozenset[str]) -> str:
     """Choose the implementation for one layer: a kernel of `KERNELS`, `padded` or `eager`. kind: `--policy.attention`.
 
     Raises:
-        ValueError: a kernel that was asked for cannot compute the layer.
+        ConfigError: a kernel that was asked for cannot compute the layer.
     """
     if kind == "auto":
         return next((kernel for kernel in KERNELS if not lacking(kernel, needs, there)), "padded")
     why = lacking(kind, needs, there) if kind in KERNELS else ""
     if why:
-        raise ValueError(f"--policy.attention {kind}: {why}; use --policy.attention auto")
+        raise ConfigError(f"--policy.attention {kind}: {why}; use --policy.attention auto")
     return kind
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.health.causes import of_the_machine
 from spmdrl.rollout.engine import Request
 
 log = logging.getLogger("spmdrl")
@@ -123,6 +124,8 @@ class Decoder:
                 apart = max(self._apart(row, logp) for row, logp in zip(rows, plain, strict=True))
                 reasons.append(f"its tokens then differ by {apart:.1g} in logp on average")
             except Exception as error:  # of any kind, from the model's own code
+                if of_the_machine(error):
+                    raise
                 apart = float("inf")
                 reasons.append(f"{type(error).__name__}: {error}")
             found[self.way] = self._largest(apart, device)

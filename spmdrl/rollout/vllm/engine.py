@@ -13,7 +13,7 @@ import torch
 
 from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
-from spmdrl.health.oom import out_of_memory
+from spmdrl.health.causes import out_of_memory
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import are_adapters
 from spmdrl.hub.resolve import resolve
