@@ -16,7 +16,7 @@ from typing import Any
 
 from spmdrl.rewards.spelling import plain
 from spmdrl.rewards.text import SIGNS
-from spmdrl.rewards.units import changes_value, differ, split_unit
+from spmdrl.rewards.units import changes_value, differ, known, split_unit
 
 LONGEST = 2000
 """Characters of the longest answer that is read."""
@@ -133,6 +133,8 @@ def same(truth: Value | None, answer: Value | None) -> bool:
         return False
     if differ(truth.unit, answer.unit) or any(a and b and a != b for a, b in _kinds(truth, answer)):
         return False
+    if truth.per_cent != answer.per_cent and known(answer.unit if truth.per_cent else truth.unit):
+        return False  # 5% is not 5 cm
     a, b = truth.expression, answer.expression
     if truth.per_cent == answer.per_cent:
         return _same(a, b)

@@ -52,10 +52,15 @@ def differ(a: str | None, b: str | None) -> bool:
     """Tells whether two units from `split_unit` are not the same: both known ones, or both unknown ones."""
     if a is None or b is None or a == b or ("degree1" in (a, b) and (a in _TEMPERATURES or b in _TEMPERATURES)):
         return False
-    return a.startswith("?") == b.startswith("?")
+    return known(a) == known(b)
 
 
-def unit_of(words: str, known: bool = True) -> str | None:
+def known(unit: str | None) -> bool:
+    """Tells whether a unit from `split_unit` is one of those that have a name here."""
+    return unit is not None and not unit.startswith("?")
+
+
+def unit_of(words: str, listed: bool = True) -> str | None:
     """Normal form of a unit such as `square meters`, `m^2` or `miles per hour`.
 
     None where a word is no known unit, unless words that are not known may be units too.
@@ -76,7 +81,7 @@ def unit_of(words: str, known: bool = True) -> str | None:
         else:
             token = _SIGNS.get(token, token)
             name = _UNITS.get(token) or _UNITS.get(token.removesuffix("s")) or _UNITS.get(token.removesuffix("es"))
-            if name is None and known:
+            if name is None and listed:
                 return None
             name = name or token.removesuffix("s").removesuffix("e")
             last = name
@@ -102,7 +107,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
     if len(found) > 1 and len(units) > 1 and any(words for _, words in found[:-1]):
         return text, None
     words = found[-1][1].strip()
-    unit = unit_of(words) or (f"?{unit_of(words, known=False)}" if words else None)
+    unit = unit_of(words) or (f"?{unit_of(words, listed=False)}" if words else None)
     return ", ".join(rest for rest, _ in found), unit
 
 
@@ -120,8 +125,8 @@ def _split(text: str) -> tuple[str, str]:
     if m:
         words = re.findall(r"[A-Za-z]+", m[2])
         lone = len(words) == 1 and len(words[0]) == 1
-        known = unit_of(m[2]) is not None and (not lone or (m[1] != "" and words[0] in _LONE))
+        measured = unit_of(m[2]) is not None and (not lone or (m[1] != "" and words[0] in _LONE))
         counted = m[1] != "" and all(len(w) > 3 and w.lower() not in _NO_UNITS for w in words)
-        if known or (counted and not changes_value(m[2])):
+        if measured or (counted and not changes_value(m[2])):
             return text[: m.start()].rstrip(), m[2]
     return text, ""

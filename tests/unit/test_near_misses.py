@@ -120,6 +120,9 @@ ALIKE = r"""
 0.333333 ## \frac13
 5 apples ## 5
 5\text{ red} ## 5
+5\text{ percent} ## 5\%
+0.05 ## 5\text{ percent}
+50\%\text{ of all} ## 50\%
 4 inches squared ## 4 square inches
 4\text{ inches squared} ## 4\text{ in}^2
 n\text{ is odd} ## n\text{ is odd}
@@ -146,6 +149,9 @@ APART = r"""
 n\text{ is odd} ## n\text{ is even}
 10\%\text{ increase} ## 10\%\text{ decrease}
 5\text{ red} ## 5\text{ blue}
+5\text{ percent} ## 5\text{ cm}
+5\text{ cm} ## 5\%
+5\% ## 5\text{ dollars}
 30\text{ min} ## 30\text{ sec}
 20^\circ\mathrm{C} ## 20^\circ\mathrm{F}
 0.667 ## \frac{2}{3}
