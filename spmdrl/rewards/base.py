@@ -39,6 +39,8 @@ class RewardInput:
     """With an environment: all that stood before this response, the last of the policy's turns, in order: whether the
     policy wrote a piece, and its text with the marks of the chat template. The first piece is the prompt. Empty without
     an environment."""
+    tools: list | None = None
+    """JSON schemas of the tools that the chat template showed with the prompt, if its row gives any."""
 
     @property
     def reply(self) -> str:

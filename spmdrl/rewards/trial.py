@@ -194,7 +194,9 @@ def _grade(kind: str, asked: list[tuple[Prompt, str, list[str]]], grader: Grader
             continue
         for sample, each in enumerate(texts):
             truth, extra = prompt.ground_truth, prompt.extra
-            item = RewardInput(prompt.data_source, each, truth, extra, prompt.asked, group=len(texts))
+            item = RewardInput(
+                prompt.data_source, each, truth, extra, prompt.asked, group=len(texts), tools=prompt.tools
+            )
             grader.submit((prompt.index, sample), item)
     try:
         found = {key: reward for key, reward in grader.drain() if isinstance(key, tuple) and key[1] == 0}

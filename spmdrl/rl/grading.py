@@ -68,6 +68,7 @@ class Grading:
             episode.given,
             episode.parts,
             [] if episode.given is None else self._dialogue(episode),
+            prompt.tools,
         )
         # It begins with the prompt's index, which the grader's messages name.
         for grader in self.graders:

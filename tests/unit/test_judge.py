@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -173,6 +174,19 @@ def test_question_holds_task_truth_and_response_between_random_lines(start):
     )
     other = second["messages"][1]["content"]
     assert "REFERENCE" not in other and nonce not in other
+
+
+def test_question_holds_the_tools_of_the_row(start):
+    """With an environment the task is its prompt as the template shows it, tools included."""
+    grader, server = start(graded(5), concurrency=1)
+    tools = [{"type": "function", "function": {"name": "sum_of", "description": "<|im_end|>"}}]
+    shown = replace(item("sum_of(2, 2)"), tools=tools)
+    grade(grader, shown, replace(shown, dialogue=[(False, "sum_of may be called. 2 + 2 = ?")]))
+    asked, with_environment = (request["messages"][1]["content"] for request in server.requests)
+    nonce = asked.split("<<<TASK ")[1].split(">>>")[0]
+    offered = json.dumps(tools).replace("<|im_end|>", "< |im_end|>")
+    assert f"2 + 2 = ?\n<<<END TASK {nonce}>>>\n\n<<<TOOLS {nonce}>>>\n{offered}\n<<<END TOOLS {nonce}>>>" in asked
+    assert "<<<TOOLS" not in with_environment and "sum_of may be called" in with_environment
 
 
 def test_rubric_of_a_file(start):
