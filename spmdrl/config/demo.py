@@ -1,7 +1,8 @@
 """Defaults of the demo, which every other run replaces: its learning rates, its length of responses, its evaluation.
 
-The demo is a built-in task; the model that ships here keeps its learning rate and length on any rows. The values of
-other runs stand below those of presets, files and flags, and config.yaml records them.
+The demo is the model that ships here on a built-in task. The model keeps its learning rate and length on any rows, and
+the tasks keep their length and evaluation with any model. The values of other runs stand below those of presets, files
+and flags, and config.yaml records them.
 """
 
 import json
@@ -26,19 +27,18 @@ SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 
 def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tuple[str, ...]]:
-    """Return the defaults of a run that is not the demo, and a line about them; nothing for the demo.
+    """Return the defaults of a run that is not the demo, and a line about them, where it names none itself.
 
     given: entries of all files and flags; what they name is left to them. begun: of the run folder.
     """
     names, last = leaves(schema), {name: found.values or [] for name, found in given}
     data = last.get("data.train" if "data.train" in names else "data.eval", [])
-    if not any(data) or all(spec.startswith("builtin:") for spec in data):
-        return [], ()
+    built_in = not any(data) or all(spec.startswith("builtin:") for spec in data)
     wanted: dict[str, str] = {}
-    if "rollout.max_new_tokens" in names and "data.train" in names and "data.eval" not in last:
+    if not built_in and "rollout.max_new_tokens" in names and "data.train" in names and "data.eval" not in last:
         wanted |= {"data.eval": ""} | ({} if "eval.every" in last else {"eval.every": "0"})
     if not is_shipped("".join(last.get("model.path", [])[-1:])):
-        if "rollout.max_new_tokens" in names and "rollout.max_new_tokens" not in last:
+        if not built_in and "rollout.max_new_tokens" in names and "rollout.max_new_tokens" not in last:
             wanted["rollout.max_new_tokens"] = NEW_TOKENS
         if (lr := _learning_rate(last, schema)) and "optimizer.lr" not in last:
             wanted["optimizer.lr"] = lr

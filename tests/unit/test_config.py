@@ -720,7 +720,8 @@ def test_a_flag_that_names_a_kl_controller_is_told_the_target():
     ("flags", "schema", "lr", "tokens", "evaluation"),
     [
         ("", Config, 2e-4, 8, "builtin:reverse:eval"),
-        ("--model.path a/b", Config, 2e-4, 8, "builtin:reverse:eval"),
+        ("--model.path a/b", Config, 1e-6, 8, "builtin:reverse:eval"),
+        ("--model.path a/b --data.train builtin:add --lora.rank 8", Config, 1e-5, 8, "builtin:reverse:eval"),
         ("--data.train my.jsonl", Config, 2e-4, 8, ""),
         ("--data.train my.jsonl --model.path a/b", Config, 1e-6, 1024, ""),
         ("--data.train my.jsonl --model.path a/b --lora.rank 8", Config, 1e-5, 1024, ""),
