@@ -112,8 +112,8 @@ class OptimizerConfig:
     """AdamW and its schedule."""
 
     lr: float = 2e-4
-    """Peak learning rate of AdamW, this one for the demo. Another model on rows of your own begins with 1e-6 under
-    reinforcement learning, and with LoRA with ten times that of all weights."""
+    """Peak learning rate of AdamW, this one for the model that ships. Another begins with 1e-6 under reinforcement
+    learning, and with LoRA with ten times that of all weights."""
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW betas."""
     eps: float = 1e-8
