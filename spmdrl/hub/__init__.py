@@ -10,5 +10,6 @@ tokenizer.py  the tokenizer of a folder
 build.py      the model of a folder, with its weights or without values
 quantized.py  the quantised folders that are read: fp8 by blocks
 lora.py       low-rank adapters in a model
+rotary.py     the lengths at which the frequencies of rotary embeddings change
 routing.py    records and replays the choices of routers in a mixture of experts
 """

@@ -35,7 +35,7 @@ from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine
-from spmdrl.session.engine_check import EngineCheck
+from spmdrl.session.engine_check import EngineCheck, check_frequencies
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.agreement import shown
@@ -84,6 +84,8 @@ def build_run(session: Session[Config]) -> Run:
     environment = open_environment(session, tokenizer, stop, room) if cfg.env and world.samples else None
     models = build_models(cfg, world, algo.needs)
     check_models(models, cfg, algo.needs, session.note)
+    if models.policy and cfg.run.steps:
+        check_frequencies(cfg, models.policy.hf_config)
     models.reading = reading_of(cfg, models.labels, tokenizer, prompts)
     models.cost_reading = at_last("--safety.cost-model", cfg.safety.cost_model, trust)
     if models.labels:

@@ -13,6 +13,7 @@ from spmdrl.config.engines import engine_name
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
+from spmdrl.hub.rotary import limits
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.probe import draw
 from spmdrl.rollout.engine import Completion, Engine, Request, longest_sequence
@@ -40,6 +41,23 @@ def left_out(cfg: Config, world: World) -> str:
     if world.roles.split:
         return f"--parallel.placement {cfg.parallel.placement}"
     return f"--rollout.quantization {cfg.rollout.quantization}" if cfg.rollout.quantization != "none" else ""
+
+
+def check_frequencies(cfg: Config, hf_config: Any) -> None:
+    """Refuse responses within which a model's rotary frequencies change: no sampler knows how long one will be.
+
+    Raises:
+        ValueError: naming the settings of the longest sequence.
+    """
+    longest, new = longest_sequence(cfg), cfg.rollout.max_new_tokens
+    for kind, limit in limits(hf_config).items():
+        if longest > limit:
+            raise ValueError(
+                f"--rollout.max-prompt-tokens {cfg.rollout.max_prompt_tokens} --rollout.max-new-tokens {new}: the "
+                f"rotary embedding of {hf_config.model_type} ({kind}) has other frequencies in sequences of more than "
+                f"{limit:,} tokens, so that the end of a response would change the probabilities with which it began; "
+                f"let the two add up to {limit:,} at most"
+            )
 
 
 class EngineCheck:

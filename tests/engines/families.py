@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama tied": {"tie_word_embeddings": True},
     "llama yarn": {"rope_parameters": YARN},
-    "qwen2": {},
+    "qwen2": NARROW,
     "qwen3": {},
     "mistral": {"sliding_window": 6},
     "ministral": {"sliding_window": 6},
@@ -98,13 +98,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3 longrope": NARROW
     | {
         "head_dim": 32,
-        "original_max_position_embeddings": 16,
+        "original_max_position_embeddings": 64,
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 1e4,
             "short_factor": [1.0] * 16,
             "long_factor": [4.0] * 16,
-            "original_max_position_embeddings": 16,
+            "original_max_position_embeddings": 64,
         },
     },
     "glm": {"partial_rotary_factor": 0.5},
@@ -145,28 +145,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     # learned or relative positions, and no attention of transformers' interface
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
+    "gpt2": NARROW | {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2, "window_size": 6},
     "gpt_neox": {"num_attention_heads": 2},
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "rotary_dim": 16},
-    "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
+    "gpt_bigcode": NARROW | {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
     "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256, "rotary_dim": 8},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 2},
     "biogpt": {"num_attention_heads": 2},
-    "bloom": {"n_layer": 2, "n_head": 2},
+    "bloom": NARROW | {"n_layer": 2, "n_head": 2},
     "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 256},
     "falcon": {"num_attention_heads": 2},
     "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 2, "ffn_dim": 96},
     "doge": {},
     # mixtures of experts
-    "qwen2_moe": MIXTURE | {"shared_expert_intermediate_size": 48},
+    "qwen2_moe": NARROW | MIXTURE | {"shared_expert_intermediate_size": 48},
     "qwen3_moe": MIXTURE,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": NARROW | {"num_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "granitemoe": NARROW | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": NARROW | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
     "glm4_moe": ROUTED,
     "glm4_moe_lite": ROUTED | LATENT,
     "deepseek_v2": ROUTED | LATENT,
@@ -236,10 +236,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "conv_dim": 64,
         "block_dim": 64,
     },
-    "lfm2_moe": MIXTURE | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2_moe": NARROW | MIXTURE | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
     "bamba": MAMBA | {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "attn_layer_indices": [1]},
-    "granitemoehybrid": MAMBA
+    "granitemoehybrid": NARROW
+    | MAMBA
     | {
         "mamba_n_heads": 4,
         "mamba_d_head": 32,
@@ -260,7 +261,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     }
     | {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}
     | {"moe_shared_expert_intermediate_size": 48},
-    "jamba": MAMBA
+    "jamba": NARROW
+    | MAMBA
     | {
         "num_experts": 2,
         "num_experts_per_tok": 1,

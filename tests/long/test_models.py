@@ -26,7 +26,7 @@ import pytest
 from spmdrl.policy.megatron.families import FAMILIES as CONVERTED
 from tests.builds import no_vllm
 from tests.engines.families import FAMILIES, make
-from tests.engines.family_checks import CLOSE, Facts, checked, reference_logp
+from tests.engines.family_checks import CLOSE, checked, reference_logp
 from tests.long.family_ranks import critic_error, ulysses_error
 
 pytestmark = pytest.mark.timeout(7200)
@@ -40,12 +40,11 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def probe(run: str, names: list[str], models: Path, out: Path) -> dict[str, Facts]:
-    """Run the probe for some families in a process of its own, and check what it wrote."""
+def probe(run: str, names: list[str], models: Path, out: Path) -> None:
+    """Run the probe for some families in a process of its own."""
     words = [f"{slug(name)}={models / slug(name)}" for name in names]
     command = [sys.executable, "-m", "tests.engines.family_probe", str(out), json.dumps(RUNS[run]), *words]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return {name: checked(out, slug(name)) for name in names}
 
 
 def slug(name: str) -> str:
@@ -65,18 +64,23 @@ def rows(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("records")
     for name in names:
         make(name, models / slug(name))
-    found: dict[str, dict[str, Any]] = {name: {"megatron": name.split()[0] in CONVERTED} for name in names}
     runs = [run for run in RUNS if run != "vllm" or not no_vllm()]
     with ThreadPoolExecutor(2) as side_by_side:
-        probed = side_by_side.map(lambda run: probe(run, names, models, out / run), runs)
-        for run, each in zip(runs, probed, strict=True):
-            for name, facts in each.items():
-                found[name][run] = asdict(facts) | {"wrong": facts.wrong()}
-        more = side_by_side.map(lambda name: on_ranks(models / slug(name), out / "hf" / f"{slug(name)}.json"), names)
-        for name, columns in zip(names, more, strict=True):
-            found[name] |= columns
+        for _ in side_by_side.map(lambda run: probe(run, names, models, out / run), runs):
+            pass
+    # One by one: a model that transformers builds in one thread takes those of other threads to its empty device.
+    found = {name: compared(name, runs, models, out) for name in names}
     keep(found)
     return found
+
+
+def compared(name: str, runs: list[str], models: Path, out: Path) -> dict[str, Any]:
+    """Compare what the probes wrote of a family with plain transformers, and measure the other columns."""
+    row: dict[str, Any] = {"megatron": name.split()[0] in CONVERTED}
+    for run in runs:
+        facts = checked(out / run, slug(name))
+        row[run] = asdict(facts) | {"wrong": facts.wrong()}
+    return row | on_ranks(models / slug(name), out / "hf" / f"{slug(name)}.json")
 
 
 def on_ranks(folder: Path, record: Path) -> dict[str, float | str]:
@@ -171,7 +175,7 @@ def form(run: dict[str, Any]) -> str:
 def number(run: dict[str, Any], column: str) -> str:
     """Return the cell of one number: the difference, `refused`, or `wrong`."""
     value = run.get(column)
-    if value is None:
+    if value is None or (column == "engine" and run.get("error")):
         return "refused" if run.get("error") else ""
     return f"{'**wrong** ' if column in run['wrong'] else ''}{value:.0e}"
 

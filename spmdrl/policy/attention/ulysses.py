@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from spmdrl.data.batch import Batch
 from spmdrl.hub.folder import plain_errors
+from spmdrl.hub.rotary import limits
 from spmdrl.spmd.exchange import all_reduce
 
 
@@ -168,21 +169,12 @@ def check_config(config: Any, sp: int) -> None:
             f"--parallel.sp {sp}: the model has layers of type {', '.join(others)}, which mix tokens in other ways "
             "than the attention that is divided here; set --parallel.sp 1"
         )
-    rope = sorted(_rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}))
-    moving = [name for name in rope if "dynamic" in name or name == "longrope"]
+    moving = sorted(limits(config))
     if moving:
         raise ValueError(
             f"--parallel.sp {sp}: the model's rotary embedding is of type {', '.join(moving)}, whose frequencies "
             "depend on the longest position that a rank sees; set --parallel.sp 1"
         )
-
-
-def _rope_types(rope: Any) -> set[str]:
-    """Collect the `rope_type` of all layers; some configs hold one dict, some one for each type of layer."""
-    if not isinstance(rope, dict):
-        return set()
-    own = rope.get("rope_type", rope.get("type"))
-    return ({own} if isinstance(own, str) else set()).union(*(_rope_types(part) for part in rope.values()))
 
 
 def check_same(batch: Batch, group: dist.ProcessGroup | None, device: torch.device) -> None:

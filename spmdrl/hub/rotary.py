@@ -1,0 +1,27 @@
+"""Rotary embeddings whose frequencies depend on the length of a sequence, as a model's config tells of them."""
+
+from typing import Any
+
+
+def limits(hf_config: Any) -> dict[str, int]:
+    """Return rope type -> tokens of a sequence beyond which its frequencies change, for the types that do so.
+
+    `longrope` takes one set of factors up to that length and another beyond it; `dynamic` grows with the length
+    (transformers, `modeling_rope_utils.py`).
+    """
+    config = hf_config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    return _limits(rope, positions)
+
+
+def _limits(rope: Any, positions: int) -> dict[str, int]:
+    """Some configs hold one dict, some one for each type of layer."""
+    if not isinstance(rope, dict):
+        return {}
+    kind, found = rope.get("rope_type", rope.get("type")), {}
+    if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+        found[kind] = rope.get("original_max_position_embeddings") or positions
+    for part in rope.values():
+        found |= _limits(part, positions)
+    return found
