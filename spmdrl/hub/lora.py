@@ -46,7 +46,10 @@ def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
         ValueError: a target is none of the linear layers, or one whose adapter the model's forward would pass by.
     """
     passed_by = ("out_proj",) if hf.config.model_type in FUSED_MIXERS else ()
-    linear = {name.rpartition(".")[2]: True for name, m in decoder_layers(hf).named_modules() if type(m) is nn.Linear}
+    named = [(name.rpartition(".")[2], type(m) is nn.Linear) for name, m in decoder_layers(hf).named_modules()]
+    # PEFT goes by names alone: the 0 of a sequence of layers is every 0.
+    others = {name for name, is_linear in named if not is_linear}
+    linear = {name: True for name, is_linear in named if is_linear and name not in others}
     wrong = [name for name in targets if name in passed_by]
     if wrong:
         raise ValueError(

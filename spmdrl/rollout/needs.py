@@ -95,7 +95,9 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         places = set(written_by(func, args, kwargs)) if func._schema.is_mutable else set()
         self.written |= places
-        tensors = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)]
+        # `cat` and the like take a list of them.
+        given = [x for each in [*args, *kwargs.values()] for x in (each if isinstance(each, list | tuple) else [each])]
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
         read = [x for x in tensors if x.untyped_storage().data_ptr() in self.watched]
         if func is torch.ops.aten.copy_.default and len(read) == 1 and read[0] is args[1]:
             self._record(read[0], args[0])

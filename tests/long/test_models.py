@@ -54,7 +54,9 @@ def slug(name: str) -> str:
 
 def refusal(text: str) -> bool:
     """Tell a refusal, which is one sentence to a user, from an error of the code."""
-    return text.startswith(("ValueError: ", "ConfigError: ", "RuntimeError: vLLM could not start"))
+    return text.startswith(
+        ("ValueError: ", "ConfigError: ", "RuntimeError: vLLM could not start", "RuntimeError: --rollout.")
+    )
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +81,7 @@ def compared(name: str, runs: list[str], models: Path, out: Path) -> dict[str, A
     row: dict[str, Any] = {"megatron": name.split()[0] in CONVERTED}
     for run in runs:
         facts = checked(out / run, slug(name))
-        row[run] = asdict(facts) | {"wrong": facts.wrong()}
+        row[run] = json.loads(json.dumps(asdict(facts)).replace(f"{models}/", "")) | {"wrong": facts.wrong()}
     return row | on_ranks(models / slug(name), out / "hf" / f"{slug(name)}.json")
 
 

@@ -9,7 +9,7 @@ from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import Completion
 from spmdrl.rollout.needs import cannot_load
 from spmdrl.session import engine_check
-from spmdrl.session.engine_check import BEGUN, ROWS, EngineCheck
+from spmdrl.session.engine_check import BEGUN, ROWS, EngineCheck, check_frequencies
 from tests.ranks.cases import config
 
 VOCAB = 31
@@ -155,3 +155,25 @@ def test_a_loader_that_fails_is_a_refusal_by_name():
     message = str(cannot_load("vllm", torch.nn.Linear(1, 1), error))
     assert message.startswith("--rollout.engine vllm: its Linear cannot load") and "\n" not in message
     assert "RuntimeError: start (0) + length (128) exceeds" in message and "such as hf" in message
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 40}, 40),
+        ({"full_attention": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}, 4096),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 40}, None),
+        (None, None),
+    ],
+)
+def test_responses_within_which_rotary_frequencies_change_are_refused(rope, limit, monkeypatch):
+    text = SimpleNamespace(rope_parameters=rope, max_position_embeddings=4096)
+    model = SimpleNamespace(model_type="phi3", get_text_config=lambda: text)
+    cfg = config(rollout={"max_prompt_tokens": 30, "max_new_tokens": 20})
+    for longest in (40, 41, 4096, 4097):
+        monkeypatch.setattr(engine_check, "longest_sequence", lambda cfg, longest=longest: longest)
+        if limit is None or longest <= limit:
+            check_frequencies(cfg, model)
+            continue
+        with pytest.raises(ValueError, match=f"--rollout.max-new-tokens 20: .* phi3 .* more than {limit:,} tokens"):
+            check_frequencies(cfg, model)

@@ -97,6 +97,20 @@ def test_words_are_counted_only_where_the_model_holds_them_as_they_were_pushed(l
     assert needs.counted[:1] == [counted] and bool(needs.uncounted) is not counted
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_parts_that_a_loader_joins_are_needed(join):
+    """Falcon's loader sorts the heads of a fused projection so."""
+    held = torch.zeros(8, 8)
+
+    def load(named) -> None:
+        (_, x), (_, y) = named
+        held.copy_(join([x.narrow(0, 2, 4), y.narrow(0, 0, 4)]).reshape(8, 8))
+
+    needs = watched_load(load, [("x", (8, 8), torch.float32), ("y", (4, 8), torch.float32)])
+    assert needs.boxes == [(0, ((2, 6), (0, 8))), (1, ((0, 4), (0, 8)))]
+    assert not needs.exact and held.untyped_storage().data_ptr() in needs.filled
+
+
 def test_nothing_is_needed_of_an_empty_part():
     def load(named):
         for _, x in named:
