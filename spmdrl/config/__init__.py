@@ -7,6 +7,7 @@ supervised.py  settings that jobs on given rows share; sft.py, preference.py, re
 online_preference.py  settings of preference learning on own samples
 distillation.py  settings of distillation; divergence.py: those of the divergence, and their rules
 presets.py     published methods by name, as settings
+declare.py     how a setting declares its default, its rule, and whether a resume may change it
 load.py        makes one Config from files and flags
 given.py       the user's text for settings: words of the command line, entries of YAML files
 begun.py       settings with which the run of a folder was begun
@@ -16,7 +17,7 @@ parse.py       parses the text of each setting by its type, with tyro
 fields.py      settings as flat dotted names; ConfigError
 watch.py       notes which settings are read
 checks.py      checks all values together: calls the nine below
-rules.py       each number on its own
+rules.py       the rules that settings declare
 judge.py       settings of a judge; judging.py: its rules with other settings
 classifier.py  settings of a reward model that a file describes
 user_code.py   imports files of the user's and puts their errors on one line
@@ -30,7 +31,7 @@ placement.py   which ranks train, sample and score
 backends.py    axes of the mesh and each policy backend
 engines.py     each engine, adapters included
 plan.py        numbers of ranks, sequences, tokens and updates of a run, for --dry-run
-resume.py      which settings may change on resume
+resume.py      how a run folder's settings differ from a run's
 paths.py       paths that a run may write to
 dump.py        a Config as YAML or dict, and the difference of two; secrets removed
 """

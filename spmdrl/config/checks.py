@@ -14,7 +14,7 @@ from spmdrl.config.methods import method_problems
 from spmdrl.config.named import name_problems
 from spmdrl.config.placement import placement_problems, role_problems, samplers, trainers
 from spmdrl.config.rewards import reward_problems
-from spmdrl.config.rules import RULES, never_measured, rule_problems
+from spmdrl.config.rules import never_measured, rule_problems
 from spmdrl.config.schema import Config
 from spmdrl.config.template import template_problems
 
@@ -40,7 +40,7 @@ def run_problems(config: Config, world_size: int, here: bool = True) -> list[str
         world_size: ranks of the job.
         here: the job runs on this machine; False if it is only planned here, where its engine need not be installed.
     """
-    problems = rule_problems(config, RULES)
+    problems = rule_problems(config)
     bad = {problem.split(" ", 1)[0] for problem in problems}
     # Rules between settings only apply to settings that are valid alone, so that one mistake is one line.
     roles = role_problems(config, world_size)

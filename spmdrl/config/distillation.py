@@ -8,6 +8,7 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from spmdrl.config.checks import run_problems
+from spmdrl.config.declare import SHARE, at_least, setting
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import refuse
@@ -32,7 +33,7 @@ class TeacherConfig(ReferenceConfig):
     enabled: Suppress[Literal["auto", "on", "off"]] = "on"
     path: str = ""
     """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
-    mix: float = 1.0
+    mix: float = setting(1.0, SHARE)
     """Share of the student in the teacher at each `--reference.refresh-every`: below 1 the teacher is a moving average
     of the student's weights (SDFT, https://arxiv.org/abs/2601.19897); 1 takes the student's weights."""
 
@@ -44,7 +45,7 @@ class DistillSection(DivergenceConfig):
     more_teachers: tuple[str, ...] = ()
     """Further teachers. `path=weight`: its divergence counts that much, and the first teacher's 1, in a weighted mean.
     `path@source`: it alone teaches the rows whose `data_source` is that."""
-    given_per_step: int = 0
+    given_per_step: int = setting(0, at_least(0))
     """Prompts of a step, beside `--rollout.prompts-per-step`, whose response is the data set's and not the student's.
     GKD's lambda, the share of the student's own, is P x S / (P x S + N) with P prompts of S samples and N of these."""
     given_column: str = ""
@@ -154,16 +155,12 @@ def _problems(config: DistillationConfig) -> list[str]:
             f"--reference.refresh-every {config.reference.refresh_every}: a teacher that follows the student stands "
             "alone; take 0, or no --distill.more-teachers"
         )
-    if not 0 < config.reference.mix <= 1:
-        problems.append(f"--reference.mix {config.reference.mix}: must lie in (0, 1]")
     if config.reference.mix != 1 and not config.reference.refresh_every:
         problems.append(
             f"--reference.mix {config.reference.mix}: is of a teacher that follows the student; set "
             "--reference.refresh-every, or leave it out"
         )
     problems += _aligning(config)
-    if distill.given_per_step < 0:
-        problems.append(f"--distill.given-per-step {distill.given_per_step}: must be at least 0")
     if distill.given_column and not distill.given_per_step:
         problems.append(f"--distill.given-column {distill.given_column}: is read with --distill.given-per-step above 0")
     if config.parallel.scoring_ranks and not distill.top_k:

@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from spmdrl.config.declare import UNIT, at_least, setting
+
 
 @dataclass
 class DivergenceConfig:
     """The divergence that a student learns by."""
 
-    beta: float = 1.0
+    beta: float = setting(1.0, UNIT)
     """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
     divergence of GKD (https://arxiv.org/abs/2306.13649)."""
-    top_k: int = 0
+    top_k: int = setting(0, at_least(0))
     """Compare the teacher's K likeliest tokens of each place. 0: all tokens of the vocabulary."""
     tail: Literal["bucket", "renormalize"] = "bucket"
     """All tokens that are not among the K: `bucket` counts them as one; `renormalize` leaves them out, and compares
@@ -25,10 +27,6 @@ def divergence_problems(told: DivergenceConfig, section: str, backend: str, dtyp
         problems.append(
             "--model.dtype float16: a divergence from a teacher has no loss scale; take bfloat16 or float32"
         )
-    if not 0 <= told.beta <= 1:
-        problems.append(f"--{section}.beta {told.beta}: must lie in [0, 1]")
-    if told.top_k < 0:
-        problems.append(f"--{section}.top-k {told.top_k}: must be at least 0")
     if told.tail == "renormalize" and told.top_k < 2:
         why = "over one token both give it probability 1" if told.top_k else "no token is left out"
         problems.append(f"--{section}.tail renormalize: with --{section}.top-k {told.top_k} {why}; take bucket")

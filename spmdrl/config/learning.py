@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from spmdrl.config.declare import COUNT, FINITE, LIMIT, NOT_NEGATIVE, POSITIVE, SHARE, UNIT, Rule, at_least, setting
+
 RESAMPLE = ("none", "pow", "max_min", "max_random", "best_random", "best_worst")
 """Methods of `--filter.resample`."""
 
@@ -24,59 +26,59 @@ class AlgoConfig:
     """Policy loss by name, or path/to/file.py:function."""
     aggregation: str = "seq-mean-token-mean"
     """How per-token losses become one number. Empty: as the loss's paper does."""
-    updates_per_step: int = 1
+    updates_per_step: int = setting(1, COUNT)
     """Optimizer steps on one step's experience; each takes an equal share of its prompts."""
-    gamma: float | None = None
+    gamma: float | None = setting(None, UNIT)
     """Discount (gae, reinforce_plus_plus, gigpo, prime, and turn_gae, turn_rloo, by turn). None here and below: the
     method's own value."""
-    lam: float | None = None
+    lam: float | None = setting(None, UNIT)
     """GAE lambda of the policy's advantages (gae by token, turn_gae by turn)."""
-    critic_lam: float | None = None
+    critic_lam: float | None = setting(None, UNIT)
     """GAE lambda of the returns the critic learns; None: the same lambda."""
-    length_adaptive: float | None = None
+    length_adaptive: float | None = setting(None, POSITIVE)
     """VAPO's alpha: lambda = 1 - 1 / (alpha * sampled tokens); None: off."""
-    step_weight: float | None = None
+    step_weight: float | None = setting(None, NOT_NEGATIVE)
     """Weight of GiGPO's step advantage."""
     part_weights: tuple[str, ...] = ()
     """Reward parts that GDPO normalises apart, as `name=weight`; the part `score` is the reward itself. Empty: the
     score and all parts, each with weight 1 (name the parts alone where the score is their sum)."""
-    clip_low: float | None = None
+    clip_low: float | None = setting(None, UNIT)
     """Clip below: ratio 1 - clip_low, or the loss's own measure."""
-    clip_high: float | None = None
+    clip_high: float | None = setting(None, NOT_NEGATIVE)
     """Clip above: ratio 1 + clip_high, or the loss's own measure."""
-    dual_clip: float | None = None
+    dual_clip: float | None = setting(None, Rule(lambda x: 1 < x < math.inf, "must be above 1, or None for off"))
     """Dual-clip bound of ppo for negative advantages; None: off."""
-    tau_pos: float | None = None
+    tau_pos: float | None = setting(None, POSITIVE)
     """SAPO's temperature for positive advantages."""
-    tau_neg: float | None = None
+    tau_neg: float | None = setting(None, POSITIVE)
     """SAPO's temperature for all other advantages."""
-    cov_ratio: float | None = None
+    cov_ratio: float | None = setting(None, SHARE)
     """Share of all tokens that kl_cov and clip_cov select."""
-    cov_kl_coef: float | None = None
+    cov_kl_coef: float | None = setting(None, NOT_NEGATIVE)
     """Weight of kl_cov's penalty on the selected tokens."""
-    cov_low: float | None = None
+    cov_low: float | None = setting(None, FINITE)
     """clip_cov draws among tokens whose covariance is above this."""
-    cov_high: float | None = None
+    cov_high: float | None = setting(None, FINITE)
     """clip_cov draws among tokens whose covariance is below this."""
-    ratio_cap: float | None = None
+    ratio_cap: float | None = setting(None, at_least(1))
     """Largest ratio in dppo_tv and dppo_kl."""
-    beta: float | None = None
+    beta: float | None = setting(None, POSITIVE)
     """Weight of dro's quadratic penalty."""
-    eta: float | None = None
+    eta: float | None = setting(None, POSITIVE)
     """SPPO's step size."""
-    positive_coef: float = 0.0
+    positive_coef: float = setting(0.0, NOT_NEGATIVE)
     """Weight of the likelihood of responses with a reward above 0 (VAPO)."""
-    kl_coef: float = 0.0
+    kl_coef: float = setting(0.0, NOT_NEGATIVE)
     """Weight of KL to the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Term that this KL is part of: the loss, or the reward."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     """Estimator of KL from sampled tokens (a trailing + is the straight-through form)."""
-    kl_target: float | None = None
+    kl_target: float | None = setting(None, POSITIVE)
     """KL a token (nats) towards which a controller steers the coefficient, such as 0.1. None: it stays."""
-    kl_horizon: float = 10000.0
+    kl_horizon: float = setting(10000.0, POSITIVE)
     """Samples over which the controller moves the coefficient."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = setting(0.0, FINITE)
     """Weight of the entropy bonus."""
     old_logp: Literal["auto", "policy", "rollout"] = "auto"
     """Source of old_logp: a pass of the policy, or the engine (bypass). `auto`: the update's own first pass where it is
@@ -94,13 +96,13 @@ class CorrectionConfig:
     kind: Literal["auto", "none", "tis_token", "tis_sequence", "icepop", "mis_token", "mis_sequence"] = "auto"
     """Truncated (tis) or masked (mis, icepop) importance sampling, by token or by sequence. `auto`: tis_token where
     samples come from other weights (rollout.staleness, rollout.partial_steps, rollout.quantization), else none."""
-    low: float | None = None
+    low: float | None = setting(None, NOT_NEGATIVE)
     """Ratios below count nothing (icepop, mis). None: the method's own."""
-    high: float | None = None
+    high: float | None = setting(None, POSITIVE)
     """Ratios above are truncated (tis) or count nothing (icepop, mis). None: the method's own."""
-    reject_low: float | None = None
+    reject_low: float | None = setting(None, NOT_NEGATIVE)
     """Sequences whose geometric mean ratio is below count nothing. None: off."""
-    reject_high: float | None = None
+    reject_high: float | None = setting(None, POSITIVE)
     """Sequences whose geometric mean ratio is above count nothing. None: off."""
 
 
@@ -108,23 +110,23 @@ class CorrectionConfig:
 class ShapingConfig:
     """Changes to rewards before advantages are computed."""
 
-    reward_coef: float = 1.0
+    reward_coef: float = setting(1.0, FINITE)
     """Factor on the reward; 0 leaves what the reference or teacher says."""
-    clip_low: float | None = None
+    clip_low: float | None = setting(None, FINITE)
     """Smallest reward; None: no bound."""
-    clip_high: float | None = None
+    clip_high: float | None = setting(None, FINITE)
     """Largest reward; None: no bound."""
     normalize: Literal["none", "batch", "running"] = "none"
     """Rewards to mean 0 and std 1, over the step or over the run so far."""
-    overlong_buffer: int = 0
+    overlong_buffer: int = setting(0, NOT_NEGATIVE)
     """DAPO's soft punishment begins so many tokens before max_new_tokens. 0: off."""
-    overlong_factor: float = 1.0
+    overlong_factor: float = setting(1.0, NOT_NEGATIVE)
     """Size of that punishment at max_new_tokens."""
     mask_cut: bool = False
     """Leave responses that were cut at max_new_tokens out of the loss (DAPO's overlong filtering)."""
     length_penalty: Literal["none", "linear", "group"] = "none"
     """`linear`: minus length_coef at max_new_tokens. `group`: against the group's shortest and longest (Kimi k1.5)."""
-    length_coef: float = 1.0
+    length_coef: float = setting(1.0, FINITE)
     """Weight of the length penalty."""
 
 
@@ -137,18 +139,18 @@ class FilterConfig:
     are sampled in their place until prompts_per_step are full. Empty: all."""
     metric: str = ""
     """Reward part that `keep` looks at (0 where the grading timed out). Empty: the reward."""
-    low: float = 0.2
+    low: float = setting(0.2, FINITE)
     """Lowest group mean that accuracy_range keeps."""
-    high: float = 0.8
+    high: float = setting(0.8, FINITE)
     """Highest group mean that accuracy_range keeps."""
-    max_rounds: int = 10
+    max_rounds: int = setting(10, COUNT, free=LIMIT)
     """Rounds of prompts_per_step prompts that one step may take to fill up; then the run stops."""
     resample: str = "none"
     """PF-PPO: draw the sequences to learn from by their reward, with replacement: `pow` (|reward| to the power 2, or to
     p by `pow=p`), `max_min`, `max_random`, or within each group `best_random`, `best_worst`."""
-    replay_steps: int = 0
+    replay_steps: int = setting(0, NOT_NEGATIVE)
     """Draw from so many steps before this one, too (off-policy: old_logp is the engine's)."""
-    bad_sample: Literal["stop", "skip"] = "stop"
+    bad_sample: Literal["stop", "skip"] = setting("stop", free=LIMIT)
     """A reward or engine logp that is not a number ends the job naming the sample, or the sample is left out and
     counted."""
 
@@ -177,11 +179,11 @@ class CriticConfig:
 
     path: str = ""
     """Model it starts from, as `--model.path` (a language model gets a value head of zeros). Empty: `--model.path`."""
-    lr: float = 5e-4
+    lr: float = setting(5e-4, NOT_NEGATIVE)
     """Peak learning rate; the rest of its optimizer is the policy's."""
-    clip: float | None = 0.2
+    clip: float | None = setting(0.2, POSITIVE)
     """Largest change of a value in one step, as in PPO's value clipping; None: off."""
-    warmup_steps: int = 0
+    warmup_steps: int = setting(0, NOT_NEGATIVE)
     """First steps of the run in which the critic learns and the policy does not (VAPO's value pretraining)."""
 
 
@@ -191,13 +193,13 @@ class ProcessRewardConfig:
 
     path: str = ""
     """Model that it and its reference start from. Empty: `--model.path`."""
-    lr: float = 1e-6
+    lr: float = setting(1e-6, NOT_NEGATIVE)
     """Peak learning rate."""
-    beta: float = 0.05
+    beta: float = setting(0.05, POSITIVE)
     """Reward of a token: beta * (logp - logp of its reference)."""
-    process_coef: float = 1.0
+    process_coef: float = setting(1.0, FINITE)
     """Weight of process rewards in the advantage."""
-    outcome_coef: float = 1.0
+    outcome_coef: float = setting(1.0, FINITE)
     """Weight of the outcome in the advantage."""
 
 
@@ -209,11 +211,11 @@ class SafetyConfig:
     """Reward part that is a cost. Empty with no cost_model: no constraint."""
     cost_model: str = ""
     """HF sequence classifier with one label whose score is the cost."""
-    limit: float = 0.0
+    limit: float = setting(0.0, FINITE)
     """Mean cost that is allowed."""
-    multiplier: float = 1.0
+    multiplier: float = setting(1.0, POSITIVE)
     """Lagrange multiplier at the start."""
-    lr: float = 0.1
+    lr: float = setting(0.1, POSITIVE)
     """Step size: the multiplier's logarithm moves by lr * multiplier * (mean cost - limit) a step."""
-    most: float = 10.0
+    most: float = setting(10.0, POSITIVE)
     """Largest multiplier."""

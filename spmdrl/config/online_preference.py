@@ -1,6 +1,5 @@
 """Settings of preference learning on the policy's own samples, and the rules for them."""
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -8,12 +7,11 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from spmdrl.config.checks import run_problems
+from spmdrl.config.declare import FINITE, NOT_NEGATIVE, SHARE, setting
 from spmdrl.config.fields import flag, get, refuse
 from spmdrl.config.learning import AlgoConfig, CorrectionConfig, CriticConfig, ProcessRewardConfig, SafetyConfig
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import (
-    METHOD_RULES,
-    REFERENCE_RULES,
     UNPAIRED,
     PreferenceMethod,
     has_reference,
@@ -21,7 +19,6 @@ from spmdrl.config.preference import (
     method_problems,
     reference_problems,
 )
-from spmdrl.config.rules import _at_least_0, _maybe, _Rule, rule_problems
 from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunConfig
 
 
@@ -32,7 +29,7 @@ class OnlineReferenceConfig(ReferenceConfig):
     enabled: Suppress[Literal["auto", "on", "off"]] = "auto"
     path: str = ""
     """The model, as `--model.path`. Empty: the starting model."""
-    mix: float = 1.0
+    mix: float = setting(1.0, SHARE)
     """Share of the policy in it when it moves (`refresh_every`); 1 takes the policy's weights."""
 
 
@@ -42,9 +39,9 @@ class OnlineMethod(PreferenceMethod):
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "apo", "sppo", "raft"] = "dpo"
     """Published losses by their names; `--preference.loss` replaces them."""
-    gap: float = 0.0
+    gap: float = setting(0.0, NOT_NEGATIVE)
     """A prompt is left out unless the rewards of its best and its worst sample differ by more than this."""
-    least_reward: float | None = None
+    least_reward: float | None = setting(None, FINITE)
     """A prompt is left out unless its best sample has at least this reward. None: no bound."""
     wanted_weight: Suppress[float] = 1.0
     unwanted_weight: Suppress[float] = 1.0
@@ -72,13 +69,6 @@ class OnlinePreferenceConfig(Config):
         return has_reference(self.preference)
 
 
-OWN_RULES: dict[str, _Rule] = (
-    METHOD_RULES
-    | REFERENCE_RULES
-    | {"preference.gap": _at_least_0, "preference.least_reward": _maybe(math.isfinite, "must be a finite number")}
-)
-
-
 def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
     """Tell whether only the best sample of a prompt is learnt from (RAFT, best of n)."""
     return losses_of(config.preference).keys() == {"sft"}
@@ -94,7 +84,7 @@ def check_online_preference(config: OnlinePreferenceConfig, world_size: int) -> 
         losses = losses_of(config.preference)
     except ValueError as error:
         refuse([str(error)])
-    problems = rule_problems(config, OWN_RULES) + method_problems(config.preference, losses)
+    problems = method_problems(config.preference, losses)
     refuse(problems + _problems(config, losses) + run_problems(config, world_size))
 
 

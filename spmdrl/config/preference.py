@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from tyro.conf import Suppress
 
+from spmdrl.config.declare import NOT_NEGATIVE, POSITIVE, SHARE, UNIT, Rule, setting
 from spmdrl.config.fields import flag, refuse, shown
-from spmdrl.config.rules import _at_least_0, _positive, _Rule
 from spmdrl.config.schema import OptimizerConfig, is_average
 from spmdrl.config.supervised import (
     SupervisedConfig,
@@ -84,9 +84,9 @@ class FixedModelConfig:
 
     path: str = ""
     """The model, as `--model.path`. Empty: the starting model."""
-    refresh_every: int = 0
+    refresh_every: int = setting(0, NOT_NEGATIVE)
     """Move it to the policy every N steps (TR-DPO, https://arxiv.org/abs/2404.09656). 0: never."""
-    mix: float = 1.0
+    mix: float = setting(1.0, SHARE)
     """Share of the policy in it at such a move; 1 takes the policy's weights."""
     precompute: bool = False
     """Let it read all rows before the first step, and keep what it says of them in the run folder instead of the model
@@ -102,26 +102,26 @@ class PreferenceMethod:
     loss: tuple[str, ...] = ()
     """Losses that are added up, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: those
     of the method."""
-    beta: float = 0.1
+    beta: float = setting(0.1, POSITIVE)
     """Strength with which the policy is held to the reference; tau of IPO; scale of the margin in SimPO and CPO.
     Where simpo is the only loss: 2."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"))
     """Share of pairs whose label is taken to be wrong (cDPO; robust and exo_pair need it)."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """Divergence from the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
     alpha: float = 0.5
     """Exponent of the alpha divergence."""
-    tau: float = 0.05
+    tau: float = setting(0.05, POSITIVE)
     """Temperature of discopop."""
     margin: float = 0.5
     """simpo's gamma: wanted margin between beta times mean log p of the two responses. Where it is the only loss: 1."""
-    tail: float = 1.0
+    tail: float = setting(1.0, UNIT)
     """Weight of log p behind the length of the shorter response (LD-DPO, https://arxiv.org/abs/2409.06411)."""
     weighted: bool = False
     """Weigh each pair by how likely the policy itself makes it (WPO, https://arxiv.org/abs/2406.11827)."""
-    wanted_weight: float = 1.0
+    wanted_weight: float = setting(1.0, NOT_NEGATIVE)
     """kto, bco: weight of responses that are wanted."""
-    unwanted_weight: float = 1.0
+    unwanted_weight: float = setting(1.0, NOT_NEGATIVE)
     """kto, bco: weight of those that are not."""
 
 
@@ -134,20 +134,6 @@ class PreferenceConfig(SupervisedConfig):
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)  # type: ignore[assignment]
     reference: FixedModelConfig = field(default_factory=FixedModelConfig)
     preference: PreferenceMethod = field(default_factory=PreferenceMethod)
-
-
-METHOD_RULES: dict[str, _Rule] = {
-    "preference.beta": _positive,
-    "preference.label_smoothing": (lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"),
-    "preference.tau": _positive,
-    "preference.tail": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
-    "preference.wanted_weight": _at_least_0,
-    "preference.unwanted_weight": _at_least_0,
-}
-REFERENCE_RULES: dict[str, _Rule] = {
-    "reference.refresh_every": _at_least_0,
-    "reference.mix": (lambda x: 0 < x <= 1, "must lie in (0, 1]"),
-}
 
 
 def losses_of(method: PreferenceMethod) -> dict[str, float]:
@@ -190,9 +176,7 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
     except ValueError as e:
         refuse([str(e)])
     pairs, unpaired = has_pairs(chosen), UNPAIRED & losses.keys()
-    problems = supervised_problems(
-        config, world_size, METHOD_RULES | REFERENCE_RULES, data.max_tokens * (2 if pairs else 1)
-    )
+    problems = supervised_problems(config, world_size, data.max_tokens * (2 if pairs else 1))
     problems += method_problems(chosen, losses)
     if "kto" in losses and data.rows_per_step < 2:
         problems.append("--data.rows-per-step 1: kto takes responses to other rows of the step; take more")

@@ -1,7 +1,7 @@
-"""Tells which settings may change when a run goes on from its folder, and how two sets of them differ.
+"""Tells how the settings of a run folder differ from those of a run that goes on from it.
 
-Laws 2 and 3 say which: layout, machine and pace do not change the answer. All other settings do, and a run that went
-on with others would be neither the first run nor the second.
+Settings declare whether they may (`declare.py`). A run that went on with other values of the rest would be neither the
+first run nor the second.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from spmdrl.config.classifier import scored_by
+from spmdrl.config.declare import declared
 from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.environment import acts_by
@@ -24,79 +25,12 @@ from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import Config, TrainingConfig
 from spmdrl.config.yaml_file import SUFFIXES
 
-FREE: dict[str, tuple[str, ...]] = {
-    "where a run is, how long it goes on, how it is watched": (
-        *("run.dir", "run.name", "run.steps", "run.device", "run.timeout", "run.lockstep_debug", "run.fresh"),
-        *("run.allow_changes", "run.spike_factor", "run.deterministic", "run.grace"),
-    ),
-    "what is seen and kept of it": ("eval.*", "generate.*", "checkpoint.*", "tracking.*", "data.eval", "policy.mtp"),
-    "law 2: which ranks hold what": ("parallel.*",),
-    "law 2: how a rank computes the same": (
-        *("policy.max_tokens_per_microbatch", "policy.activation_checkpointing"),
-        *("policy.host_optimizer", "policy.reshard_after_forward", "policy.attention", "policy.share_prompts"),
-        *("policy.reduce_gradients", "model.self_check"),
-        *("policy.chunked_loss", "policy.liger", "policy.offload", "reference.offload", "lora.push"),
-    ),
-    "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them": (
-        *("rollout.tp", "rollout.dp", "rollout.ep", "rollout.assignment", "rollout.max_sequences"),
-        "rollout.kv_cache_gib",
-        *("rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.deterministic", "rollout.push_bucket_mib"),
-        *("rollout.enforce_eager", "rollout.sglang_push"),
-    ),
-    "limits: a run that they did not stop is the same run": (
-        *("rollout.logp_diff_warn", "rollout.logp_diff_stop", "filter.max_rounds", "filter.bad_sample"),
-        *("optimizer.bad_steps", "reward.workers", "reward.timeout", "reward.on_timeout", "model.trust_remote_code"),
-        *("reward.max_ungraded", "sandbox.*", "data.max_refused"),
-    ),
-}
-"""Reason -> settings, or whole sections, that may differ."""
-FIXED = (
-    *("run.seed", "model.path", "model.dtype", "optimizer.lr", "optimizer.betas", "optimizer.eps"),
-    *("optimizer.weight_decay", "optimizer.clip_grad_norm", "optimizer.schedule", "optimizer.warmup_steps"),
-    *("optimizer.min_lr_ratio", "optimizer.decay_share"),
-    # The state of an optimizer is in its backend's form.
-    *("policy.backend", "policy.moe_aux_loss", "policy.moe_bias_rate"),
-    *("lora.rank", "lora.alpha", "lora.targets", "reference.enabled", "reference.path", "reference.refresh_every"),
-    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_prompt_tokens", "rollout.max_new_tokens"),
-    *("rollout.temperature", "rollout.top_p", "rollout.oversample", "rollout.partial_steps", "rollout.staleness"),
-    *("rollout.routing_replay", "rollout.quantization"),
-    # From the same seed and logits another engine draws another token.
-    "rollout.engine",
-    *("algo.*", "correction.*", "shaping.*", "critic.*", "process_reward.*", "safety.*"),
-    *("filter.keep", "filter.metric", "filter.low", "filter.high", "filter.resample"),
-    *("filter.replay_steps", "data.train", "data.prompt_column", "data.answer_column", "data.template", "data.system"),
-    *("data.prefill", "data.chat", "data.chat_template", "data.template_kwargs", "data.limit", "data.shuffle"),
-    *("env", "reward.function", "reward.more", "reward.gate", "reward.kwargs"),
-    *("reward.model", "reward.model_coef"),
-    *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
-    *("data.rows_per_step", "data.epochs", "data.max_tokens", "data.too_long"),
-    *("data.chosen_column", "data.rejected_column", "data.label_column", "data.margin_column"),
-    *(
-        "preference.*",
-        "reference.mix",
-        "reference.precompute",
-        "distill.*",
-        "teacher.*",
-        "reward_model.*",
-        "data.output_column",
-        "data.steps_column",
-        "data.labels_column",
-    ),
-    *("sft.train_on", "sft.loss", "sft.neftune", "sft.add_tokens"),
-)
-"""Settings, or whole sections, that change the answer."""
 
-
-def listed(name: str, names: tuple[str, ...]) -> bool:
-    """True where the setting or its section is among the names."""
-    return name in names or f"{name.split('.')[0]}.*" in names
-
-
-def may_change(name: str, schedule: str) -> bool:
-    """True for a setting that a resume may change. schedule: `optimizer.schedule`, which may end with the run."""
-    if name == "run.steps":
-        return schedule == "constant"
-    return any(listed(name, names) for names in FREE.values())
+def may_change(cfg: TrainingConfig, name: str) -> bool:
+    """True for a setting that a resume may change: all that declare so, but the end of a run that a schedule reads."""
+    if name == "run.steps" and cfg.optimizer.schedule != "constant":
+        return False
+    return bool(declared(type(cfg))[name].free)
 
 
 def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
@@ -108,7 +42,7 @@ def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
 
 def settled(cfg: TrainingConfig) -> dict[str, Any]:
     """The settings that a resume must keep, redacted; the engine is the one that runs."""
-    return {k: v for k, v in flat(to_dict(lasting(cfg))).items() if not may_change(k, cfg.optimizer.schedule)}
+    return {k: v for k, v in flat(to_dict(lasting(cfg))).items() if not may_change(cfg, k)}
 
 
 def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
@@ -126,7 +60,7 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
             word = weighted(each)[0] if name == "reward.more" else each
             path = word.rpartition(":")[0] if isinstance(word, str) and ".py:" in word else word
             named = isinstance(path, str) and path.endswith((".py", ".jinja", *SUFFIXES))
-            if named and not may_change(name, ""):
+            if named and not may_change(cfg, name):
                 try:
                     if path.endswith(SUFFIXES):
                         read = {"reward.model": scored_by, "env": acts_by}.get(name, graded_by)

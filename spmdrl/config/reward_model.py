@@ -6,9 +6,9 @@ from typing import Literal
 
 from tyro.conf import Suppress
 
+from spmdrl.config.declare import NOT_NEGATIVE, setting
 from spmdrl.config.fields import flag, refuse, shown
 from spmdrl.config.preference import PreferenceDataConfig
-from spmdrl.config.rules import _at_least_0, _Rule
 from spmdrl.config.schema import LoraConfig, OptimizerConfig
 from spmdrl.config.supervised import GenerateConfig, SupervisedConfig, SupervisedRunConfig, supervised_problems
 
@@ -40,7 +40,7 @@ class RewardModelMethod:
     """Train on the label of the last step of each response alone."""
     outputs: tuple[str, ...] = ()
     """Names of the scores, each learnt from the rows that name it. Empty: one score."""
-    centre: float = 0.0
+    centre: float = setting(0.0, NOT_NEGATIVE)
     """Weight of the squared sum of both scores of a pair, which keeps scores around 0 (0.01 is usual)."""
 
 
@@ -56,9 +56,6 @@ class RewardModelConfig(SupervisedConfig):
     reward_model: RewardModelMethod = field(default_factory=RewardModelMethod)
 
 
-OWN_RULES: dict[str, _Rule] = {"reward_model.centre": _at_least_0}
-
-
 def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
     """Check all values together.
 
@@ -66,7 +63,7 @@ def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
         ConfigError: listing every problem.
     """
     names, steps = config.reward_model.outputs, config.reward_model.rows == "steps"
-    problems = supervised_problems(config, world_size, OWN_RULES, config.data.max_tokens * (1 if steps else 2))
+    problems = supervised_problems(config, world_size, config.data.max_tokens * (1 if steps else 2))
     if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
         problems.append(f"--reward-model.outputs {shown(names)}: give each score a name of its own, and not mean")
     problems += _of_steps(config) if steps else _of_pairs(config)

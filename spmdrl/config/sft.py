@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Literal
 
+from spmdrl.config.declare import NOT_NEGATIVE, POSITIVE, UNIT, setting
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.fields import refuse, shown
-from spmdrl.config.rules import _at_least_0, _positive, _Rule
 from spmdrl.config.supervised import (
     SupervisedConfig,
     SupervisedRunConfig,
@@ -25,7 +25,7 @@ class SFTMethod:
     message go first."""
     loss: Literal["nll", "dft"] = "nll"
     """`nll`: cross-entropy. `dft`: each token's is multiplied by its probability (https://arxiv.org/abs/2508.05629)."""
-    neftune: float = 0.0
+    neftune: float = setting(0.0, NOT_NEGATIVE)
     """FSDP: noise on the embeddings of a sequence of L tokens, uniform up to neftune / sqrt(L x width) (NEFTune,
     https://arxiv.org/abs/2310.05914; 5 is usual). 0: none."""
     add_tokens: tuple[str, ...] = ()
@@ -38,10 +38,10 @@ class SFTTeacher(DivergenceConfig):
 
     path: str = ""
     """The teacher, as `--model.path`. Empty: none."""
-    beta: float = 0.0
+    beta: float = setting(0.0, UNIT)
     """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
     divergence of GKD (https://arxiv.org/abs/2306.13649)."""
-    temperature: float = 1.0
+    temperature: float = setting(1.0, POSITIVE)
     """Logits of both are divided by it."""
     write: str = ""
     """Folder into which the teacher writes its likeliest tokens at all trained places of `--data.train`; nothing is
@@ -60,16 +60,13 @@ class SFTConfig(SupervisedConfig):
     teacher: SFTTeacher = field(default_factory=SFTTeacher)
 
 
-OWN_RULES: dict[str, _Rule] = {"sft.neftune": _at_least_0, "teacher.temperature": _positive}
-
-
 def check_sft(config: SFTConfig, world_size: int) -> None:
     """Check all values together.
 
     Raises:
         ConfigError: listing every problem.
     """
-    problems = supervised_problems(config, world_size, OWN_RULES, config.data.max_tokens)
+    problems = supervised_problems(config, world_size, config.data.max_tokens)
     if config.sft.neftune and config.policy.backend == "megatron":
         problems.append(f"--sft.neftune {config.sft.neftune}: is of the fsdp backend; take 0")
     if "" in config.sft.add_tokens or len(set(config.sft.add_tokens)) < len(config.sft.add_tokens):

@@ -2,14 +2,26 @@
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tyro.conf import Suppress
 
 from spmdrl.config.backends import backend_problems
-from spmdrl.config.fields import leaves, shown
+from spmdrl.config.declare import (
+    COUNT,
+    KEPT,
+    LIMIT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    UNIT,
+    WATCHED,
+    at_least,
+    setting,
+)
+from spmdrl.config.fields import shown
 from spmdrl.config.plan import count, ranks
-from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule, never_measured, rule_problems
+from spmdrl.config.rules import never_measured, rule_problems
 from spmdrl.config.schema import (
     Config,
     EvalConfig,
@@ -27,7 +39,7 @@ from spmdrl.config.template import template_problems
 class SupervisedRunConfig(RunConfig):
     """The job as a whole."""
 
-    steps: int = 0
+    steps: int = setting(0, NOT_NEGATIVE, free=WATCHED)
     """Optimizer steps. 0: as many as `--data.epochs` take."""
 
 
@@ -44,9 +56,9 @@ class SupervisedParallelConfig(ParallelConfig):
 class SupervisedOptimizerConfig(OptimizerConfig):
     """AdamW and its schedule."""
 
-    lr: float = 2e-5
+    lr: float = setting(2e-5, NOT_NEGATIVE)
     """Peak learning rate of AdamW."""
-    decay_share: float = 1.0  # type: ignore[misc]
+    decay_share: float = setting(1.0, SHARE)  # type: ignore[misc]
     """The last share of the steps after warm-up, over which the learning rate falls (linear, cosine). Below 1 it stays
     at its peak until then (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
 
@@ -59,7 +71,7 @@ class SupervisedDataConfig:
     """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
     `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
     (read while it trains), `builtin:<task>`."""
-    eval: str = ""
+    eval: str = setting("", free=KEPT)
     """A source whose loss is measured. Empty: none."""
     messages_column: str = ""
     """Column with messages. Empty: `messages`, `conversations` or the like."""
@@ -80,20 +92,20 @@ class SupervisedDataConfig:
     """Chat template instead of the tokenizer's: `chatml`, a `.jinja` file, or the text."""
     template_kwargs: str = ""
     """JSON object of variables of the chat template, such as {"enable_thinking": false}; those of a row go first."""
-    limit: int = 0
+    limit: int = setting(0, NOT_NEGATIVE)
     """Take at most so many rows of each source; 0: all."""
     shuffle: bool = True
     """Every epoch has an order of its own, by `--run.seed`; a stream has it within blocks of rows. Off: the order of
     the file, as for a curriculum."""
-    rows_per_step: int = 64
+    rows_per_step: int = setting(64, COUNT)
     """Rows of one optimizer step over all ranks."""
-    epochs: float = 1.0
+    epochs: float = setting(1.0, POSITIVE)
     """Times that the rows are gone through, where `--run.steps` is 0."""
-    max_tokens: int = 2048
+    max_tokens: int = setting(2048, at_least(2))
     """Longest sequence."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """A longer one loses its end, or its row is left out; both are counted."""
-    max_refused: float = 0.05
+    max_refused: float = setting(0.05, UNIT, free=LIMIT)
     """Largest share of rows that may be refused, because a column, a role or the template does not fit. Each is named
     in the log and left out; if there are more, the job ends."""
 
@@ -102,9 +114,11 @@ class SupervisedDataConfig:
 class HeldOutConfig:
     """Evaluation during the job."""
 
-    every: int = 20
+    FREE: ClassVar[str] = KEPT
+
+    every: int = setting(20, NOT_NEGATIVE)
     """Measure the loss on `--data.eval` before the first step, every N steps, and at the end. 0: never."""
-    rows: int = 256
+    rows: int = setting(256, NOT_NEGATIVE)
     """Rows of it; 0: all."""
 
 
@@ -112,13 +126,15 @@ class HeldOutConfig:
 class GenerateConfig:
     """Answers that the model gives to prompts of `--data.eval` during the job, for samples.jsonl."""
 
-    every: int = 0
+    FREE: ClassVar[str] = KEPT
+
+    every: int = setting(0, NOT_NEGATIVE)
     """Sample before the first step, every N steps, and at the end. 0: never, and no engine is started."""
-    prompts: int = 4
+    prompts: int = setting(4, COUNT)
     """Prompts: the context of the last turn of the first rows."""
-    max_new_tokens: int = 128
+    max_new_tokens: int = setting(128, COUNT)
     """Longest answer."""
-    temperature: float = 1.0
+    temperature: float = setting(1.0, NOT_NEGATIVE)
     """Sampling temperature; 0 is greedy."""
     engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
     """Sampler. `auto`: vLLM when installed for the job's device, else the HF engine."""
@@ -134,21 +150,6 @@ class SupervisedConfig(TrainingConfig):
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)  # type: ignore[assignment]
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
-
-
-SHARED_RULES: dict[str, _Rule] = {
-    "run.steps": _at_least_0,
-    "optimizer.decay_share": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
-    "data.rows_per_step": _at_least_1,
-    "data.epochs": _positive,
-    "data.max_tokens": (lambda x: x >= 2, "must be at least 2"),
-    "data.max_refused": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
-    "eval.rows": _at_least_0,
-    "generate.every": _at_least_0,
-    "generate.prompts": _at_least_1,
-    "generate.max_new_tokens": _at_least_1,
-    "generate.temperature": _at_least_0,
-}
 
 
 def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | None]:
@@ -174,13 +175,12 @@ def streams(config: SupervisedConfig) -> list[str]:
     return [spec for spec in config.data.train if spec.startswith("stream:") or ".jsonl.gz" in spec]
 
 
-def supervised_problems(config: SupervisedConfig, world_size: int, own: dict[str, _Rule], longest: int) -> list[str]:
+def supervised_problems(config: SupervisedConfig, world_size: int, longest: int) -> list[str]:
     """One line for each setting to change.
 
-    own: rules of a job's own settings. longest: tokens of a row's sequences, which one micro-batch must take.
+    longest: tokens of a row's sequences, which one micro-batch must take.
     """
-    names = leaves(type(config))
-    problems = rule_problems(config, {k: rule for k, rule in (RULES | SHARED_RULES | own).items() if k in names})
+    problems = rule_problems(config)
     if not problems:
         problems += backend_problems(config, world_size)  # type: ignore[arg-type]
         problems += _together(config, longest)

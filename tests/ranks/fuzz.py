@@ -9,7 +9,7 @@ that every number ends in a run. Of a run are asked:
 - one rank and two (data-parallel, sp, copies or split) give the same metrics and weights;
 - a run that goes on from the checkpoint of its middle is the same to the last bit;
 - without one of its settings it is another run, or, if the setting is one of those that change speed and memory alone
-  (`config.resume.FREE`), the same one;
+  (`free` in its declaration), the same one;
 - every number is finite.
 """
 
@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 
 from spmdrl.config.checks import check
+from spmdrl.config.declare import COMPUTED, DRAWN, KEPT, LAYOUT, LIMIT, declared
 from spmdrl.config.fields import ConfigError, flag
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import PRESETS
-from spmdrl.config.resume import FREE, listed
 from spmdrl.config.schema import Config
 from spmdrl.hub.folder import TINY
 from spmdrl.rl.build import build_run
@@ -192,7 +192,7 @@ ALIKE: dict[str, tuple[str, ...]] = {
     # No sample here is bad.
     "filter.bad_sample": ("filter/bad_samples",),
 }
-"""Settings that give the same run here though no law of `FREE` names them -> metrics that may differ."""
+"""Settings that give the same run here though no law is declared with them -> metrics that may differ."""
 RATIOS = (
     *("algo.clip_low", "algo.clip_high", "algo.dual_clip", "algo.tau_pos", "algo.tau_neg", "algo.ratio_cap"),
     *("algo.beta", "algo.cov_kl_coef", "critic.clip"),
@@ -424,12 +424,14 @@ def layout_shows(flags: dict[str, str]) -> str:
 
 def changes_nothing(name: str, flags: dict[str, str]) -> bool:
     """True for a setting that, by a documented law, changes speed and memory alone."""
-    law = [names for reason, names in FREE.items() if reason.startswith(("law", "limits", "what is seen"))]
     if name == "rollout.max_sequences" and layout_shows(flags):
         return False
     if name == "algo.old_logp" and flags[name] == "rollout" and STALENESS & flags.keys():
         return False
-    return any(listed(name, names) for names in law) or name in ("run.deterministic", *ALIKE)
+    return declared(Config)[name].free in (KEPT, LAYOUT, COMPUTED, DRAWN, LIMIT) or name in (
+        "run.deterministic",
+        *ALIKE,
+    )
 
 
 def is_idle(name: str, flags: dict[str, str]) -> bool:

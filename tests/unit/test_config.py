@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import math
 import os
 import re
 import subprocess
@@ -13,17 +14,20 @@ import pytest
 import yaml
 
 from spmdrl.config import schema
-from spmdrl.config.checks import RULES, TRACKERS, check
+from spmdrl.config.checks import TRACKERS, check
+from spmdrl.config.declare import declared
 from spmdrl.config.demo import SHIPPED, is_shipped
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config
 from spmdrl.config.fields import ConfigError, get, leaves, nearest
 from spmdrl.config.load import from_command_line, load_or_exit
+from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.presets import PRESETS, with_preset
 from spmdrl.config.resume import differences
+from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
 from spmdrl.evaluate import RUNS
@@ -330,16 +334,25 @@ def test_fewer_than_200_settings_each_with_help():
     for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for i, item in enumerate(node.body):
             # Each section explains itself by its own docstring.
-            if isinstance(item, ast.AnnAssign) and not ast.unparse(item.annotation).endswith("Config"):
+            kind = ast.unparse(item.annotation) if isinstance(item, ast.AnnAssign) else "Config"
+            if not kind.endswith("Config") and not kind.startswith("ClassVar"):
                 after = node.body[i + 1] if i + 1 < len(node.body) else None
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(item)
 
 
-def test_every_rule_is_of_a_setting_and_holds_for_its_default():
-    assert set(RULES) <= set(leaves(Config))
-    assert [name for name, (valid, _) in RULES.items() if not valid(get(Config(), name))] == []
-    counts = {name for name, hint in leaves(Config).items() if hint in (int, float)}
-    assert counts - set(RULES) == set(), "numbers without a rule"
+SCHEMAS = (Config, SFTConfig, PreferenceConfig, RewardModelConfig, OnlinePreferenceConfig, DistillationConfig)
+UNBOUNDED = {"preference.alpha", "preference.margin"}
+"""Numbers of which every value is valid."""
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_number_has_a_rule_and_each_rule_holds_for_the_default(schema):
+    rules = {name: each.rule for name, each in declared(schema).items() if each.rule}
+    assert [name for name, rule in rules.items() if not rule.valid(get(schema(), name))] == []
+    counts = {name for name, hint in leaves(schema).items() if hint in (int, float, float | None)}
+    assert counts - set(rules) == UNBOUNDED & counts, "numbers without a rule"
+    numbers = {name for name in rules if isinstance(get(schema(), name), int | float)}
+    assert [name for name in numbers if rules[name].valid(math.nan)] == []
 
 
 # ── checking ───────────────────────────────────────────────────────────────

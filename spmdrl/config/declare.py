@@ -1,0 +1,76 @@
+"""Declares a setting where it stands: its default, the values that are valid, and whether a resume may change it.
+
+A setting that declares nothing takes every value of its type, and a resume must keep it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+# Reasons for which a run may go on with another value: layout, machine and pace do not change the answer.
+WATCHED = "where a run is, how long it goes on, how it is watched"
+KEPT = "what is seen and kept of it"
+LAYOUT = "law 2: which ranks hold what"
+COMPUTED = "law 2: how a rank computes the same"
+DRAWN = "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them"
+LIMIT = "limits: a run that they did not stop is the same run"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The values of one setting that are valid, whatever the others are; None is valid where the type has it."""
+
+    valid: Callable[[Any], bool]
+    """Written so that NaN fails."""
+    says: str
+    """What a valid value is, for the message."""
+
+
+NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, "must be 0 or more")
+COUNT = Rule(lambda x: x >= 1, "must be at least 1")
+POSITIVE = Rule(lambda x: 0 < x < math.inf, "must be above 0")
+SHARE = Rule(lambda x: 0 < x <= 1, "must be above 0 and at most 1")
+UNIT = Rule(lambda x: 0 <= x <= 1, "must be from 0 to 1")
+FINITE = Rule(math.isfinite, "must be a finite number")
+
+
+def at_least(least: float) -> Rule:
+    """Return the rule of a finite number from `least` on."""
+    return Rule(lambda x: least <= x < math.inf, f"must be at least {least:g}")
+
+
+def setting(default: Any, rule: Rule | None = None, free: str = "") -> Any:
+    """Return the field of a setting.
+
+    rule: of its values. free: the reason for which a resume may change it; empty: it must keep it. A section whose
+    settings are all free names the reason once, as `FREE`.
+    """
+    return dataclasses.field(default=default, metadata={"rule": rule, "free": free})
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a setting declares."""
+
+    rule: Rule | None
+    free: str
+
+
+@functools.cache
+def declared(schema: type) -> dict[str, Declared]:
+    """Return dotted name -> declaration of every field of a dataclass of dataclasses, of those without flags too."""
+    hints = get_type_hints(schema)
+    found: dict[str, Declared] = {}
+    for field in dataclasses.fields(schema):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found |= {f"{field.name}.{name}": each for name, each in declared(hint).items()}
+            continue
+        rule, free = field.metadata.get("rule"), field.metadata.get("free") or getattr(schema, "FREE", "")
+        if rule and type(None) in get_args(hint) and get_origin(hint) is not None:
+            rule = Rule(lambda x, valid=rule.valid: x is None or valid(x), rule.says)
+        found[field.name] = Declared(rule, free)
+    return found
