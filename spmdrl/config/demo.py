@@ -19,7 +19,8 @@ DEMO_LR = OptimizerConfig.lr
 LR, LORA_FACTOR = 1e-6, 10
 """Learning rate of all weights under reinforcement learning; adapters take about ten times that of all weights
 (https://thinkingmachines.ai/blog/lora)."""
-NEW_TOKENS = "1024"
+NEW_TOKENS = 1024
+MANY = 1 << 30
 CRITIC_LR = "1e-05"
 """Critics take about ten times the policy's, as in verl's examples (https://github.com/volcengine/verl)."""
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json"
@@ -37,9 +38,10 @@ def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tupl
     wanted: dict[str, str] = {}
     if not built_in and "rollout.max_new_tokens" in names and "data.train" in names and "data.eval" not in last:
         wanted |= {"data.eval": ""} | ({} if "eval.every" in last else {"eval.every": "0"})
-    if not is_shipped("".join(last.get("model.path", [])[-1:])):
+    path = "".join(last.get("model.path", [])[-1:])
+    if not is_shipped(path):
         if not built_in and "rollout.max_new_tokens" in names and "rollout.max_new_tokens" not in last:
-            wanted["rollout.max_new_tokens"] = NEW_TOKENS
+            wanted["rollout.max_new_tokens"] = str(min(NEW_TOKENS, context_of(path) // 2))
         if (lr := _learning_rate(last, schema)) and "optimizer.lr" not in last:
             wanted["optimizer.lr"] = lr
         if "critic.lr" in names and "critic.lr" not in last and _has_critic(last):
@@ -67,6 +69,17 @@ def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
     adapted = "".join(last.get("lora.rank", [])[-1:]) not in ("", "0")
     lr = full * LORA_FACTOR if adapted else full
     return "" if lr == own else f"{lr:g}"
+
+
+def context_of(path: str) -> int:
+    """Return the longest sequence that a model's config.json names, in tokens; much where there is no such folder."""
+    try:
+        told = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        told = told.get("text_config") or told
+        named = [told.get(name) for name in ("max_position_embeddings", "n_positions")]
+        return min((n for n in named if isinstance(n, int) and n > 0), default=MANY)
+    except (OSError, ValueError, AttributeError):
+        return MANY
 
 
 def is_shipped(path: str) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import string
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -63,6 +64,8 @@ class PromptSet:
     """Columns that nothing can read."""
     left: tuple[str, ...] = ()
     """Sentences on columns that a chat template would read and that stayed out of prompts."""
+    place: Callable[[int], str] = str
+    """The place of a row, by its index, for messages."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -129,7 +132,7 @@ def load_prompts(
     made = spec.partition(":")[0] in ("builtin", "reasoning-gym")
     beside, unread = ((), tuple(over)) if verl else (tuple(over), ())
     told = ((), ()) if made else (beside, unread)
-    return PromptSet(prompts, len(source.rows) - len(prompts), spec, *told, left_lines(left))
+    return PromptSet(prompts, len(source.rows) - len(prompts), spec, *told, left_lines(left), source.where)
 
 
 def _from_row(

@@ -16,6 +16,15 @@ def is_right(score: Any) -> Any:
     return score >= RIGHT
 
 
+ACCURACY = "acc"
+"""Reward part that says of an answer whether it is right, where the score says more than that (verl's name for it)."""
+
+
+def counts_as_right(score: float, parts: dict[str, float]) -> bool:
+    """Tell whether an evaluation counts an answer as right: by its part `acc`, or by its score where it has none."""
+    return bool(is_right(parts.get(ACCURACY, score)))
+
+
 def as_score(value: object) -> tuple[float, dict[str, float]]:
     """Return a score, which may not be finite, and its finite parts.
 

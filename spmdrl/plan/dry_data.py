@@ -5,11 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spmdrl.config.load import exit_with
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.row_columns import unread_line
 from spmdrl.hub.resolve import MODELSCOPE, is_hub_name, resolve
 from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.rewards.truths import check_truths
+from spmdrl.rollout.build import prompt_room
 from spmdrl.tracking.console import clean
 
 ROWS = 1000
@@ -24,7 +27,7 @@ def with_data(lines: Callable[[Any, int], list[str]]) -> Callable[[Any, int], li
 
 
 def data_lines(cfg: Config, train: bool = True) -> list[str]:
-    """Return what the first rows of `--data.train` and `--data.eval` give, or why they cannot be used; on rank 0.
+    """Return what the first rows of `--data.train` and `--data.eval` give; on rank 0. Ends it where they are unusable.
 
     train: False for an evaluation, which reads no training prompts. Nothing is downloaded: of a model or a data set of
     a hub that is not on this machine a line says so.
@@ -35,18 +38,22 @@ def data_lines(cfg: Config, train: bool = True) -> list[str]:
     if folder is None:
         return [f"data     not opened: the tokenizer of {cfg.model.path} is not on this machine"]
     specs = ([cfg.data.train] if train else []) + ([cfg.data.eval] if cfg.eval.every or not train else [])
-    out = []
+    out, problems = [], []
     for spec in dict.fromkeys(filter(None, specs)):
         kind, _, rest = spec.partition(":")
         if kind in ("hf", "ms") and not Path(rest.split(":")[0]).expanduser().is_dir():
             out.append(f"data     {spec} is not opened: it may have to be downloaded")
             continue
         try:
-            tokenizer = load_tokenizer(resolve(str(folder), cfg.model.trust_remote_code), cfg.model.trust_remote_code)
-            room, begun = cfg.rollout.max_prompt_tokens, bool(cfg.env)
-            out += _told(load_prompts(spec, cfg.data, tokenizer, room, _limit(cfg), begun), room)
+            model, trust = resolve(str(folder), cfg.model.trust_remote_code), cfg.model.trust_remote_code
+            tokenizer, room = load_tokenizer(model, trust), prompt_room(cfg, model)
+            prompts = load_prompts(spec, cfg.data, tokenizer, room, _limit(cfg), bool(cfg.env))
+            check_truths(prompts, cfg.reward)
+            out += _told(prompts, room)
         except (ValueError, OSError) as error:
-            out.append(f"data     cannot be used: {' '.join(str(error).split())}")
+            problems.append(" ".join(str(error).split()))
+    if problems:
+        exit_with("--dry-run: the run would not start:\n  " + "\n  ".join(problems))
     return out
 
 

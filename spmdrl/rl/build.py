@@ -18,6 +18,7 @@ from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.models import build_models, check_models
 from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
+from spmdrl.rewards.truths import check_truths
 from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment
@@ -163,6 +164,7 @@ def check_named(env: str, prompts: PromptSet) -> None:
 def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:
     """Prompts of a source, which every rank must read alike. Collective."""
     prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit, bool(session.cfg.env))
+    check_truths(prompts, session.cfg.reward)
     if session.cfg.env:
         check_named(session.cfg.env, prompts)
     seen = all_gather_text(prompts.digest(), session.world.host_group)

@@ -9,7 +9,7 @@ from spmdrl.data.batch import from_episodes
 from spmdrl.data.dealing import balance
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, PromptSet
-from spmdrl.data.scores import is_right
+from spmdrl.data.scores import counts_as_right
 from spmdrl.health.preempt import preemption
 from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
@@ -128,14 +128,22 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     result = collect(plan, s.engine, s.grader, s.tokenizer, world, Timer(), s.environment, s.judges)
     done = (result if plan.keeps_graded else raise_if_abandoned(result, world)).episodes
     # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded says nothing.
-    scores = [[e.position, 0.0 if math.isnan(e.reward) else e.reward, float(e.ungraded), e.turns] for e in done]
-    scores_n4 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 4)
-    rows = torch.cat(all_gather_rows(scores_n4, world.rollout_group))
+    scores = [
+        [
+            e.position,
+            0.0 if math.isnan(e.reward) else e.reward,
+            float(e.ungraded),
+            e.turns,
+            float(counts_as_right(e.reward, e.parts)),
+        ]
+        for e in done
+    ]
+    scores_n5 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 5)
+    rows = torch.cat(all_gather_rows(scores_n5, world.rollout_group))
     ungraded = rows[:, 2] > 0
     check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples, s.cfg.env)
     measured, rows = len(rows), rows[~ungraded]
-    right = is_right(rows[:, 1]).double()
-    position, prompts = rows[:, 0].long(), len(plan.prompts)
+    right, position, prompts = rows[:, 4], rows[:, 0].long(), len(plan.prompts)
     right_P = torch.zeros(prompts, dtype=torch.float64).index_add_(0, position, right).tolist()
     graded_P = torch.bincount(position, minlength=prompts).tolist()
     out = {"eval/accuracy": right.mean().item(), "eval/score": rows[:, 1].mean().item()}

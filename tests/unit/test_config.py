@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import json
 import math
 import os
 import re
@@ -756,6 +757,24 @@ def test_defaults_of_the_demo_are_not_those_of_other_runs(flags, schema, lr, tok
     changed = (lr, tokens, evaluation) not in ((2e-4, 8, evaluation or "x"), (2e-5, None, ""), (3e-6, 9, "x"))
     assert any(line.startswith("defaults of a run of your own") for line in loaded.notes) == changed
     assert not loaded.given & {"data.eval", "eval.every"} or evaluation == "e.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens"),
+    [
+        ({"max_position_embeddings": 256}, 128),
+        ({"n_positions": 1024}, 512),
+        ({"text_config": {"max_position_embeddings": 512}}, 256),
+        ({"max_position_embeddings": 32768}, 1024),
+        ({"max_position_embeddings": None}, 1024),
+        ([], 1024),
+    ],
+)
+def test_the_length_of_a_response_leaves_room_for_a_prompt(told, tokens, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    loaded = from_command_line(["--data.train", "my.jsonl", "--model.path", str(tmp_path)])
+    assert loaded.config.rollout.max_new_tokens == tokens
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from codecs import BOM_UTF8
 from types import SimpleNamespace
 
@@ -229,7 +230,7 @@ def test_columns_of_prompts_that_no_reward_or_nothing_at_all_reads(tmp_path):
     assert prompts(tmp_path, [verl]).unread == ("ability",) and not prompts(tmp_path, [verl]).beside
 
 
-def test_a_dry_run_of_reinforcement_learning_opens_the_data(tmp_path):
+def test_a_dry_run_of_reinforcement_learning_opens_the_data(tmp_path, capsys):
     file, cfg = tmp_path / "rows.jsonl", Config()
     cfg.data.train, cfg.data.eval, cfg.data.chat_template = str(file), "", "chatml"
     file.write_text(json.dumps({"prompt": "q", "answer": "a", "level": 1}) + "\n")
@@ -237,7 +238,23 @@ def test_a_dry_run_of_reinforcement_learning_opens_the_data(tmp_path):
     assert "the first rows give 1 prompts" in told[0] and told[1] == "columns  only rewards and environments get level"
     assert told[2].startswith("example  <|im_start|>user")
     file.write_text(json.dumps({"prompt": "q", "answer": "a"}) + "\n" + json.dumps({"prompt": "\ud83d", "answer": ""}))
-    assert "rows.jsonl:2: the text '' is followed by half of a surrogate pair" in data_lines(cfg)[0]
+    assert "rows.jsonl:2: the text '' is followed by half of a surrogate pair" in refused(cfg, capsys)
+    file.write_text("".join(json.dumps({"prompt": "q", "answer": a}) + "\n" for a in ("7", None, math.nan, 3.0)))
+    cfg.reward.function = "math"
+    why = "rows.jsonl:2: math cannot grade this row: the truth is empty (null)"
+    assert why in (said := refused(cfg, capsys)) and "(2 rows of 4 are so)" in said
+    cfg.reward.function, cfg.reward.more = "none", ("gsm8k=0.5",)
+    assert "rows.jsonl:2: gsm8k cannot grade this row" in refused(cfg, capsys)
+    cfg.reward.more, cfg.rollout.max_new_tokens = (), 1 << 20
+    assert "leaves no room for a prompt" in refused(cfg, capsys)
+
+
+def refused(cfg: Config, capsys) -> str:
+    """Returns the message with which a dry run ends."""
+    with pytest.raises(SystemExit) as ended:
+        data_lines(cfg)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
