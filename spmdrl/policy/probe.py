@@ -166,7 +166,9 @@ def _failed(error: Exception) -> Found:
     """Take an error of the model's code, which every rank meets alike, for a finding; others end the job at once."""
     if of_the_machine(error):
         raise error
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    said = " ".join(str(error).split())[:200]
+    # The attention's own refusals are sentences.
+    text = said if isinstance(error, ValueError) else f"its code fails with {type(error).__name__}: {said}"
     log.info("self-check: %s", text)
     return Found(float("inf"), text)
 

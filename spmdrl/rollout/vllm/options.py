@@ -20,6 +20,8 @@ from spmdrl.rollout.vllm.lora import lora_options
 
 GPU_BLOCK = 16
 """Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
+LONGEST = 400
+"""Characters of vLLM's error in ours."""
 
 
 def set_environment(device: torch.device) -> None:
@@ -53,6 +55,13 @@ def refusals_as_warnings() -> Iterator[None]:
     finally:
         if strict:
             torch.use_deterministic_algorithms(True)
+
+
+def reason(error: Exception) -> str:
+    """Return vLLM's error in one line, with its type where the text alone says little, as that of a KeyError."""
+    said = " ".join(str(error).split()).rstrip(".")
+    plain = isinstance(error, RuntimeError | ValueError)
+    return (said if plain else f"{type(error).__name__}: {said}")[:LONGEST]
 
 
 def advice(error: Exception) -> str:
@@ -193,6 +202,4 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
             **options,
         )
     except Exception as error:
-        raise RuntimeError(
-            f"vLLM could not start for {cfg.model.path}: {str(error).rstrip('.')}. {advice(error)}"
-        ) from error
+        raise RuntimeError(f"vLLM could not start for {cfg.model.path}: {reason(error)}. {advice(error)}") from error
