@@ -49,6 +49,8 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
         name = found[-1].values[0] if found and found[-1].values else ""
         if name not in PRESETS:
             continue
+        # Of a setting that is named again the preset decides nothing.
+        named_again = {leaf for left in layers[place:] for leaf, _ in left}
         earlier = [entry for left in without(layers[:place], [entry for entry, _ in out]) for entry in left]
         own = PRESETS[name].settings
         gone = {"algo.loss", "algo.advantage", *own}
@@ -63,7 +65,7 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
             if leaf in gone:
                 value = " ".join(given.values or ["null"])
                 line = f"--algo.preset {name} ({found[-1].origin}) replaces {leaf} {value} of {given.origin}"
-                out.append((entry, "" if _says(given, own.get(leaf)) else line))
+                out.append((entry, "" if leaf in named_again or _says(given, own.get(leaf)) else line))
     return out
 
 
