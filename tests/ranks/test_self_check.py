@@ -5,12 +5,14 @@ import torch
 import transformers
 
 from spmdrl.data.batch import Batch
+from spmdrl.policy.attention import packed
 from spmdrl.policy.fsdp import sharding
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.heads import Form
 from spmdrl.policy.likelihood import SftObjective
-from spmdrl.policy.mixers import layers
+from spmdrl.policy.mixers import layers, rotary
 from spmdrl.policy.self_check import settle
+from tests.engines.families import make
 from tests.ranks.cases import (
     VOCAB,
     build_policy,
@@ -42,6 +44,7 @@ DELTA = {
     "linear_num_value_heads": 4,
     "head_dim": 16,
 }
+LIMIT = '"original_max_position_embeddings": 6'
 SINKS = {
     # Sinks that differ between heads; the other weights are drawn again.
     "initializer_range": 1.0,
@@ -143,6 +146,44 @@ def test_each_family_runs_in_a_form_that_is_right(folders):
 def test_a_hybrid_without_support_runs_one_sequence_a_forward(folders):
     ((form, line, logp, gradient, loss),) = run_ranks(forms, 1, {"lfm2": folders["lfm2"]}, False)[0].values()
     assert form == "apart" and "sequences reach each other" in line and logp < 1e-5 and gradient < 1e-4 and loss < 1e-5
+
+
+SUPPORTED = {
+    "lfm2": "layers",
+    "qwen3_5_text": "layers",
+    "falcon_h1": "layers",
+    "mamba2": "layers",
+    "jamba": "layers",
+    "minimax": "layers",
+    "recurrent_gemma": "layers",
+    "phi3 longrope": "rotary",
+    "gpt_oss": "sinks",
+}
+"""A family of each kind that has support of its own -> the support."""
+
+
+def without_support(world, paths: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Settles families with all support taken away; returns the form and the line of each."""
+    layers.install = lambda hf: None
+    rotary.install = lambda hf: []
+    attend = packed._attend
+    packed._attend = lambda *args: attend(*args[:-1], None)
+    out = {}
+    for name, path in paths.items():
+        built, line = checked(world, path)
+        out[name] = built.form, line
+    return out
+
+
+def test_each_kind_runs_one_sequence_a_forward_where_its_support_is_switched_off(tmp_path):
+    paths = {name: str(make(name, tmp_path / name.replace(" ", "_"))) for name in [*SUPPORTED, "llama"]}
+    # The shortest of the three sequences has other frequencies than the others.
+    file = tmp_path / "phi3_longrope" / "config.json"
+    file.write_text(file.read_text().replace('"original_max_position_embeddings": 64', LIMIT))
+    found = run_ranks(without_support, 1, paths)[0]
+    assert found.pop("llama")[0] == "tree"
+    for name, (form, line) in found.items():
+        assert form == "apart" and "runs one sequence a forward, slower" in line, (name, line)
 
 
 def step(world, path: str, form: Form, budget: int):
