@@ -8,6 +8,9 @@ rendering of the messages before it with the generation prompt, and E that of th
   prompt, and the turn begins there. The place must not depend on the turn's text: two other texts depart there too.
 - Some templates render earlier messages otherwise once the turn is there. The turn then begins in E after the whole
   generation prompt and the end of the message before it, and is trained after P, which is what a model would see.
+- Before a turn that opens a dialogue, templates leave out of P what they write at the beginning of E, such as a message
+  of the system. The turn is then the end of E that is the whole turn after a question, or else what follows in E on the
+  generation prompt that such a question has.
 
 A turn ends with the last control token before anything that depends on the next message; in a template that ends no
 turns, with the control token by which the next message begins (`turn_end.py`).
@@ -66,10 +69,7 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
             proved; the message tells which, counted from 1.
     """
 
-    @cache
-    def upto(count: int, ask: bool = False) -> str:
-        return render(dialogue.upto(count), ask)
-
+    upto = _beginnings(render, dialogue)
     turns = [i for i, m in enumerate(dialogue.messages) if m["role"] == "assistant"]
     if not turns:
         raise TemplateError("no message is an assistant's")
@@ -102,8 +102,20 @@ def unasked(dialogue: Dialogue) -> str:
     return "; the dialogue begins with an assistant's turn: begin it with a user's message, or leave that turn out"
 
 
+def _beginnings(render: Renderer, dialogue: Dialogue):
+    """Return the function that renders the first messages of a dialogue, each count of them once."""
+
+    @cache
+    def upto(count: int, ask: bool = False) -> str:
+        return render(dialogue.upto(count), ask)
+
+    return upto
+
+
 def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn]:
     """Return the text up to the end of the turn that message i holds, and the turn."""
+    if all(m["role"] in ("system", "developer") for m in dialogue.messages[:i]):
+        return _opening(render, dialogue, i, upto)
     prompt, written = upto(i, True), upto(i + 1)
     before, departs = prompt, False
     if written.startswith(prompt):
@@ -111,11 +123,12 @@ def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn
     else:
         message = dialogue.messages[i]
         others = [render(dialogue.upto(i).then(_with_text(message, other))) for other in OTHERS]
+        joint = _after_message(render, dialogue, i, prompt)
         start = _whole(render, written, len(commonprefix([written, prompt, *others])))
-        if start >= len(commonprefix([upto(i), prompt])):
+        if start >= max(len(commonprefix([upto(i), prompt])), len(prompt) - len(joint)):
             before, departs = written[:start], True
         else:
-            start = _after_rewriting(render, dialogue, i, prompt, written, others)
+            start = _after_rewriting(render, dialogue, i, joint, written, others)
     text, stops = _ended(render, dialogue, i, upto)
     turn = text[start:]
     if not turn.strip():
@@ -123,13 +136,40 @@ def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn
     return before + turn, Turn(i, len(before), len(before) + len(turn), stops, departs)
 
 
-def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, prompt: str, written: str, others: list[str]) -> int:
-    """Return the place where a turn begins in `written`, which renders earlier messages otherwise than the prompt."""
-    changed = [render(_changed(dialogue.upto(i), i - 1, other), True) for other in OTHERS] if i else []
-    joint = commonprefix([text[::-1] for text in (prompt, *changed)])[::-1] if i else prompt
-    latest = len(commonprefix([written, *others]))
-    at = written.rfind(joint, 0, latest)
-    if not joint or at < 0:
+def _opening(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn]:
+    """Return the text up to the end of a turn that answers nobody, and the turn.
+
+    It begins where its end is the whole turn after a question, else after the generation prompt of a question's answer.
+    """
+    message, question = dialogue.messages[i], {"role": "user", "content": OTHERS[0]}
+    messages = [*dialogue.messages[:i], question, *dialogue.messages[i:]]
+    asked = Dialogue(messages, dialogue.tools, dialogue.more)
+    begun = _beginnings(render, asked)
+    whole, proved = _turn(render, asked, i + 1, begun)
+    turn = whole[proved.start : proved.end]
+    text, stops = _ended(render, dialogue, i, upto)
+    if text.endswith(turn):
+        return text, Turn(i, len(text) - len(turn), len(text), stops, proved.departs)
+    prompt = begun(i + 1, True)
+    header = prompt[len(commonprefix([begun(i + 1), prompt])) :]
+    others = [render(dialogue.upto(i).then(_with_text(message, other))) for other in OTHERS]
+    start = _after_rewriting(render, dialogue, i, header, upto(i + 1), others)
+    return text, Turn(i, start, len(text), stops, False)
+
+
+def _after_message(render: Renderer, dialogue: Dialogue, i: int, prompt: str) -> str:
+    """Return the end of the prompt of turn i that does not depend on the text of the message before it."""
+    changed = [render(_changed(dialogue.upto(i), i - 1, other), True) for other in OTHERS]
+    return commonprefix([text[::-1] for text in (prompt, *changed)])[::-1]
+
+
+def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, written: str, others: list[str]) -> int:
+    """Return the place where a turn begins in `written`, which renders earlier messages otherwise than its prompt.
+
+    joint: the end of the prompt, after the message before the turn. others: `written` with other texts of the turn.
+    """
+    at = written.rfind(joint, 0, len(commonprefix([written, *others])))
+    if not joint or at < 0 or _holds_message_before(render, dialogue, i, joint):
         raise TemplateError(
             "the template renders what is before this turn otherwise once the turn is there, so that its beginning "
             "cannot be proved"
@@ -137,9 +177,19 @@ def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, prompt: str, 
     return at + len(joint)
 
 
+def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: str) -> bool:
+    """Return True if the text of the message before a turn stands between the end of its prompt and what it says."""
+    if not i:
+        return False
+    before, said = OTHERS
+    text = render(_changed(dialogue.upto(i), i - 1, before).then(_with_text(dialogue.messages[i], said)))
+    latest = text.find(said)
+    return before in text[max(text.rfind(joint, 0, latest), 0) : latest]
+
+
 def _ended(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, bool]:
     """Return the rendering up to message i, cut after the control token that ends it, and whether there is one."""
-    after = dialogue.messages[i + 1 : i + 2]
+    after = [m for m in dialogue.messages[i + 1 : i + 2] if m["role"] != "assistant"]
     if not after:
         after = [{"role": "tool" if dialogue.messages[i].get("tool_calls") else "user", "content": PROBE}]
     written, tail = upto(i + 1), _tail(render, upto(i + 1))

@@ -14,7 +14,7 @@ from spmdrl.data.template_ends import end_of_turn_tokens
 from spmdrl.data.tokens import masked
 from spmdrl.data.turn_shown import check_turn_shown
 from spmdrl.data.turns import sequences_of
-from tests.unit.dialogues import TOOLS, dialogue, templates, tokenizer_for
+from tests.unit.dialogues import TOOLS, dialogue, plain_tokenizer, templates, tokenizer_for
 
 TEMPLATES = templates()
 DIALOGUES = 8
@@ -148,6 +148,66 @@ def test_a_turn_is_trained_whole_or_refused_in_the_templates_of_trl(name):
         assert [word for word in words if word not in text] == [], kind
         if kind == "a thought that the answer repeats":
             assert text.count("forty") == 2
+
+
+USER_SAYS, SYSTEM_SAYS = {"role": "user", "content": "uword"}, {"role": "system", "content": "sword"}
+ORDERS = {
+    "answers": [USER_SAYS, said("aword"), USER_SAYS, said("bword")],
+    "an opening": [said("aword"), USER_SAYS, said("bword")],
+    "an opening after the system": [SYSTEM_SAYS, said("aword"), USER_SAYS, said("bword")],
+    "an opening with a thought": [said("aword", reasoning_content="tword"), USER_SAYS, said("bword")],
+    "two turns of one assistant": [USER_SAYS, said("aword"), said("bword")],
+    "an opening of two turns": [said("aword"), said("bword")],
+}
+"""Dialogues in orders in which templates write what they leave out elsewhere."""
+OWN = re.compile(r"think|thought|final|analysis|to=user|to=self")
+"""Words that a model generates around what it says."""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_trained_turn_holds_nothing_that_another_message_or_the_template_wrote(order):
+    proved, messages = 0, ORDERS[order]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for name, template in TEMPLATES.items():
+        render = Renderer(tokenizer_for(template), template)
+        # Training templates mark what they take for generated, and are taken at their word.
+        if render.marked:
+            continue
+        try:
+            found = sequences_of(render, Dialogue(messages))
+        except TemplateError:
+            continue
+        proved += 1
+        assert sorted(turn.message for s in found for turn in s.turns) == turns
+        for sequence in found:
+            for turn in sequence.turns:
+                text, message = sequence.text[turn.start : turn.end], messages[turn.message]
+                inner = OWN.sub(" ", render.controls.sub(" ", text))
+                # Templates of channels generate the header of an answer after a thought.
+                words = set(re.findall(r"\w{3,}", inner)) - ({"assistant"} if "tword" in text else set())
+                assert words == {message["content"], message.get("reasoning_content", message["content"])}, name
+                assert not text.endswith("<|assistant|>"), name
+    assert proved >= {"answers": 38, "an opening with a thought": 5}.get(order, 20)
+
+
+def test_a_turn_that_opens_a_dialogue_begins_after_the_default_message_of_the_system():
+    tokenizer = plain_tokenizer()
+    (sequence,) = sequences_of(Renderer(tokenizer), Dialogue(ORDERS["an opening"]))
+    first, second = sequence.turns
+    assert sequence.text[: first.start].startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert sequence.text[first.start : first.end] == "aword<|im_end|>" and not first.departs
+    assert sequence.text[second.start : second.end] == "bword<|im_end|>"
+
+
+def test_an_opening_whose_beginning_is_not_that_of_an_answer_is_refused_by_name():
+    template = (
+        "{% for m in messages %}{% if loop.first and m.role == 'assistant' %}<|im_start|>greeting: {{ m.content }}!"
+        "{% else %}<|im_start|>{{ m.role }}: {{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    render = Renderer(tokenizer_for(template), template)
+    with pytest.raises(TemplateError, match=r"message 1 \(assistant\): .* cannot be proved; the dialogue begins with"):
+        sequences_of(render, Dialogue(ORDERS["an opening"]))
 
 
 DROPPED = {
