@@ -68,7 +68,6 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
         TemplateError: the template refuses the dialogue or does not show one of its messages, or a turn cannot be
             proved; the message tells which, counted from 1.
     """
-
     upto = _beginnings(render, dialogue)
     turns = [i for i, m in enumerate(dialogue.messages) if m["role"] == "assistant"]
     if not turns:
