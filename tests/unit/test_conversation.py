@@ -335,7 +335,7 @@ BROKEN = {
         "does not show the user message",
     ),
     "refuses": ("{{ raise_exception('no') if messages | length > 2 }}" + LOOP + ASK, "no"),
-    "shows nothing": ("nothing", "does not show the message of a user"),
+    "shows nothing": ("{{ 'nothing' }}", "does not show the message of a user"),
 }
 
 
