@@ -20,8 +20,10 @@ from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.dialogues import listed
 from spmdrl.data.prompt_columns import left_lines, rendered_columns, with_columns
+from spmdrl.data.rendering import Dialogue
 from spmdrl.data.row_columns import Row, check_text, tools_of, variables_of
 from spmdrl.data.sources import Source, read_source
+from spmdrl.data.unshown import LOOKED, check_read, renderer_of, unshown, unshown_line
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,18 @@ class PromptSet:
 
 
 def load_prompts(
-    spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int, limit: int = 0, begun: bool = False
+    spec: str,
+    data: DataConfig,
+    tokenizer,
+    max_prompt_tokens: int,
+    limit: int = 0,
+    begun: bool = False,
+    teacher: bool = False,
 ) -> PromptSet:
     """Read a source (forms: `sources.FORMS`), at most `limit` rows of it (0: all), and encode its prompts.
 
-    begun: an environment begins the episodes: prompts are not encoded, and may be empty.
+    begun: an environment begins the episodes: prompts are not encoded, and may be empty. teacher: the template is
+    a teacher's, which need not read the variables of the run.
 
     Indices stay those of the source when long prompts are dropped. Raises ValueError naming the flag to change: no such
     source or column, nothing in it, a row that cannot be read (with its place), nothing short enough.
@@ -110,9 +119,13 @@ def load_prompts(
         chat="off" if raw else data.chat,
         chat_template=template_text(data.chat_template),
     )
+    shows = _renders(data, tokenizer)
+    render = renderer_of(tokenizer, data.chat_template, template_kwargs(data)) if shows else None
+    if render and not teacher:
+        check_read(render, render.more)
     verl = {"prompt", "reward_model"} <= source.rows[0].keys()
     prompts, shortest, over = [], 0, dict[str, None]()
-    left = list[dict[str, str]]()
+    left, looked, hidden = list[dict[str, str]](), 0, list[str]()
     for index, row in enumerate(source.rows):
         try:
             prompt, more, without = _from_row(index, row, data, tokenizer, source, verl, begun)
@@ -120,6 +133,9 @@ def load_prompts(
             raise ValueError(f"{source.where(index)}: {e}") from e
         over |= dict.fromkeys(more)
         left.append(without)
+        if render and not begun and (prompt.tools or prompt.more) and looked < LOOKED:
+            looked += 1
+            hidden += unshown(render, Dialogue(_messages(prompt.asked), prompt.tools, prompt.more))
         n = len(prompt.tokens)
         shortest = min(shortest or n, n)
         if n <= max_prompt_tokens:
@@ -132,7 +148,8 @@ def load_prompts(
     made = spec.partition(":")[0] in ("builtin", "reasoning-gym")
     beside, unread = ((), tuple(over)) if verl else (tuple(over), ())
     told = ((), ()) if made else (beside, unread)
-    return PromptSet(prompts, len(source.rows) - len(prompts), spec, *told, left_lines(left), source.where)
+    lines = (*left_lines(left), *filter(None, [unshown_line(hidden)]))
+    return PromptSet(prompts, len(source.rows) - len(prompts), spec, *told, lines, source.where)
 
 
 def _from_row(
@@ -141,7 +158,7 @@ def _from_row(
     """Return the prompt of a row, the columns that it was made without, and those that its template might have read."""
     check_text(row)
     read = {data.prompt_column, data.answer_column, "data_source", *_names(data.template), *_names(data.prefill)}
-    chat = data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
+    chat = _renders(data, tokenizer)
     told, left = rendered_columns(Row(row), read, chat or begun, begun)
     if verl:
         prompt, truth, extra = _verl_columns(row)
@@ -185,6 +202,15 @@ def _from_row(
         more=more,
     )
     return made, [str(k) for k, v in row.items() if k not in read and v is not None and v not in ("", [], {})], left
+
+
+def _renders(data: DataConfig, tokenizer) -> bool:
+    """Return True if a chat template renders the prompts."""
+    return data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
+
+
+def _messages(asked: str | list) -> list[dict]:
+    return asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
 
 
 def _asked(prompt: object) -> str | list:

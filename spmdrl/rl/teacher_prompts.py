@@ -34,7 +34,7 @@ def teacher_prompts(
     left = room(cfg) - cfg.rollout.max_new_tokens
     chat = cfg.data.chat if chat_template or getattr(tokenizer, "chat_template", None) else "off"
     data = replace(cfg.data, template=told or cfg.data.template, chat_template=chat_template, chat=chat)
-    found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit)
+    found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit, teacher=True)
     odd = [line for line in found.left if line not in student.left]
     if odd and chat != cfg.data.chat:
         raise ValueError(

@@ -14,6 +14,7 @@ from spmdrl.data.marked_turns import marked_sequences
 from spmdrl.data.rendering import Renderer
 from spmdrl.data.tokens import Masked, masked
 from spmdrl.data.turns import sequences_of
+from spmdrl.data.unshown import LOOKED, UNSHOWN, check_read, unshown
 
 
 @dataclass
@@ -24,7 +25,8 @@ class Encoded:
     samples: list[int] = field(default_factory=list)
     """The sample that each sequence is of its row; empty: they are counted from 0."""
     notes: Counter = field(default_factory=Counter)
-    """Counts: truncated, dropped, split, departs, unstopped, unanswered."""
+    """Counts: truncated, dropped, split, departs, unstopped, unanswered; of the first rows, columns that the
+    template does not show (`unshown.UNSHOWN`)."""
 
 
 class Encoder:
@@ -35,11 +37,15 @@ class Encoder:
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
+            ValueError: it does not read a variable of `--data.template-kwargs`.
         """
         self.data, self.tokenizer, self.longest, self.train_on = data, tokenizer, longest, train_on
         template = template_text(data.chat_template)
         self.has_template = bool(template or getattr(tokenizer, "chat_template", None))
         self.renderer = Renderer(tokenizer, template, template_kwargs(data))
+        check_read(self.renderer, template_kwargs(data))
+        self.looked = 0
+        """Rows that gave tools or variables to the template so far, of which the first are looked at."""
         self.columns = Columns(
             data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
         )
@@ -101,6 +107,9 @@ class Encoder:
     def _dialogue(self, example: Example) -> Encoded:
         assert example.dialogue
         out, trained = Encoded(), self._trained(example)
+        if (example.dialogue.tools or example.dialogue.more) and self.looked < LOOKED:
+            self.looked += 1
+            out.notes.update(f"{name} {UNSHOWN}" for name in unshown(self.renderer, example.dialogue))
         find = marked_sequences if self.renderer.marked else sequences_of
         for sequence in find(self.renderer, example.dialogue, trained):
             turns = [turn for turn in sequence.turns if turn.message in trained]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from spmdrl.data.mixture import Mixture
 from spmdrl.data.row_columns import Row, unread_line
 from spmdrl.data.tokens import Masked
+from spmdrl.data.unshown import UNSHOWN, unshown_line
 from spmdrl.tracking.console import clean
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ def preview(begun: "Start", mixture: Mixture, colour: bool | None = None) -> lis
         dropped = f"; {notes['dropped']} are longer than --data.max-tokens" if notes["dropped"] else ""
         raise ValueError("\n  ".join([f"none of the first rows can be trained{dropped}", *refused[:5]]))
     tokens, trained = sum(map(len, sequences)), sum(int(s.mask.sum()) for s in sequences)
-    told = "".join(f"; {count} {name}" for name, count in notes.items() if count)
+    hidden = [name for name in notes if name.endswith(UNSHOWN)]
+    told = "".join(f"; {count} {name}" for name, count in notes.items() if count and name not in hidden)
     lines = [
         f"rows     the first ones give {len(sequences)} sequences of {tokens / len(sequences):,.0f} tokens on average, "
         f"{max(map(len, sequences)):,} at most; {trained / tokens:.0%} of the tokens are trained{told}",
         *([f"columns  {unread_line(unread)}"] if unread else []),
+        *([f"columns  {unshown_line(name.removesuffix(f' {UNSHOWN}') for name in hidden)}"] if hidden else []),
         *(f"refused  {line}" for line in refused[:3]),
         *([f"refused  {len(refused) - 3} more"] if len(refused) > 3 else []),
     ]

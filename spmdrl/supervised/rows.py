@@ -15,6 +15,7 @@ from spmdrl.data.mixture import Blocks, Drawn, Mixture, Permuted
 from spmdrl.data.row_columns import Row, unread_line
 from spmdrl.data.rowfiles import Table, open_rows
 from spmdrl.data.tokens import Masked
+from spmdrl.data.unshown import UNSHOWN, unshown_line
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World
@@ -163,8 +164,10 @@ class Rows:
         if not last:
             self._begin(step + 1)
         mine.name_rows()
-        if not self.totals and self.world.is_first and (said := unread_line(mine.unread)):
-            log.warning("%s (--data.train)", said)
+        if not self.totals and self.world.is_first:
+            hidden = [name.removesuffix(f" {UNSHOWN}") for name in mine.counts if name.endswith(UNSHOWN)]
+            for said in filter(None, (unread_line(mine.unread), unshown_line(hidden))):
+                log.warning("%s (--data.train)", said)
         held = torch.tensor([*(mine.counts[name] for name in COUNTED), mine.kept], dtype=torch.int64)
         *numbers, kept = all_reduce(held, "sum", self.world.host_group).tolist()
         counts = Counter(dict(zip(COUNTED, numbers, strict=True)))

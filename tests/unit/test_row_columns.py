@@ -278,6 +278,60 @@ def test_variables_of_the_run_reach_supervised_rows_and_preferences():
             assert encode.tokenizer.decode(tokens).startswith(want)
 
 
+# -- tools and variables that the template does not show ---------------------------------------------------------------
+
+
+UNREAD = {"tools": [TOOL], "enable_thinking": False, "chat_template_kwargs": {"depth": 3}}
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("jinja", "names"),
+    [
+        (PLAIN, ["tools", "depth", "enable_thinking"]),
+        (TEMPLATE, ["depth"]),
+        (f"{{{{ depth }}}}{TEMPLATE}", []),
+    ],
+)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_tools_and_variables_that_the_template_does_not_show_are_named_once(tmp_path, jinja, names, thinks):
+    columns = UNREAD | {"enable_thinking": thinks}
+    line = f"the chat template does not show {', '.join(names)}, which rows give"
+    found = prompts(tmp_path, [{"prompt": "q", "answer": "a"} | columns] * 3, jinja)
+    assert found.left == ((line,) if names else ())
+    cfg, file = SFTConfig(), tmp_path / "given.jsonl"
+    file.write_text(json.dumps({"messages": [USER, SAID]} | columns) + "\n")
+    cfg.data = dataclasses.replace(cfg.data, train=(str(file),))
+    encode = Encoder(cfg.data, tokenizer_for(jinja), 99)
+    lines = preview(SimpleNamespace(encode=encode, tokenizer=encode.tokenizer), open_mixture(cfg), False)  # type: ignore[arg-type]
+    assert [each for each in lines if each.startswith("columns")] == ([f"columns  {line}"] if names else [])
+    assert "not shown" not in lines[0]
+
+
+def test_tools_that_the_template_does_not_show_are_named_at_the_first_step(tmp_path, caplog):
+    file, cfg = tmp_path / "rows.jsonl", SFTConfig()
+    file.write_text((json.dumps({"messages": [USER, SAID], "tools": [TOOL]}) + "\n") * 4)
+    cfg.data = dataclasses.replace(cfg.data, train=(str(file),), rows_per_step=2)
+    world = SimpleNamespace(rank=0, size=1, is_first=True, host_group=None)
+    data = Rows(cfg, world, open_mixture(cfg), Encoder(cfg.data, tokenizer_for(PLAIN), 99))  # type: ignore[arg-type]
+    data.take(0, last=False)
+    data.take(1, last=True)
+    told = [record.getMessage() for record in caplog.records if "does not show" in record.getMessage()]
+    assert told == ["the chat template does not show tools, which rows give (--data.train)"]
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "depth"])
+def test_a_variable_of_the_whole_run_that_the_template_does_not_read_is_refused(tmp_path, name):
+    kwargs = {"template_kwargs": json.dumps({name: True})}
+    with pytest.raises(ValueError, match=f"--data.template-kwargs: .* because of '{name}': leave it out"):
+        prompts(tmp_path, [{"prompt": "q", "answer": "a"}], PLAIN, **kwargs)
+    with pytest.raises(ValueError, match=f"--data.template-kwargs: .* because of '{name}': leave it out"):
+        Encoder(dataclasses.replace(SFTConfig().data, **kwargs), tokenizer_for(PLAIN), 99)
+    read = f"{{% if {name} %}}x{{% endif %}}{PLAIN}"
+    assert prompts(tmp_path, [{"prompt": "q", "answer": "a"}], read, **kwargs).prompts[0].text.startswith("x")
+    load_prompts(str(tmp_path / "rows.jsonl"), DataConfig(**kwargs), char_tokenizer(PLAIN), 99, teacher=True)
+
+
 # -- files, templates, dates ------------------------------------------------------------------------------------------
 
 
