@@ -26,7 +26,11 @@ _FRACTION = re.compile(
     r"(?P<sign>-?)(?:(?P<whole>\d{1,100})(?: |(?=\\)))?"
     r"(?:\\frac\{(?P<above>\d{1,100})\}\{(?P<below>\d{1,100})\}|(?P<over>\d{1,100})/(?P<under>\d{1,100}))"
 )
-_LOOKS = re.compile(r"\\(?:text|math|operatorname|mbox|bold|bm)[a-z]{0,6}\*?\s*\{([^{}]*)\}")
+_LOOKS = re.compile(r"\\(?:text|math(?!cal|frak|scr)|operatorname|mbox|bold|bm)[a-z]{0,6}\*?\s*\{([^{}]*)\}")
+_WORD = re.compile(
+    r"(?<![A-Za-z\\])(?:[A-Z][a-z]{3,}|[A-Z]{4,}|(?i:yes|no|odd|dne|all|any|one|two|six|ten|red))(?![A-Za-z])"
+)
+"""A word, which is the same in either case: one of four letters and more, or one that is no product of letters."""
 _TAIL = 1000
 """Characters at the end of a response without a marked answer in which math-verify looks for one."""
 
@@ -106,7 +110,10 @@ def contradicts(text: str) -> bool:
 
 
 def simplify(text: str) -> str:
-    r"""Normal form of an answer with several spellings: no spaces, `$`, `\left`, `\dfrac`, `\text{}`, final dot."""
+    r"""Normal form of an answer with several spellings: no spaces, `$`, `\left`, `\dfrac`, `\text{}`, final dot.
+
+    Words are in lower case, letters of algebra in theirs.
+    """
     text = text.translate(SIGNS).strip().strip("$").strip()
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", "", text)
     text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text)
@@ -114,6 +121,7 @@ def simplify(text: str) -> str:
     for _ in range(2):
         text = _LOOKS.sub(r"\1", text)
     text = CURRENCY.sub("", text).replace(r"\%", "%").strip()
+    text = _WORD.sub(lambda m: m[0].lower(), text)
     # Space between two digits stays, but for that between thousands: `3 1/2` is not 31/2.
     text = re.sub(r"(?<=\d)\s+(?=\d{3}(?!\d))|(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"\s+", " ", text).rstrip(".")
@@ -132,11 +140,6 @@ def to_number(text: str) -> Fraction | None:
     return None
 
 
-def _alike(answer: str, truth: str) -> bool:
-    """Tells whether two simplified texts are the same: words in either case, letters of algebra in theirs."""
-    return answer == truth or (len(truth) > 3 and truth.isalpha() and answer.lower() == truth.lower())
-
-
 def _equal(truth: str, answer: str, form: str) -> bool:
     """Tells whether an answer has the value of a truth. form: `box`, `line` (some prose may be in it) or `prose`."""
     gold = symbolic.read(truth) or symbolic.read(symbolic.mentioned(truth, True, True))
@@ -145,7 +148,7 @@ def _equal(truth: str, answer: str, form: str) -> bool:
         numbers = to_number(simplify(truth)) is not None
         answer = symbolic.mentioned(answer, numbers, form == "line")
         found = symbolic.read(answer)
-    return symbolic.same(gold, found) or _alike(simplify(answer), simplify(truth))
+    return symbolic.same(gold, found) or simplify(answer) == simplify(truth)
 
 
 def math_reward(item: RewardInput) -> Reward:
@@ -156,7 +159,7 @@ def math_reward(item: RewardInput) -> Reward:
     truth = simplify(truth_text(raw_truth))
     raw, form = extract(item.solution)
     answer, parts = simplify(raw), {"format": float(form != "prose")}
-    if _alike(answer, truth):
+    if answer == truth:
         return Reward(1.0, parts)
     if not answer:
         return Reward(0.0, parts)

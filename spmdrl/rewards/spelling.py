@@ -2,6 +2,7 @@ r"""Spellings of one mathematical answer in LaTeX, `\mathrm{e}` and e, `\left(` 
 
 import re
 
+from spmdrl.rewards.names import crossed
 from spmdrl.rewards.text import CURRENCY, SIGNS
 
 _LOOKS = re.compile(
@@ -13,9 +14,17 @@ _UNIT_LETTERS = frozenset("mgshlLJNWVKC")
 _FUNCTION_OR_UNIT = ("min", "sec")
 _UNIT_NAME = r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*(?:\{-?\d\}|\d))?"
 _PLACED = (
+    (re.compile(r"\\([ij])math(?![A-Za-z])"), r"\1"),
+    (
+        re.compile(
+            r"\\(math(?:bf|rm|bb|cal|frak|scr)|boldsymbol|bm|vec|(?:wide)?(?:hat|tilde)|bar|d?dot)(?:\s+([A-Za-z])|\s*(\\[A-Za-z]+))"
+        ),
+        r"\\\1{\2\3}",
+    ),
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?|\\displaystyle|\\!"), ""),
     (re.compile(r",?\s*\\(?:text|mbox|mathrm)\s*\{[\s~]*(?:and|or)[\s~]*\}"), ", "),
     (re.compile(r"\\f?boxed\s*(?=[^\s{])"), ""),
+    (re.compile(r"(?<![A-Za-z\\])[Ii]nfinity(?![A-Za-z])"), r"\\infty "),
     (re.compile(r"\\langle(?![A-Za-z])"), "("),
     (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
     (re.compile(r"\\q?quad(?![A-Za-z])|~|(?<!\\)\\ "), " "),
@@ -39,6 +48,10 @@ _SPOKEN = str.maketrans(
         "\u221e": r"\infty ",
         "\u2264": r"\le ",
         "\u2265": r"\ge ",
+        "\u2032": "'",
+        "\u2019": "'",
+        "\u2033": "''",
+        '"': "''",
     }
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,;:]|\{,\}|\s)\d{3}){1,30})(?!\d)")
@@ -78,6 +91,7 @@ def plain(text: str) -> str:
     text = CURRENCY.sub("", text.translate(SIGNS).translate(_SPOKEN))
     for pattern, instead in _PLACED:
         text = pattern.sub(instead, text)
+    text = crossed(text)
     text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
     text = _REPEATING.sub(_repeated, text)
     for _ in range(3):  # they stand in one another

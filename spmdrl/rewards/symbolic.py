@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from spmdrl.rewards.names import named
 from spmdrl.rewards.spelling import plain
 from spmdrl.rewards.text import SIGNS
 from spmdrl.rewards.units import changes_value, differ, known, split_unit
@@ -45,6 +46,8 @@ _UNREADABLE = re.compile(
     r"\d\s*_"  # a base within an expression
     r"|(?<![_\d.])\d[\d.]*\s+\.?\d"  # two numbers side by side
     r"|\\text\{[^{}]*\}\s*[A-Za-z0-9({\\]"  # words between other things
+    r"|(?<![\d.])(?:\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4})(?![\d.])"  # a date
+    r"|'|\\prime|\\cross"  # what is no mark of a letter
 )
 
 
@@ -74,6 +77,7 @@ def read(text: str) -> Value | None:
     based = _BASED.fullmatch(text)
     base = str(_BASES.get(based[3], based[2] or based[3])) if based else None
     text = based[1] if based else text
+    text = named(text)
     bare = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+", " ", text)
     words = frozenset(re.findall(r"(?<![A-Za-z])[a-z]{4,}", bare.lower())) - {"infinity", "percent", "sqrt"}
     if (
@@ -91,12 +95,14 @@ def read(text: str) -> Value | None:
 def _expression(text: str) -> Any:
     """The whole of a text as sympy's expression; None where the grammar refuses it."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify.grader import should_treat_as_complex
     from sympy import Basic, MatrixBase
 
     try:
         latex = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
-        found = latex2sympy(latex, is_real=not should_treat_as_complex(latex), normalization_config=None)
+        real, cased = not should_treat_as_complex(latex), ConversionConfig(lowercase_symbols=False)
+        found = latex2sympy(latex, is_real=real, normalization_config=None, conversion_config=cased)
     except Exception:  # of the grammar and of sympy, RecursionError too
         return None
     return found if isinstance(found, Basic | MatrixBase) else None
@@ -146,6 +152,8 @@ def _same(a: Any, b: Any) -> bool:
     from sympy import Expr
 
     try:
+        if _names(a) != _names(b) and _names(a, True) == _names(b, True):  # math-verify folds the case of long names
+            return False
         if _apart(a, b):  # quicker than to simplify their difference
             return False
         if isinstance(a, Expr) and isinstance(b, Expr) and a.doit() == b.doit():
@@ -153,6 +161,10 @@ def _same(a: Any, b: Any) -> bool:
         return bool(verify(a, b, timeout_seconds=None)) or _near(a, b)
     except Exception:  # sympy on an odd answer may raise anything (RecursionError too): then it is not equal
         return False
+
+
+def _names(expression: Any, folded: bool = False) -> set[str]:
+    return {name.name.lower() if folded else name.name for name in expression.free_symbols}
 
 
 def _near(a: Any, b: Any) -> bool:

@@ -12,12 +12,17 @@ _NAMES = (
     "|in inch|ft foot feet|yd yard|mi mile|s sec second|ms millisecond|min minute|h hr hour|day|week|month|yr year"
     "|g gm gram|kg kilogram|mg milligram|lb pound|oz ounce|ton tonne|l liter litre|ml milliliter millilitre|gal gallon"
     "|acre|hectare|hz hertz|khz|mhz|n newton|j joule|kj kilojoule|w watt|kw kilowatt|v volt|amp ampere"
-    "|ohm|pa pascal|k kelvin|degree deg|rad radian|mol mole|dollar|cent|euro|celsius|fahrenheit"
+    "|ohm|pa pascal|k kelvin|degree deg|rad radian|mol mole|prime|doubleprime|dollar|cent|euro|celsius|fahrenheit"
 )
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
 """Name of a unit in lower case, in the singular -> the name by which it is compared."""
 _SPEEDS = re.compile(r"\b(?:(mph)|kph|kmph|kmh)\b")
-_TEMPERATURES = ("celsius1", "fahrenheit1")
+_SIGN_OF = {
+    "degree1": ("celsius1", "fahrenheit1"),
+    "prime1": ("ft1", "min1"),
+    "doubleprime1": ("in1", "s1"),
+}
+"""A unit that is but a sign -> the units that it may stand for."""
 _CHANGING = re.compile(
     r"^[^A-Za-z]*(?:squared|cubed|factorial|root)(?![A-Za-z])"
     r"|(?<![A-Za-z\\])(?:hundred|thousand|million|billion|trillion|dozen|hal(?:f|ves)|third|fourth|quarter|fifth|sixth"
@@ -35,6 +40,7 @@ _DEGREES = re.compile(
     r"(?<=[\d})])(?:\s|\\[,;:! ])*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\u00b0|\\degree\b)"
     r"\s*(?:\\text\s*\{\s*([CF]|[Cc]elsius|[Ff]ahrenheit)\s*\}|([CF]))?\s*$"
 )
+_PRIMES = re.compile(r"(-?[\d.,]+)\s*(?:\^\s*)?\{?\s*(?:('')|'|(\\prime\s*\\prime)|\\prime)\s*\}?\s*")
 _NO_OPERATOR = re.compile(r"[\w})\]!'%]\s*(?:\\[,;:! ]\s*)*$")
 _LISTED = re.compile(r"\s*[,;]\s+(?![^()\[\]]*[)\]])")
 """A comma between the entries of a list, outside of brackets."""
@@ -50,7 +56,7 @@ def changes_value(words: str) -> bool:
 
 def differ(a: str | None, b: str | None) -> bool:
     """Tells whether two units from `split_unit` are not the same: both known ones, or both unknown ones."""
-    if a is None or b is None or a == b or ("degree1" in (a, b) and (a in _TEMPERATURES or b in _TEMPERATURES)):
+    if a is None or b is None or a == b or a in _SIGN_OF.get(b, ()) or b in _SIGN_OF.get(a, ()):
         return False
     return known(a) == known(b)
 
@@ -116,6 +122,8 @@ def _split(text: str) -> tuple[str, str]:
     if m := _DEGREES.search(text):
         degree = (m[1] or m[2] or "").lower()
         return text[: m.start()], f"degree {_SIGNS.get(degree, degree)}"
+    if m := _PRIMES.fullmatch(text):
+        return m[1], "doubleprime" if m[2] or m[3] else "prime"
     m = _TEXT_RUN.search(text)
     if m and _NO_OPERATOR.search(text[: m.start()]):
         words = re.sub(r"\\text|\\cdot|\\.", " ", m.group())

@@ -132,6 +132,37 @@ n\text{ is odd} ## n\text{ is odd}
 5 million ## 5\text{ million}
 12\text{ ways} ## 12
 5 half ## 5 half
+Yes ## yes
+\text{No Solution} ## no solution
+NONE ## None
+Infinity ## \infty
+\Gamma(5) ## 24
+2\Gamma ## \Gamma\cdot 2
+I^2R ## RI^2
+E=mc^2 ## mc^2=E
+GMm ## mGM
+AB ## BA
+y'+y''=0 ## y''+y'=0
+y^{\prime\prime}+y=0 ## y''+y=0
+y^\prime ## y′
+f'(x)=2x ## 2x
+y_1' ## y'_1
+A^{\top}B ## A^T B
+\mathbf x^T \mathbf y ## \mathbf{x}^{\mathrm T}\mathbf{y}
+(1+r)^T ## (r+1)^{T}
+\begin{pmatrix}1&2\\3&4\end{pmatrix}^T ## \begin{pmatrix}1&3\\2&4\end{pmatrix}
+2(\mathbf a\times\mathbf b) ## 2\mathbf{a}\times\mathbf{b}
+\vec v\cdot\vec w ## \vec{w}\cdot\vec{v}
+a\times b ## ba
+3\times\mathbf{u} ## 3\mathbf{u}
+\angle{ABC} ## \angle ABC
+ABC+1 ## 1+ABC
+\text{HHT} ## HHT
+30' ## 30
+5' ## 5\text{ ft}
+2\hat i ## 2\hat{i}
+3\hat{\imath} ## 3\hat i
+2020–01–02 ## 2020-01-02
 """
 APART = r"""
 3 squared ## 3
@@ -164,7 +195,58 @@ n\text{ is odd} ## n\text{ is even}
 50\text{ percent} ## 0.05
 2\min(2,3) ## 2
 2\sec x ## 2
+R-r ## 0
+R-r ## r-R
+M+m ## 2m
+GMm ## Gm^2
+R_1 ## r_1
+x_A ## x_a
+(R_1,2) ## (r_1,2)
+E ## e
+2I ## 2i
+I^2 ## -1
+X ## x
+\text{A} ## a
+F(x) ## f(x)
+\vec{A} ## \vec{a}
+PV=nRT ## pv=nrt
+Rr and RR ## rr and RR
+GMmr ## GMmR
+\mathcal{A} ## \mathbb{A}
+y''+y=0 ## y'+y=0
+y'=2 ## y=2
+f'(x) ## f(x)
+A' ## A
+x_1' ## x_1
+y'^2 ## y^2
+\alpha' ## \alpha
+A^T ## A
+A^T B ## A B
+2^T ## 2
+\lambda^T ## \lambda
+(A+B)^T ## A+B
+\mathbf a\times\mathbf b ## \mathbf a\cdot\mathbf b
+\mathbf a\times\mathbf b ## \mathbf b\times\mathbf a
+\vec{a}\times\vec{b} ## \vec{b}\times\vec{a}
+\mathbf{a}\times(\mathbf{b}+\mathbf{c}) ## \mathbf{a}\cdot(\mathbf{b}+\mathbf{c})
+\nabla\times\mathbf{F} ## \nabla\cdot\mathbf{F}
+30^\circ ## 30'
+5' ## 5''
+HHT ## HTH
+2ABC ## 2ACB
+A'B'C' ## ABC
+\overline{AB} ## \overline{ab}
+2020-01-02 ## 2020-02-01
+1/2/2020 ## 2/1/2020
 """
+GREEK = ("Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega")
+
+
+@pytest.mark.parametrize("name", GREEK)
+def test_math_keeps_capital_and_small_greek_letters_apart(name, score):
+    for form in (r"\%s", r"2\%s", r"\%s+x", r"x_{\%s}", r"\%s'", r"\frac{1}{\%s}"):
+        a, b = form % name, form % name.lower()
+        assert [score("math", rf"\boxed{{{x}}}", y) for x in (a, b) for y in (a, b)] == [1, 0, 0, 1], form
 
 
 @pytest.mark.parametrize(("rows", "right"), [(ALIKE, 1.0), (APART, 0.0)], ids=["alike", "apart"])
@@ -188,36 +270,53 @@ NAMES = (r"\mathrm{%s}", r"\mathbf{%s}", r"\mathit{%s}", r"\text{%s}", r"\operat
 SUMS = 20
 
 
-def test_math_tells_signs_letters_and_units_of_made_up_sums_apart(score):
+def test_math_tells_signs_letters_marks_and_units_of_made_up_sums_apart(score):
     """A sum of terms scores 1 in any order and with any dress of its names, and 0 with one part changed."""
     draw = random.Random(1)
     for _ in range(SUMS):
-        names = draw.sample("abcuvwxyz", 3)
-        terms = [(draw.choice("+-"), draw.randint(2, 9), name, draw.randint(1, 3)) for name in names]
+        terms = [
+            (draw.choice("+-"), draw.randint(2, 9), name, draw.choice(["", "", "_1", "'", "''"]), draw.randint(1, 3))
+            for name in draw.sample("abcuvwxyzABRXYZEI", 3)
+        ]
         unit = draw.choice(["", r"\text{ cm}", r"\,\mathrm{kg}"])
 
         def written(terms: list, unit: str = unit) -> str:
             parts = []
-            for sign, factor, name, power in terms:
-                dressed = draw.choice(NAMES) % name
+            for sign, factor, name, mark, power in terms:
+                dressed = draw.choice(NAMES) % name + mark
                 parts.append(f"{sign}{factor}{dressed}" + ("" if power == 1 else f"^{{{power}}}"))
             return "".join(parts).removeprefix("+").replace("-", draw.choice("-\u2212\u2013")) + unit
 
         truth = written(terms)
         assert score("math", rf"\boxed{{{written(draw.sample(terms, 3))}}}", truth) == 1.0, truth
-        sign, factor, name, power = terms[0]
+        sign, factor, name, mark, power = terms[0]
         wrong = [
-            [("-" if sign == "+" else "+", factor, name, power), *terms[1:]],
-            [(sign, factor + 1, name, power), *terms[1:]],
-            [(sign, factor, "t", power), *terms[1:]],
-            [(sign, factor, name, power + 1), *terms[1:]],
+            [("-" if sign == "+" else "+", factor, name, mark, power), *terms[1:]],
+            [(sign, factor + 1, name, mark, power), *terms[1:]],
+            [(sign, factor, "t", mark, power), *terms[1:]],
+            [(sign, factor, name.swapcase(), mark, power), *terms[1:]],
+            [(sign, factor, name, "''" if mark == "'" else "'", power), *terms[1:]],
+            [(sign, factor, name, mark, power + 1), *terms[1:]],
             terms[1:],
         ]
-        for changed in draw.sample(wrong, 2):
-            assert score("math", rf"\boxed{{{written(changed)}}}", truth) == 0.0, (truth, changed)
+        for changed in draw.sample(wrong, 3):
+            other = written(changed)
+            assert score("math", rf"\boxed{{{other}}}", truth) == 0.0, (truth, other)
+            assert score("math", rf"\boxed{{{truth}}}", other) == 0.0, (other, truth)
         if unit:
             for other, expected in (("", 1.0), (r" \text{ m}", 0.0)):
                 assert score("math", rf"\boxed{{{written(terms, other)}}}", truth) == expected, (truth, other)
+
+
+@pytest.mark.parametrize("form", ["%s", r"\text{%s}", r"\angle %s", r"\triangle %s", r"2%s+x", r"\overline{%s}", "%s'"])
+def test_math_keeps_the_order_of_capitals_in_made_up_names(form, score):
+    draw = random.Random(3)
+    for _ in range(SUMS):
+        letters = [draw.choice("ABCDHPQRTWXYZ") for _ in range(draw.randint(3, 5))]
+        name, other = "".join(letters), "".join(draw.sample(letters, len(letters)))
+        want = [1.0, float(name == other), float(name == other)]
+        pairs = [(name, name), (name, other), (other, name)]
+        assert [score("math", rf"\boxed{{{form % a}}}", form % b) for a, b in pairs] == want, (name, other)
 
 
 def test_math_compares_made_up_magnitudes_relatively(score):
