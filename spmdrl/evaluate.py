@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     from spmdrl.health.failure import request
     from spmdrl.health.status import rank_status
     from spmdrl.plan.dry import sandbox_lines
-    from spmdrl.plan.dry_data import data_lines
+    from spmdrl.plan.dry_data import with_data
     from spmdrl.rl.build import build_run
     from spmdrl.rl.evaluation import MEASURED
     from spmdrl.session.open import open_run, show
@@ -44,8 +44,8 @@ def main(argv: list[str] | None = None) -> None:
 
     if asked.dry_run:
         settings = dataclasses.replace(asked.config, eval=dataclasses.replace(asked.config.eval, prompts=prompts))
-        lines = evaluation_lines(cfg, int(os.environ.get("WORLD_SIZE", "1")))
-        return show(settings, lines + sandbox_lines(cfg) + data_lines(cfg, train=False))
+        lines = with_data(lambda cfg, world: evaluation_lines(cfg, world) + sandbox_lines(cfg), train=False)
+        return show(settings, lines(cfg, int(os.environ.get("WORLD_SIZE", "1"))))
     with open_run(Loaded(cfg), build_run, evaluation_lines, keeps=False) as run:
         assert run is not None
         rank_status.keeps = run.evaluation.keeps_graded = True

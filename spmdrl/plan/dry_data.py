@@ -21,22 +21,32 @@ SHOWN = 300
 """Characters of the example."""
 
 
-def with_data(lines: Callable[[Any, int], list[str]]) -> Callable[[Any, int], list[str]]:
-    """Return the lines of a job's plan with those on its data."""
-    return lambda cfg, world: [*lines(cfg, world), *data_lines(cfg)]
+def with_data(lines: Callable[[Any, int], list[str]], train: bool = True) -> Callable[[Any, int], list[str]]:
+    """Return the lines of a job's plan with those on its data; they end the dry run where the data cannot be used.
+
+    train: False for an evaluation, which reads no training prompts.
+    """
+
+    def both(cfg: Any, world: int) -> list[str]:
+        plan, (data, problems) = lines(cfg, world), data_lines(cfg, train)
+        if problems:
+            print("\n".join([*plan, *data]))
+            exit_with("--dry-run: the run would not start:\n  " + "\n  ".join(problems))
+        return plan + data
+
+    return both
 
 
-def data_lines(cfg: Config, train: bool = True) -> list[str]:
-    """Return what the first rows of `--data.train` and `--data.eval` give; on rank 0. Ends it where they are unusable.
+def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
+    """Return what the first rows of `--data.train` and `--data.eval` give, and why sources cannot be used; on rank 0.
 
-    train: False for an evaluation, which reads no training prompts. Nothing is downloaded: of a model or a data set of
-    a hub that is not on this machine a line says so.
+    Nothing is downloaded: of a model or a data set of a hub that is not on this machine a line says so.
     """
     if os.environ.get("RANK", "0") != "0":
-        return []
+        return [], []
     folder = _here(cfg.model.path)
     if folder is None:
-        return [f"data     not opened: the tokenizer of {cfg.model.path} is not on this machine"]
+        return [f"data     not opened: the tokenizer of {cfg.model.path} is not on this machine"], []
     specs = ([cfg.data.train] if train else []) + ([cfg.data.eval] if cfg.eval.every or not train else [])
     out, problems = [], []
     for spec in dict.fromkeys(filter(None, specs)):
@@ -52,9 +62,7 @@ def data_lines(cfg: Config, train: bool = True) -> list[str]:
             out += _told(prompts, room)
         except (ValueError, OSError) as error:
             problems.append(" ".join(str(error).split()))
-    if problems:
-        exit_with("--dry-run: the run would not start:\n  " + "\n  ".join(problems))
-    return out
+    return out, problems
 
 
 def _limit(cfg: Config) -> int:

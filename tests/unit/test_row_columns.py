@@ -24,7 +24,7 @@ from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.row_columns import Row
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.turns import sequences_of
-from spmdrl.plan.dry_data import data_lines
+from spmdrl.plan.dry_data import data_lines, with_data
 from spmdrl.rl.teacher_prompts import teacher_prompts
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import preview
@@ -234,7 +234,7 @@ def test_a_dry_run_of_reinforcement_learning_opens_the_data(tmp_path, capsys):
     file, cfg = tmp_path / "rows.jsonl", Config()
     cfg.data.train, cfg.data.eval, cfg.data.chat_template = str(file), "", "chatml"
     file.write_text(json.dumps({"prompt": "q", "answer": "a", "level": 1}) + "\n")
-    told = data_lines(cfg)
+    told, _ = data_lines(cfg)
     assert "the first rows give 1 prompts" in told[0] and told[1] == "columns  only rewards and environments get level"
     assert told[2].startswith("example  <|im_start|>user")
     file.write_text(json.dumps({"prompt": "q", "answer": "a"}) + "\n" + json.dumps({"prompt": "\ud83d", "answer": ""}))
@@ -252,9 +252,11 @@ def test_a_dry_run_of_reinforcement_learning_opens_the_data(tmp_path, capsys):
 def refused(cfg: Config, capsys) -> str:
     """Returns the message with which a dry run ends."""
     with pytest.raises(SystemExit) as ended:
-        data_lines(cfg)
+        with_data(lambda cfg, world: [f"ranks    {world}"])(cfg, 3)
     assert ended.value.code == 2
-    return capsys.readouterr().err
+    told = capsys.readouterr()
+    assert told.out.startswith("ranks    3\n"), "the plan stands whatever the data are"
+    return told.err
 
 
 @pytest.mark.parametrize(
