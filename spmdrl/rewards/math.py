@@ -15,6 +15,7 @@ from typing import Any
 from spmdrl.rewards import symbolic
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.text import CURRENCY, SIGNS, truth_text
+from spmdrl.rewards.units import differ, money
 
 _ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*(?:is)?\s*[*_]*:([*_`\s]*)([^\n]+)")
 _BOLD_END = re.compile(r"(?<=[^\s^*_`])(?:\*\*|__|`)[*_`]*(?=[\s.,;:!)]|$)")
@@ -141,8 +142,11 @@ def to_number(text: str) -> Fraction | None:
 
 
 def _equal(truth: str, answer: str, form: str) -> bool:
-    """Tells whether an answer has the value of a truth. form: `box`, `line` (some prose may be in it) or `prose`."""
-    gold = symbolic.read(truth) or symbolic.read(symbolic.mentioned(truth, True, True))
+    """Tells whether an answer has the value of a truth, which is compared as text where it cannot be read whole.
+
+    form: `box`, `line` (some prose may be in the answer) or `prose`.
+    """
+    gold = symbolic.read(truth)
     found = symbolic.read(answer) if form != "prose" else None
     if found is None and form != "box":
         numbers = to_number(simplify(truth)) is not None
@@ -159,10 +163,10 @@ def math_reward(item: RewardInput) -> Reward:
     truth = simplify(truth_text(raw_truth))
     raw, form = extract(item.solution)
     answer, parts = simplify(raw), {"format": float(form != "prose")}
+    if not answer or (form != "prose" and differ(money(raw), money(raw_truth))):
+        return Reward(0.0, parts)
     if answer == truth:
         return Reward(1.0, parts)
-    if not answer:
-        return Reward(0.0, parts)
     if form != "prose" and contradicts(raw):
         return Reward(0.0, parts)
     a, b = to_number(answer), to_number(truth)

@@ -17,7 +17,7 @@ from typing import Any
 from spmdrl.rewards.names import named
 from spmdrl.rewards.spelling import plain
 from spmdrl.rewards.text import SIGNS
-from spmdrl.rewards.units import changes_value, differ, known, split_unit
+from spmdrl.rewards.units import changes_value, differ, known, money, split_unit
 
 LONGEST = 2000
 """Characters of the longest answer that is read."""
@@ -41,6 +41,13 @@ _BASES = {
     "twelve": 12,
 }
 _PROSE = re.compile(r"(?<!\\)\b[A-Za-z]+\s+(?:[A-Za-z]|\d+\s+[A-Za-z])")
+_LIMITED = re.compile(
+    r"(?:\b(?:minus|negative|half|third|quarter|twice|double|triple|thrice|root|square|cube|at\s+(?:most|least)|up\s+to"
+    r"|(?:more|less|fewer|greater|larger|smaller|higher|lower|other)\s+than|not|over|under|above|below|exceeds?)"
+    r"(?:\s+(?:of|a|an|the|about|exactly|equal|to))*|[<>\u2264\u2265\u2260]=?|!=|\\(?:neq?|[lg](?:t|eq?|eqslant)))[\s$({\\]*$",
+    re.IGNORECASE,
+)
+"""Words and signs in front of a number by which it is not the value that is meant, as in `at most 5`."""
 _PER_CENT = re.compile(r"(-?(?:[\d.,{}/\s]|\\[dtc]?frac)*\d[}\s]*)\\?%")
 _UNREADABLE = re.compile(
     r"\d\s*_"  # a base within an expression
@@ -72,7 +79,9 @@ def read(text: str) -> Value | None:
     """The value of an answer; None where it cannot be read whole."""
     if len(text) > LONGEST:
         return None
+    currency = money(text)
     text, unit = split_unit(plain(text))
+    unit = unit or currency
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"\1", text)
     based = _BASED.fullmatch(text)
     base = str(_BASES.get(based[3], based[2] or based[3])) if based else None
@@ -128,8 +137,9 @@ def mentioned(text: str, numbers: bool, alone: bool) -> str:
     written = found[-1] if found and isinstance(found[-1], str) else ""
     if not marked and re.search(rf"{re.escape(written)}\s?[\\_^]", text):
         return ""  # a part of what stands there without marks, as of `12_7`
-    if written and changes_value(text.rpartition(written)[2]):
-        return ""  # `5 million` is not 5
+    before, _, behind = text.rpartition(written) if written else ("", "", "")
+    if changes_value(behind) or _LIMITED.search(before[-80:]):
+        return ""  # `5 million` and `half of 5` are not 5
     return written + "%" if len(found) == 2 and "%" not in written and _per_cent(found[0]) != found[0] else written
 
 

@@ -7,12 +7,15 @@ is converted.
 
 import re
 
+from spmdrl.rewards.text import CURRENCY
+
 _NAMES = (
     "m meter metre|cm centimeter centimetre|mm millimeter millimetre|km kilometer kilometre|nm nanometer nanometre"
     "|in inch|ft foot feet|yd yard|mi mile|s sec second|ms millisecond|min minute|h hr hour|day|week|month|yr year"
     "|g gm gram|kg kilogram|mg milligram|lb pound|oz ounce|ton tonne|l liter litre|ml milliliter millilitre|gal gallon"
     "|acre|hectare|hz hertz|khz|mhz|n newton|j joule|kj kilojoule|w watt|kw kilowatt|v volt|amp ampere"
-    "|ohm|pa pascal|k kelvin|degree deg|rad radian|mol mole|prime|doubleprime|dollar|cent|euro|celsius|fahrenheit"
+    "|ohm|pa pascal|k kelvin|degree deg|rad radian|mol mole|prime|doubleprime|dollar usd|cent"
+    "|euro eur|sterling gbp|yen jpy|celsius|fahrenheit"
 )
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
 """Name of a unit in lower case, in the singular -> the name by which it is compared."""
@@ -21,11 +24,13 @@ _SIGN_OF = {
     "degree1": ("celsius1", "fahrenheit1"),
     "prime1": ("ft1", "min1"),
     "doubleprime1": ("in1", "s1"),
+    "sterling1": ("lb1",),
 }
 """A unit that is but a sign -> the units that it may stand for."""
 _CHANGING = re.compile(
     r"^[^A-Za-z]*(?:squared|cubed|factorial|root)(?![A-Za-z])"
-    r"|(?<![A-Za-z\\])(?:hundred|thousand|million|billion|trillion|dozen|hal(?:f|ves)|third|fourth|quarter|fifth|sixth"
+    r"|(?<![A-Za-z\\])(?:hundred|thousand|million|billion|trillion|dozen|below|above"
+    r"|or (?:less|more|fewer|under|over)|hal(?:f|ves)|third|fourth|quarter|fifth|sixth"
     r"|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth|plus|minus)s?(?![A-Za-z])",
     re.IGNORECASE,
 )
@@ -46,12 +51,34 @@ _LISTED = re.compile(r"\s*[,;]\s+(?![^()\[\]]*[)\]])")
 """A comma between the entries of a list, outside of brackets."""
 _LONE = frozenset("mgshL")
 _SIGNS = {"\u00b0": "degree", "\u00b0c": "celsius", "\u00b0f": "fahrenheit", "c": "celsius", "f": "fahrenheit"}
+_MONEY = {
+    "$": "dollar",
+    "\u20ac": "euro",
+    "\u00a3": "sterling",
+    "pounds": "sterling",
+    "\u00a5": "yen",
+    "\u00a2": "cent",
+}
 _NO_UNITS = {"infinity", "percent", "percentage", "sqrt"}
 
 
 def changes_value(words: str) -> bool:
     """Tells whether words behind a number change its value, as those of `5 million` and `3 squared` do."""
     return _CHANGING.search(re.sub(r"\\(?:text|mathrm)", " ", words)) is not None
+
+
+def money(text: str) -> str | None:
+    """Normal form of the currencies whose signs stand in an answer; None: there are none.
+
+    Dollars without a backslash count only where one is left over: two of them are LaTeX's marks around a formula.
+    """
+    marks = len(re.findall(r"(?<!\\)\$", text)) % 2 == 0
+    signs = {
+        m[0].lstrip("\\").removeprefix("text").rstrip("{}")
+        for m in CURRENCY.finditer(text)
+        if not (marks and m[0] == "$")
+    }
+    return " ".join(sorted(f"{_MONEY.get(sign, sign)}1" for sign in signs)) or None
 
 
 def differ(a: str | None, b: str | None) -> bool:

@@ -163,6 +163,12 @@ ABC+1 ## 1+ABC
 2\hat i ## 2\hat{i}
 3\hat{\imath} ## 3\hat i
 2020–01–02 ## 2020-01-02
+5 USD ## \$5
+£5 ## 5\text{ pounds}
+$5$ ## \$5
+5\text{ dollars} ## $5
+$5$ cm ## 5
+\$5\text{ million} ## 5\text{ million}
 """
 APART = r"""
 3 squared ## 3
@@ -238,6 +244,16 @@ A'B'C' ## ABC
 \overline{AB} ## \overline{ab}
 2020-01-02 ## 2020-02-01
 1/2/2020 ## 2/1/2020
+£5 ## \$5
+£5 ## $5
+\euro 5 ## \$5
+5¢ ## \$5
+£5 ## 5\text{ dollars}
+5 USD ## 5 EUR
+\$5 ## 5\%
+\$3, \$5 ## \$3, £5
+5 or more ## 5
+5\text{ below zero} ## 5
 """
 GREEK = ("Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega")
 
@@ -262,6 +278,30 @@ def test_math_takes_no_part_of_prose_for_the_answer(score):
     assert score("math", "There are 12 of 30, so it is 12.", "12") == 1.0
     assert score("math", "Answer: 12 of 30", "12") == 0.0, "which number is meant is not said"
     assert score("math", "Answer: about 12 of them", "12") == 1.0
+
+
+LIMITED = (
+    *("minus %s", "negative %s", "half of %s", "twice %s", "not %s", "at most %s", "at least %s", "no more than %s"),
+    *("less than %s", "%s below zero", "%s or more", r"\text{at most }%s", r"\text{half of }%s", r"\neq %s", "< %s"),
+    *(r"\geq %s", r"\text{not }%s", "the square root of %s", "a third of %s"),
+)
+
+
+@pytest.mark.parametrize("form", LIMITED)
+def test_math_takes_no_number_out_of_words_that_change_it(form, score):
+    for number in ("5", "12", "0.5"):
+        words = form % number
+        for marks in MARKS:
+            assert score("math", marks % words, number) == 0.0, marks
+            assert score("math", marks % number, words) == 0.0, marks
+        assert score("math", rf"\boxed{{{words}}}", words) == score("math", rf"\boxed{{{number}}}", number) == 1.0
+    for form in (
+        "It is not 6 but %s.",
+        "He has at most 8, so it is %s.",
+        "10 minus 5 is $%s$.",
+        "Answer: about %s of them",
+    ):
+        assert score("math", form % 5, "5") == 1.0, form
 
 
 # -- made-up variations -----------------------------------------------------------------------------------------------
