@@ -51,6 +51,8 @@ class Episode:
     """True if its grading was stopped (`Reward.timed_out`)."""
     ungraded: bool = False
     """True if it could not be graded (`Reward.ungraded`): its reward is nan."""
+    why: str = ""
+    """Why its environment left it out, on the rank that knows."""
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, if one was sampled."""
     given: float | None = None

@@ -47,8 +47,9 @@ def _last(render: Renderer, dialogue: Dialogue, i: int) -> Sequence:
     """Return the sequence that ends with the turn of message i."""
     found = _sequence(render, dialogue.upto(i + 1))
     found.turns = found.turns[-1:]
-    turn = found.turns[0]
-    check_turn_shown(render.controls, dialogue.messages[i], found.text[turn.start : turn.end], found.text[: turn.start])
+    turn, text = found.turns[0], found.text
+    last = all(message["role"] != "assistant" for message in dialogue.messages[i + 1 :])
+    check_turn_shown(render.controls, dialogue.messages[i], text[turn.start : turn.end], text[: turn.start], last)
     return found
 
 

@@ -8,17 +8,15 @@ from typing import Any
 from spmdrl.data.rendering import THOUGHT_KEYS, TemplateError
 
 END_OF_THOUGHT = "</think>"
-HELPS = (
-    'take another template with --data.chat-template, or leave this turn untrained ("loss": 0 in the message, or '
-    "--sft.train-on last)"
-)
+HELPS = 'take another template with --data.chat-template, or leave this turn untrained ("loss": 0 in the message%s)'
+BUT_LAST = ", or --sft.train-on last"
 
 
-def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "") -> None:
+def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "", last: bool = True) -> None:
     """Raise TemplateError if the text of a turn leaves out a part of its message.
 
     controls: finds control tokens. turn: the rendered text that is trained. before: the text in front of it, which may
-    hold the marks of a thought.
+    hold the marks of a thought. last: it is the last turn of its dialogue.
 
     White space at the ends of a part may be missing, because templates strip it. Each stretch of the turn stands for
     one part only, so that a thought is not taken for shown because the answer repeats it.
@@ -29,11 +27,11 @@ def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before
     for what, forms in parts:
         found = next((form for form in forms if form in rest), None)
         if found is None:
-            raise TemplateError(_refusal(what))
+            raise TemplateError(_refusal(what, last))
         rest = rest.replace(found, "\0", 1)
     content = message.get("content")
     if isinstance(content, str) and END_OF_THOUGHT in content and END_OF_THOUGHT not in before + turn:
-        raise TemplateError(_refusal("thought"))
+        raise TemplateError(_refusal("thought", last))
 
 
 def without_thought(message: dict) -> dict | None:
@@ -46,17 +44,18 @@ def without_thought(message: dict) -> dict | None:
     return brief | ({"content": str(content).rpartition(END_OF_THOUGHT)[2]} if inline else {})
 
 
-def _refusal(what: str) -> str:
+def _refusal(what: str, last: bool) -> str:
+    helps = HELPS % ("" if last else BUT_LAST)
     if what == "tool calls":
         return "the chat template does not show its tool calls whole: take another one with --data.chat-template"
     if what == "thought":
         return (
             "the chat template drops the thought before </think> in its content: put the thought into "
-            f"`reasoning_content`, {HELPS}"
+            f"`reasoning_content`, {helps}"
         )
     if what == "reasoning_content":
-        return f"the chat template does not show its thought (reasoning_content): {HELPS}"
-    return f"the chat template does not show its content whole: {HELPS}"
+        return f"the chat template does not show its thought (reasoning_content): {helps}"
+    return f"the chat template does not show its content whole: {helps}"
 
 
 def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[str]]]:

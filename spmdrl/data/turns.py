@@ -82,7 +82,7 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
             text, turn = _turn(render, dialogue, i, upto)
             if trained is None or i in trained:
                 shown, before = text[turn.start : turn.end], text[: turn.start]
-                check_turn_shown(render.controls, dialogue.messages[i], shown, before)
+                check_turn_shown(render.controls, dialogue.messages[i], shown, before, i == turns[-1])
         except TemplateError as e:
             raise TemplateError(f"message {i + 1} ({dialogue.messages[i]['role']}): {e}{unasked(dialogue)}") from e
         home = next((s for s in out if s.text.startswith(text)), None)

@@ -109,11 +109,14 @@ def _load(
     return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, settings, alone)
 
 
-def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1, env: str = "") -> None:
+def check_ungraded(
+    ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1, env: str = "", why: str = ""
+) -> None:
     """Let a few samples go without a score, which are left out.
 
     group: samples of a prompt: one row that cannot be read is no reason to end a small run, unless none is allowed.
-    env: `--env`; an environment may fail, or begin with a prompt that is too long.
+    env: `--env`; an environment may fail, or begin with a prompt that is too long. why: the reason for which
+    it left out the first sample, where this rank knows one.
 
     Raises:
         RewardError: there are more than `--reward.max-ungraded` allows.
@@ -121,15 +124,16 @@ def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str, g
     one_row = group if cfg.max_ungraded and group < samples else 0
     if ungraded > max(cfg.max_ungraded * samples, one_row):
         by = " + ".join(functions(cfg))
-        why = f"could not be graded by {by}"
+        said = f"could not be graded by {by}"
         helps = (
             "mend their rows, the sandbox (python -m spmdrl.doctor) or the judge, add a reward that applies to them "
         )
         if env:
-            why = f"have no reward: --env {env} failed, its first prompt is too long, or {by} could not grade them"
+            causes = f"the environment failed, its first prompt is too long, or {by} could not grade them"
+            said = f"of --env {env} are left out, {f'the first because {why}' if why else f'because {causes}'}"
             helps = f"mend the environment, raise --rollout.max-prompt-tokens if prompts are too long, {helps}"
         raise RewardError(
-            f"{ungraded} of {samples} samples of {where} {why}; that is more than --reward.max-ungraded "
+            f"{ungraded} of {samples} samples of {where} {said}; that is more than --reward.max-ungraded "
             f"{cfg.max_ungraded:g} allows; the log names the first ones with the reason: {helps}(--reward.more), or "
             "allow more"
         )

@@ -275,7 +275,9 @@ class Agents:
     def _too_long(self, place: Place, size: str) -> None:
         name = self.talks[place].opening.name
         self._fail(
-            place, f"{name}: the first prompt has {size}; raise --rollout.max-prompt-tokens {self.longest_prompt}"
+            place,
+            f"its prompt is too long: the first messages of {name} have {size}; raise --rollout.max-prompt-tokens "
+            f"{self.longest_prompt}",
         )
 
     def _over(self, place: Place, seen: Observation) -> None:

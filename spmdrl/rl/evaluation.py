@@ -141,7 +141,8 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     scores_n5 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 5)
     rows = torch.cat(all_gather_rows(scores_n5, world.rollout_group))
     ungraded = rows[:, 2] > 0
-    check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples, s.cfg.env)
+    why = next((e.why for e in done if e.why), "")
+    check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples, s.cfg.env, why)
     measured, rows = len(rows), rows[~ungraded]
     right, position, prompts = rows[:, 4], rows[:, 0].long(), len(plan.prompts)
     right_P = torch.zeros(prompts, dtype=torch.float64).index_add_(0, position, right).tolist()

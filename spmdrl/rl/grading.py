@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 
 from spmdrl.data.episode import Episode
-from spmdrl.rewards.base import Grader, Reward, RewardInput, left_out
+from spmdrl.rewards.base import Grader, Reward, RewardInput, describe, say_left_out
 from spmdrl.rewards.load import on_engine
 from spmdrl.rewards.prefilled import divided
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
@@ -20,17 +20,18 @@ class Grading:
     def __init__(self, grader: Grader, tokenizer, leads: bool):
         """leads: False on an engine's other ranks, which grade only as far as the engine does, together with it."""
         self.grader, self.tokenizer = grader, tokenizer
-        self.graders = [grader] if leads else on_engine(grader)
+        self.leads, self.graders = leads, [grader] if leads else on_engine(grader)
         self.rewards: dict[tuple[int, int], Reward] = {}
         self.submitted: set[tuple[int, int]] = set()
         self.failures = 0
         """Episodes whose environment failed."""
 
     def failed(self, group: PromptGroup, episode: Episode, why: str) -> None:
-        """Leave out an episode whose environment failed."""
+        """Leave out an episode whose environment failed, or whose prompt is too long."""
         self.failures += 1
-        episode.ungraded = True
-        left_out("environment", (group.prompt.index, episode.sample), why, self.failures)
+        # The other ranks of an engine know no reason.
+        episode.ungraded, episode.why = True, why if self.leads else ""
+        say_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
 
     def ended(self, group: PromptGroup, episode: Episode) -> None:
         """Have an episode that ended graded, or with it its whole group, if that has ended and the grader wants it."""

@@ -71,6 +71,8 @@ class Quota:
         self.drawn = self.bad = self.unbegun = self.rounds = self.version = 0
         self.counts: Counter[str] = Counter()
         """Sums of what environments did, on this rank."""
+        self.why = ""
+        """The reason for which an environment left out the first episode on this rank."""
 
     @property
     def most_rounds(self) -> int:
@@ -119,12 +121,13 @@ class Quota:
             usable = with_others(usable)
         self.bad += len(result.episodes) - len(usable)
         self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
+        self.why = self.why or next((e.why for e in result.episodes if e.why), "")
         if self.keep:
             # Before more is sampled: what cannot be graded would fill no round.
             size = self.cfg.rollout.samples_per_prompt
             counts = torch.tensor([sum(e.ungraded for e in result.episodes), len(result.episodes)])
             ungraded, graded = all_reduce(counts, "sum", self.world.rollout_group).tolist()
-            check_ungraded(ungraded, graded, self.cfg.reward, "a rollout", size, self.cfg.env)
+            check_ungraded(ungraded, graded, self.cfg.reward, "a rollout", size, self.cfg.env, self.why)
         by_turn = "turn" in READS.get(self.cfg.algo.advantage, ())
         self.kept += passing(usable, self.keep, self.cfg.filter, by_turn) if self.keep else usable
         mine = torch.tensor(sorted({e.position for e in self.kept}), dtype=torch.int64)
@@ -151,7 +154,7 @@ class Quota:
         drawn, group = self.drawn + self.before, self.world.rollout_group
         reward_N = torch.cat(all_gather_rows(torch.tensor(self.rewards, dtype=torch.float64)[:, None], group)).flatten()
         ungraded, size = int(reward_N.isnan().sum()), self.cfg.rollout.samples_per_prompt
-        check_ungraded(ungraded, len(reward_N), self.cfg.reward, "a step", size, self.cfg.env)
+        check_ungraded(ungraded, len(reward_N), self.cfg.reward, "a step", size, self.cfg.env, self.why)
         out.stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
             # Of all that was graded; a reward model sees only what is learnt from. Sorted, as they came in any order.

@@ -718,5 +718,9 @@ def test_samples_without_a_reward_blame_the_environment_where_there_is_one():
     cfg = RewardConfig(function="environment")
     with pytest.raises(RewardError, match="5 of 10 samples of a step could not be graded by environment; that"):
         check_ungraded(5, 10, cfg, "a step")
-    with pytest.raises(RewardError, match="--env e.py:E failed, its first prompt is too long.*--rollout.max-pr"):
+    with pytest.raises(RewardError, match="environment failed, its first prompt is too long.*--rollout.max-pr"):
         check_ungraded(5, 10, cfg, "a step", env="e.py:E")
+    with pytest.raises(
+        RewardError, match="5 of 10 samples of a step of --env e.py:E are left out, the first because its"
+    ):
+        check_ungraded(5, 10, cfg, "a step", env="e.py:E", why="its prompt is too long: 9 tokens")

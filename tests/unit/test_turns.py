@@ -220,6 +220,13 @@ DROPPED = {
 def test_a_thought_that_the_template_drops_is_refused_unless_its_turn_is_not_trained(name):
     with pytest.raises(TemplateError, match=r"message [24] \(assistant\): .*(drops|does not show its) .*thought"):
         trained_text(name, TURNS[DROPPED[name]][0])
+    shown = set[int]()
+    for turn in (1, 3):
+        with pytest.raises(TemplateError) as refused:
+            trained_text(name, TURNS[DROPPED[name]][0], {turn})
+        shown |= {turn} if "--sft.train-on last" in str(refused.value) else set()
+        assert '("loss": 0 in the message' in str(refused.value)
+    assert shown == {1}, "of the last turn that setting changes nothing"
     first, last = TURNS[DROPPED[name]][0][1], said("answer two")
     assert "answer two" in trained_text(name, talk(first, last), {3})
 
