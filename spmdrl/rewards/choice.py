@@ -13,7 +13,10 @@ from spmdrl.rewards.text import truth_text
 TAIL = 2000
 """Characters at the end of a response that are read."""
 _WRAPPING = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|it)?|mbox|left|right)(?![A-Za-z])|\\[()\[\] ,;!]|[$*_`{}]")
-_MARK = re.compile(r"(?i)\b(?:answer|option|choice)[*_`]{0,4}\s{0,3}(?:is[*_`]{0,4}\s{0,3}(?::|(?=\W*\w))|:)\s{0,9}")
+_MARK = re.compile(
+    r"(?i)\b(?:answer|option|choice)[*_`]{0,4}\s{0,3}(?:(?:is|(?:would|should|must|will)\s{1,3}be)"
+    r"[*_`]{0,4}\s{0,3}(?::|(?=\W*\w))|:)\s{0,9}"
+)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
 _FIRST = re.compile(r"\W{0,9}(?:(?:option|choice)\s{1,3})?\(?([A-Za-z])(?![A-Za-z0-9'])")
 _GOES_ON = (
@@ -39,6 +42,8 @@ _REFUSED = re.compile(
     r"(?![A-Za-z0-9'])"
 )
 """Letters that an answer names as the ones not meant, as in `B, not A or C` and `B rather than C`."""
+_ASIDE = re.compile(r",?\s+I (?:think|believe|guess|suppose|assume|would|am|know|feel|say)\b")
+"""Words of the one who answers, behind the letter."""
 _OTHER = re.compile(
     r"(?:(?<![A-Za-z0-9' ])|(?<![A-Za-z0-9'] )(?<= )|(?<=\b[A-Za-z] )|(?<=\bor )|(?<=\band )|(?<=option )|(?<=choice ))"
     r"[A-Z](?![A-Za-z0-9'])"
@@ -54,7 +59,7 @@ _TRUTH = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 
 def _others(text: str, letter: str) -> bool:
     """Tells whether a text behind a letter names another choice than it."""
-    text = _REFUSED.sub("", text)
+    text = _REFUSED.sub("", _ASIDE.sub("", text))
     if re.match(r" (?:because|since|as|for|given|due)\b", text):
         named = []  # `because A and C are wrong`
     elif re.match(r"\)?[.:)]?\s*(?:[-\u2013\u2014]\s+)?[A-Za-z][a-z]+\b(?<!\bor)(?<!\band)", text) and text[:1] != " ":

@@ -3,10 +3,11 @@
 import re
 
 _FENCE = re.compile(
-    r"(?P<indent>[ \t]*)(?P<item>(?:(?:[-*+]|\d{1,9}[.)])[ \t]{1,9}){0,9})(?P<mark>`{3,}|~{3,})"
+    r"(?P<quote>(?:[ ]{0,3}>){0,9})(?P<indent>[ \t]*)"
+    r"(?P<item>(?:(?:[-*+]|\d{1,9}[.)])[ \t]{1,9}){0,9})(?P<mark>`{3,}|~{3,})"
     r"[ \t]*(?P<language>[\w+-]{0,20})"
 )
-"""A line that opens or closes a block, of a list's item too."""
+"""A line that opens or closes a block, of a list's item and in a quote too."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
 """Ways in which a program begins that brings its own function."""
 _PYTHON = ("python", "python3", "py")
@@ -29,13 +30,17 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return language and content of each fenced block; the last one may lack its end.
 
     As in CommonMark (https://spec.commonmark.org, fenced code blocks), a block opened by tildes is not closed by
-    backticks or by fewer tildes, and its lines lose the indentation of the line that opened it.
+    backticks or by fewer tildes, and its lines lose the indentation of the line that opened it. A block in a quote ends
+    with it.
     """
     blocks: list[tuple[str, list[str]]] = []
-    mark, indent = "", 0
+    mark, indent, quotes = "", 0, 0
     for line in text.splitlines(keepends=True):
+        if mark and quotes:
+            quoted = re.match(rf"(?:[ ]{{0,3}}>){{{quotes}}}", line)
+            mark, line = (mark, line[quoted.end() :]) if quoted else ("", line)
         fence = _FENCE.match(line)
-        if mark and fence and (fence["item"] or not fence["mark"].startswith(mark)):
+        if mark and fence and (fence["quote"] or fence["item"] or not fence["mark"].startswith(mark)):
             fence = None
         if fence is None:
             if mark:
@@ -45,6 +50,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
         elif line.endswith("\n"):
             blocks.append((fence["language"].lower(), []))
             mark, indent = fence["mark"], len(fence["indent"] + fence["item"])
+            quotes = fence["quote"].count(">")
     return [(language, "".join(lines)) for language, lines in blocks]
 
 

@@ -54,6 +54,12 @@ _SPOKEN = str.maketrans(
         '"': "''",
     }
 )
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.])(?:(\d{1,30}\.\d{1,30})[eE]([+-]?\d{1,3})|(\d{1,30})[eE](\d{1,3}|[+-]\d{2,3}))(?![\w.])"
+)
+"""A number such as `1.6e-19`. `2e-3` is none: it is a difference with the name e."""
+_COUNTED = re.compile(r"(\\(?:text|mathrm|mbox)\s*)\{\s*(-?\d[\d.,]*)(?=[\s~]*[A-Za-z]{2})([^{}\d]*)\}(?![_^])")
+"""A number within the words behind it, as in `\\text{5 apples}`."""
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,;:]|\{,\}|\s)\d{3}){1,30})(?!\d)")
 _REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{(\d{1,20})\}")
 
@@ -91,7 +97,8 @@ def plain(text: str) -> str:
     text = CURRENCY.sub("", text.translate(SIGNS).translate(_SPOKEN))
     for pattern, instead in _PLACED:
         text = pattern.sub(instead, text)
-    text = crossed(text)
+    text = _SCIENTIFIC.sub(lambda m: rf"{m[1] or m[3]}\times10^{{{int(m[2] or m[4])}}}", crossed(text))
+    text = _COUNTED.sub(r"\2 \1{\3}", text)
     text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
     text = _REPEATING.sub(_repeated, text)
     for _ in range(3):  # they stand in one another

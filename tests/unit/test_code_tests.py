@@ -105,6 +105,9 @@ def test_a_row_without_tests_is_named(truth, words):
         ("~~~python\na\n~~~\nDone.", "a\n", True),
         ('~~~~python\na = """\n```\n~~~\n"""\n~~~~\nDone.', 'a = """\n```\n~~~\n"""\n', True),
         ("````py\nb\n```\nc\n````", "b\n```\nc\n", True),
+        ("> So:\n>\n> ```python\n> if x:\n>     y\n>\n> z\n> ```\n> Done.", "if x:\n    y\n\nz\n", True),
+        (">> ```py\n>> x\nno quote\n```\ny\n```", "x\n", True),
+        ("```py\n>>> 1\n> ```\n```", ">>> 1\n> ```\n", True),
         ("", "", False),
     ],
 )

@@ -169,6 +169,16 @@ $5$ ## \$5
 5\text{ dollars} ## $5
 $5$ cm ## 5
 \$5\text{ million} ## 5\text{ million}
+1.6e-19 ## 1.6\times10^{-19}
+6.02E23 ## 6.02\times10^{23}
+3e8 ## 3\cdot10^8
+1e-07 ## 10^{-7}
+2e-3 ## 2\mathrm{e}-3
+\text{5 apples} ## 5
+\text{5 apples} ## 5\text{ apples}
+\mathrm{5cm} ## 5
+\mathrm{5\,cm} ## 5\text{ cm}
+\mathrm{2x} ## 2x
 """
 APART = r"""
 3 squared ## 3
@@ -253,6 +263,11 @@ A'B'C' ## ABC
 \$5 ## 5\%
 \$3, \$5 ## \$3, £5
 5 or more ## 5
+1.6e-19 ## 1.6e-18
+\text{5 apples} ## \text{6 apples}
+\text{5 cm} ## 5\text{ km}
+\text{5 million} ## 5
+\text{5 h 30 min} ## 5
 5\text{ below zero} ## 5
 """
 GREEK = ("Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega")
@@ -378,6 +393,7 @@ FORMS = (
     *("The answer is {} using the formula", "The answer is {} assuming an ideal gas", "The answer is {} above"),
     *("The answer is {} per the table", "The answer is {} thanks to {noun} air", "Answer: {} again"),
     *("The answer is {}, not {o} or {p}.", "The answer is {} rather than {o}", "Answer: {} instead of {o}"),
+    *("The answer is {}, I think", "The answer would be {}", "The answer should be {}, I believe."),
     *("Answer: {} or {o}", "Answer: {}, {o}", "Answer: {} {o}", "Answer: {}/{o}", "Answer: {} {noun}"),
     *("Answer: {} or {o}, not {p}", "Answer: {}, {o}, not {p}"),
     *(
