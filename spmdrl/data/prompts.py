@@ -135,7 +135,8 @@ def load_prompts(
         left.append(without)
         if render and not begun and (prompt.tools or prompt.more) and looked < LOOKED:
             looked += 1
-            hidden += unshown(render, Dialogue(_messages(prompt.asked), prompt.tools, prompt.more))
+            asked = prompt.asked if isinstance(prompt.asked, list) else [{"role": "user", "content": prompt.asked}]
+            hidden += unshown(render, Dialogue(asked, prompt.tools, prompt.more))
         n = len(prompt.tokens)
         shortest = min(shortest or n, n)
         if n <= max_prompt_tokens:
@@ -207,10 +208,6 @@ def _from_row(
 def _renders(data: DataConfig, tokenizer) -> bool:
     """Return True if a chat template renders the prompts."""
     return data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
-
-
-def _messages(asked: str | list) -> list[dict]:
-    return asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
 
 
 def _asked(prompt: object) -> str | list:
