@@ -2,7 +2,8 @@ r"""Competition maths as DAPO grades it (https://arxiv.org/abs/2503.14476): 1 or
 
 `math_dapo` compares the last `Answer: ...` line with the truth after the normalisation of Minerva (Lewkowycz et al.
 2022, https://arxiv.org/abs/2206.14858, appendix D.1). `math_dapo_boxed` wants `\boxed{...}` in the last 100
-characters to be the truth to the letter. They are the two ways of verl's `math_dapo`, whose default is the first.
+characters to be the truth to the letter, but for the characters of a minus. They are the two ways of verl's
+`math_dapo`, whose default is the first.
 """
 
 import re
@@ -67,7 +68,8 @@ def math_dapo(item: RewardInput) -> Reward:
 
 def math_dapo_boxed(item: RewardInput) -> Reward:
     r"""1 when the last `\boxed{...}` is the truth, else -1. Parts: `acc` (1 or 0), `format` (there is a box)."""
-    truth, answer = truth_text(item.ground_truth), last_box(item.solution[-BOX_TAIL:])
+    truth = truth_text(item.ground_truth).translate(SIGNS)
+    answer = last_box(item.solution[-BOX_TAIL:].translate(SIGNS))
     return Reward(
         1.0 if answer == truth else -1.0, {"acc": float(answer == truth), "format": float(answer is not None)}
     )

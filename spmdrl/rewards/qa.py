@@ -1,5 +1,8 @@
 """Questions with short answers: the text in the last `<answer>` tags, compared after the normalisation of SQuAD.
 
+Numbers keep their minus and a point in front of them, which SQuAD leaves out, and those of one value are alike. A point
+between digits is left out as SQuAD and verl do: 4.2 is 42.
+
 Rajpurkar et al. 2016 (https://arxiv.org/abs/1606.05250): lower case, no punctuation, no articles, single spaces. The
 form of the response, and the quarter for many tags, are those of Search-R1 (https://arxiv.org/abs/2503.09516).
 """
@@ -8,17 +11,31 @@ import re
 import string
 
 from spmdrl.rewards.base import Reward, RewardInput
-from spmdrl.rewards.text import truth_text
+from spmdrl.rewards.text import SIGNS, to_decimal, truth_text
 
 OPEN, CLOSE = "<answer>", "</answer>"
 MOST_TAGS = 10
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_MINUS = re.compile(r"(?<![\w)])-(?=\$?\.?\d)")
+_POINT = re.compile(r"(?<!\w)\.(?=\d)")
+_KEPT = "\u2212", "\u00b7"
+"""Characters for the minus and the first point of a number, which are no punctuation."""
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normal_form(text: str) -> str:
     """The form in which answers are compared."""
+    text = _POINT.sub(_KEPT[1], _MINUS.sub(_KEPT[0], text.translate(SIGNS)))
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def same(answer: str, truth: str) -> bool:
+    """Tells whether an answer is the truth, as a number or in its normal form."""
+    value = to_decimal(truth)
+    if value is not None and to_decimal(answer) == value:
+        return True
+    # A truth of articles and punctuation alone has no such form.
+    return (normal_form(truth) or truth.strip()) == (normal_form(answer) or answer.strip())
 
 
 def tagged(text: str) -> str | None:
@@ -51,8 +68,6 @@ def exact_match_qa(item: RewardInput) -> Reward:
     answer = tagged(item.solution)
     if answer is None:
         return Reward(0.0, {"format": 0.0})
-    given = normal_form(answer)
-    # A truth of articles and punctuation alone has no such form.
-    right = any((normal_form(truth) or truth.strip()) == (given or answer.strip()) for truth in truths)
+    right = any(same(answer, truth) for truth in truths)
     many = max(item.solution.count(OPEN), item.solution.count(CLOSE)) > MOST_TAGS
     return Reward((0.25 if many else 1.0) if right else 0.0, {"format": 1.0})

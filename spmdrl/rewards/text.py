@@ -60,7 +60,8 @@ def environment(item: RewardInput) -> Reward:
 
 def exact_match(item: RewardInput) -> Reward:
     """1 when the response, stripped, is the truth, stripped."""
-    return Reward(float(item.solution.strip() == truth_text(item.ground_truth, may_be_empty=True).strip()))
+    truth = truth_text(item.ground_truth, may_be_empty=True)
+    return Reward(float(item.solution.translate(SIGNS).strip() == truth.translate(SIGNS).strip()))
 
 
 def first_integer(item: RewardInput) -> Reward:

@@ -420,6 +420,31 @@ def test_choice_grades_every_letter_alike(form, score):
                 assert [score("choice", solution, each) for each in (letter, o, p)] == [right, 0, 0], solution
 
 
+# -- minus signs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("minus", ["-", "\u2212", "\u2013"])
+@pytest.mark.parametrize("function", sorted({*QUICK, "math"} - {"none", "environment", "choice"}))
+def test_every_grader_reads_every_minus_and_drops_none(function, minus, score):
+    form = RIGHT.get(function, "3")
+    for number in ("5", "12", "407"):
+        negative = form.replace("3", minus + number)
+        assert score(function, negative, f"-{number}") == score(function, negative, f"{minus}{number}") == 1.0
+        assert score(function, negative, number) <= 0.0
+        assert score(function, form.replace("3", number), f"{minus}{number}") <= 0.0
+
+
+def test_short_answers_keep_the_signs_and_values_of_numbers(score):
+    def qa(answer: str, truth: object) -> float:
+        return score("exact_match_qa", f"<answer>{answer}</answer>", truth)
+
+    for a, b in (("-5", "5"), (".5", "5"), ("-$5", "$5"), ("-5 degrees", "5 degrees"), ("-.5 m", ".5 m")):
+        assert [qa(a, b), qa(b, a), qa(a, a), qa(b, b)] == [0, 0, 1, 1], (a, b)
+    for a, b in (("5.0", "5"), (".5", "0.5"), ("1,000", "1000"), ("$5", "5"), ("5.", "5"), ("10-15 men", "1015 men")):
+        assert qa(a, b) == qa(b, a) == 1.0, (a, b)
+    assert qa("4.2", "42") == 1.0, "as verl"
+
+
 # -- units and truths -------------------------------------------------------------------------------------------------
 
 
