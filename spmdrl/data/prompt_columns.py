@@ -40,7 +40,7 @@ READERS: dict[str, Callable[[dict], Any]] = {
     "documents": documents_of,
 }
 """Column -> what reads it, which raises RowError where the value has not the form."""
-OF_EPISODES = (KWARGS, *VARIABLES)
+OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
 """Columns that are read where an environment begins the episodes."""
 
 

@@ -50,6 +50,9 @@ class Prompt:
     """JSON schemas that its row gives."""
     more: dict = field(default_factory=dict)
     """Variables of the chat template: those of its row over those of the run."""
+    opening: list | None = None
+    """Where an environment begins the episodes: the prompt's messages with those of other columns before them (a
+    system's, earlier exchanges); None where no column gives any."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,10 @@ def _from_row(
         prompt = _apply_template(prompt, row, data.template)
     prefill = _format("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
     more, tools = variables_of(told), None
+    opening = None
     if begun:
+        whole = with_columns(prompt, told)
+        opening = whole if isinstance(whole, list) and whole != prompt else None
         tokens, text = [], prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
     else:
         prompt, tools = with_columns(prompt, told), tools_of(told)
@@ -201,6 +207,7 @@ def _from_row(
         chat=chat,
         tools=tools,
         more=more,
+        opening=opening,
     )
     return made, [str(k) for k, v in row.items() if k not in read and v is not None and v not in ("", [], {})], left
 

@@ -16,6 +16,7 @@ from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import functions_of
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.env.messages import FailedError, messages_of, said_type, text_of_error
+from spmdrl.env.opening import OPENING
 from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
 from spmdrl.env.turn import AnewError, Turn
 
@@ -72,7 +73,7 @@ class Hosted:
         self.typed()
         result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
         if result is None:
-            result = self._row.get("prompt")
+            result = self._row.get(OPENING) or self._row.get("prompt")
             if not result:
                 raise FailedError("returned None from reset, and the row has no prompt: return messages or a text")
         messages = messages_of(result, "reset", math.inf, "head")[0]

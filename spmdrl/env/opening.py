@@ -1,9 +1,12 @@
 """Messages and seed with which adapters begin an episode, from its row."""
 
+OPENING = "prompt_messages"
+"""Key of a row that holds the messages of its prompt with its system's message and its history before them, if any."""
+
 
 def prompt_of(row: dict) -> list[dict]:
-    """Return the messages of a row's prompt; a text is a user's message."""
-    prompt = row.get("prompt") or []
+    """Return the messages of a row's prompt, after those that its other columns give; a text is a user's message."""
+    prompt = row.get(OPENING) or row.get("prompt") or []
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
 
 

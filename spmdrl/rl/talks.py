@@ -10,6 +10,7 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.segment import STATES
 from spmdrl.env.base import Call, Opening, Reply, Said
+from spmdrl.env.opening import OPENING
 
 KEYS = ("name", "settings")
 """Keys of a row's environment that is an object."""
@@ -149,6 +150,8 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
     """
     row = prompt.extra | {"extra_info": prompt.extra, "data_source": prompt.data_source}
     row |= {"prompt": prompt.asked, answer_column: prompt.ground_truth, "ground_truth": prompt.ground_truth}
+    if prompt.opening is not None:
+        row[OPENING] = prompt.opening
     name, settings = found.environment, found.settings
     if name == ROWS:
         named = prompt.extra.get(COLUMN)

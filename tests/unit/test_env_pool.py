@@ -415,6 +415,8 @@ def wait_until(true, within: float = 10.0) -> bool:
 
 
 def test_an_episode_with_tools(room):
+    before = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
+    assert room.open("b", "Tools", {"prompt": "go", "prompt_messages": before}).messages == before
     reply = room.open("a", "Tools", {"prompt": [{"role": "user", "content": "go"}]})
     assert reply.messages == [{"role": "user", "content": "go"}]
     assert [tool["function"]["name"] for tool in reply.tools] == ["act", "later"]

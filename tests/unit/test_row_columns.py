@@ -10,6 +10,7 @@ import pytest
 
 from spmdrl import checkpoint
 from spmdrl.config.distillation import DistillationConfig
+from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig
@@ -24,7 +25,9 @@ from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.row_columns import Row
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.turns import sequences_of
+from spmdrl.env.opening import prompt_of
 from spmdrl.plan.dry_data import data_lines, with_data
+from spmdrl.rl.talks import opening_of
 from spmdrl.rl.teacher_prompts import teacher_prompts
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import preview
@@ -52,6 +55,30 @@ def prompts(tmp_path, rows: list[dict], jinja: str = TEMPLATE, **data):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_prompts(str(file), DataConfig(**data), char_tokenizer(jinja), 10_000)
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "want"),
+    [
+        ({"system": "s"}, [SYSTEM, USER]),
+        ({"system_prompt": "s", "history": [["x", "y"]]},
+         [SYSTEM, USER | {"content": "x"}, SAID | {"content": "y"}, USER]),
+        ({"developer": "d"}, [{"role": "developer", "content": "d"}, USER]),
+        ({"tools": [TOOL], "history": "of a patient", "system": {"id": 1}}, None),
+        ({}, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("asked", ["q", [USER]])
+def test_an_environment_finds_the_messages_before_the_prompt_of_its_row(tmp_path, columns, want, asked):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": asked, "answer": "a"} | columns))
+    found = load_prompts(str(file), DataConfig(), char_tokenizer(TEMPLATE), 99, begun=True).prompts[0]
+    row = opening_of(EnvironmentConfig("tools.py:TOOLS"), found, "answer", 0).row
+    assert row.get("prompt_messages") == want and row["prompt"] == asked
+    assert prompt_of(row) == (want or [USER])
 
 
 @pytest.mark.parametrize(
