@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 from tests.budget import (  # noqa: F401 (hooks)
@@ -19,6 +20,9 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
 GIVEN = "SPMDRL_TESTS_GIVEN"
 """Variable that is set while GPUs are hidden: the original variables of HIDDEN as JSON, for tests/gpu."""
 
+# A shell starts what runs in the background with Ctrl-C ignored, and so would be the jobs that tests send it to.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ranks share the cores; more threads than cores only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
