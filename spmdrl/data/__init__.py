@@ -14,6 +14,7 @@ rendering.py   renders dialogues by a chat template
 turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it
 turn_end.py    finds what ends a turn
 turn_shown.py  checks that a turn is shown whole
+unshown.py     finds tools and variables that a chat template does not show
 marked_turns.py finds turns by the marks of a template
 template_ends.py the tokens by which a chat template ends an assistant's turn
 tokens.py      tokens of a rendered dialogue with a loss mask
