@@ -18,6 +18,7 @@ truths.py      finds rows whose truths a reward cannot compare with, before a ru
 judge.py       a language model as a judge, and judge_pairs.py as one of pairs; judge_verdict.py is what is asked and
                what is read from the answer, judge_asker.py how both ask; judge_server.py asks a server and counts,
                judge_client.py is one request, judge_cache.py a folder of answers; judge_engine.py asks the engine
-symbolic.py    reads a mathematical answer whole or not at all; spelling.py: its LaTeX; units.py: its unit
+symbolic.py    reads a mathematical answer whole or not at all; spelling.py: its LaTeX; units.py: its unit; names.py:
+               its names
 boxed.py  choice.py  dapo.py  gsm8k.py  math.py  numeric.py  qa.py  reasoning.py  text.py    built-in rewards
 """
