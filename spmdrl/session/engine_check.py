@@ -17,6 +17,7 @@ from spmdrl.hub.rotary import limits
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.probe import draw
 from spmdrl.rollout.engine import Completion, Engine, Request, longest_sequence
+from spmdrl.session.generators import generator_states, set_generator_states
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.seeds import generator_for, seed_for
 from spmdrl.spmd.world import World
@@ -78,6 +79,8 @@ class EngineCheck:
             return
         engine, done = self.engine, {}
         assert engine is not None
+        # Engines may draw from them: a resumed run, which checks again, draws as one that was not interrupted.
+        generators = generator_states(self.world.device)
         asked = [self._request(i, version) for i in range(len(ROWS))]
         for i, request in enumerate(asked):
             if i == BEGUN:
@@ -88,6 +91,7 @@ class EngineCheck:
             done |= {made.key: made for made in engine.poll()}
         # A resumed run samples its steps as an uninterrupted one, whose engine holds no prefix of these rows.
         engine.forget_prefixes()
+        set_generator_states(generators, self.world.device)
         self.sampled = _packed(asked, [done[request.key] for request in asked])
         if not self.world.is_first:
             self.sampled.zero_()

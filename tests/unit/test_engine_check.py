@@ -34,6 +34,7 @@ class Engine:
 
     def poll(self):
         self.seen.append(len(self.running))
+        torch.rand(1)  # as vLLM's sampler does
         done, beside = [], len(self.running)
         for key, (request, tokens, logp) in list(self.running.items()):
             tokens.append((7 * len(tokens) + request.seed) % VOCAB)
@@ -64,7 +65,9 @@ class Policy:
 
 def check(engine, monkeypatch, dtype="float32", width=0, longest=64) -> EngineCheck:
     monkeypatch.setattr(engine_check, "longest_sequence", lambda cfg: longest)
-    world = SimpleNamespace(is_first=True, host_group=None, roles=SimpleNamespace(split=False))
+    world = SimpleNamespace(
+        is_first=True, host_group=None, device=torch.device("cpu"), roles=SimpleNamespace(split=False)
+    )
     return EngineCheck(config(model={"dtype": dtype}), world, Policy(), engine, width)  # type: ignore[arg-type]
 
 
@@ -177,3 +180,9 @@ def test_responses_within_which_rotary_frequencies_change_are_refused(rope, limi
             continue
         with pytest.raises(ValueError, match=f"--rollout.max-new-tokens 20: .* phi3 .* more than {limit:,} tokens"):
             check_frequencies(cfg, model)
+
+
+def test_the_check_leaves_the_generators_of_the_process_as_they_were(monkeypatch):
+    state = torch.get_rng_state()
+    assert not outcome(check(Engine(), monkeypatch))
+    assert torch.equal(torch.get_rng_state(), state)
