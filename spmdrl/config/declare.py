@@ -53,7 +53,7 @@ def setting(default: Any, rule: Rule | None = None, free: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a setting declares."""
+    """The rule of a setting, and the reason for which a resume may change it."""
 
     rule: Rule | None
     free: str

@@ -74,10 +74,10 @@ def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
 def context_of(path: str) -> int:
     """Return the longest sequence that a model's config.json names, in tokens; much where there is no such folder."""
     try:
-        told = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-        told = told.get("text_config") or told
-        named = [told.get(name) for name in ("max_position_embeddings", "n_positions")]
-        return min((n for n in named if isinstance(n, int) and n > 0), default=MANY)
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
+        lengths = [config.get(name) for name in ("max_position_embeddings", "n_positions")]
+        return min((n for n in lengths if isinstance(n, int) and n > 0), default=MANY)
     except (OSError, ValueError, AttributeError):
         return MANY
 

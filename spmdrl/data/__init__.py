@@ -24,6 +24,7 @@ controls.py    keeps the text of messages apart from control tokens
 rowfiles.py    rows that need not fit in memory: files by index, streams
 mixture.py     the order of the rows of a supervised job, with weights
 prompts.py     the prompts of a run
+prompt_text.py puts columns of a row into the texts of --data.template and --data.prefill
 order.py       the order in which prompts are drawn, by seed and count
 segment.py     tokens of an episode that were sampled or observed together
 episode.py     one sample of a prompt: a tree of segments, and its reward

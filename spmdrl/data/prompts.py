@@ -8,22 +8,25 @@ chat template; what is left goes to reward functions.
 
 import hashlib
 import json
-import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from spmdrl.config.environment import COLUMN
 from spmdrl.config.schema import DataConfig
+from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.dialogues import listed
 from spmdrl.data.prompt_columns import left_lines, rendered_columns, with_columns
+from spmdrl.data.prompt_text import around_prompt, column_names, with_values
 from spmdrl.data.rendering import Dialogue
-from spmdrl.data.row_columns import Row, check_text, tools_of, variables_of
+from spmdrl.data.row_columns import Row, RowError, check_text, tools_of, variables_of
 from spmdrl.data.sources import Source, read_source
 from spmdrl.data.unshown import LOOKED, check_read, renderer_of, unshown, unshown_line
+
+REFUSED = SupervisedDataConfig.max_refused
+"""Largest share of rows that are left out because no tokenizer takes their text, as jobs on given rows have it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class PromptSet:
     unread: tuple[str, ...] = ()
     """Columns that nothing can read."""
     left: tuple[str, ...] = ()
-    """Sentences on columns that a chat template would read and that stayed out of prompts."""
+    """Sentences on columns that stayed out of prompts though a chat template would read them, and on rows left out."""
     place: Callable[[int], str] = str
     """The place of a row, by its index, for messages."""
 
@@ -128,8 +131,13 @@ def load_prompts(
         check_read(render, render.more)
     verl = {"prompt", "reward_model"} <= source.rows[0].keys()
     prompts, shortest, over = [], 0, dict[str, None]()
-    left, looked, hidden = list[dict[str, str]](), 0, list[str]()
+    left, looked, hidden, refused = list[dict[str, str]](), 0, list[str](), list[str]()
     for index, row in enumerate(source.rows):
+        try:
+            check_text(row)
+        except RowError as e:
+            refused.append(f"{source.where(index)}: {e}")
+            continue
         try:
             prompt, more, without = _from_row(index, row, data, tokenizer, source, verl, begun)
         except ValueError as e:
@@ -144,6 +152,8 @@ def load_prompts(
         shortest = min(shortest or n, n)
         if n <= max_prompt_tokens:
             prompts.append(prompt)
+    if len(refused) > REFUSED * len(source.rows):
+        raise ValueError(refused[0])
     if not prompts:
         raise ValueError(
             f"{spec!r}: every one of {len(source.rows)} prompts is longer than {max_prompt_tokens} tokens (the "
@@ -152,16 +162,21 @@ def load_prompts(
     made = spec.partition(":")[0] in ("builtin", "reasoning-gym")
     beside, unread = ((), tuple(over)) if verl else (tuple(over), ())
     told = ((), ()) if made else (beside, unread)
-    lines = (*left_lines(left), *filter(None, [unshown_line(hidden)]))
-    return PromptSet(prompts, len(source.rows) - len(prompts), spec, *told, lines, source.where)
+    lines = (*left_lines(left), *filter(None, [unshown_line(hidden), refused_line(refused)]))
+    return PromptSet(prompts, len(source.rows) - len(prompts) - len(refused), spec, *told, lines, source.where)
 
 
 def _from_row(
     index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool
 ) -> tuple[Prompt, list[str], dict[str, str]]:
     """Return the prompt of a row, the columns that it was made without, and those that its template might have read."""
-    check_text(row)
-    read = {data.prompt_column, data.answer_column, "data_source", *_names(data.template), *_names(data.prefill)}
+    read = {
+        data.prompt_column,
+        data.answer_column,
+        "data_source",
+        *column_names(data.template),
+        *column_names(data.prefill),
+    }
     chat = _renders(data, tokenizer)
     told, left = rendered_columns(Row(row), read, chat or begun, begun)
     if verl:
@@ -175,8 +190,8 @@ def _from_row(
         extra = {k: v for k, v in row.items() if k not in (data.prompt_column, data.answer_column, "data_source")}
     prompt = _asked(prompt)
     if data.template:
-        prompt = _apply_template(prompt, row, data.template)
-    prefill = _format("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
+        prompt = around_prompt(prompt, row, data.template)
+    prefill = with_values("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
     more, tools = variables_of(told), None
     opening = None
     if begun:
@@ -212,6 +227,11 @@ def _from_row(
     return made, [str(k) for k, v in row.items() if k not in read and v is not None and v not in ("", [], {})], left
 
 
+def refused_line(refused: list[str]) -> str:
+    """Return a sentence about rows that are left out, with the first one's place; empty where there are none."""
+    return f"rows that are refused and left out: {len(refused)}, the first {refused[0]}" if refused else ""
+
+
 def _renders(data: DataConfig, tokenizer) -> bool:
     """Return True if a chat template renders the prompts."""
     return data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
@@ -240,45 +260,6 @@ def _column(row: dict, name: str, flag: str) -> object:
     if name not in row:
         raise ValueError(f"no column {name!r}; there are {', '.join(map(str, row))}: change {flag}")
     return row[name]
-
-
-def _apply_template(prompt: str | list, row: dict, template: str) -> str | list:
-    """Put the template around the prompt; in messages, around the last one from the user."""
-    if isinstance(prompt, str):
-        return _format("--data.template", template, {**row, "prompt": prompt})
-    for i in reversed(range(len(prompt))):
-        if prompt[i].get("role") == "user":
-            text = _format("--data.template", template, {**row, "prompt": prompt[i].get("content")})
-            return [*prompt[:i], {**prompt[i], "content": text}, *prompt[i + 1 :]]
-    raise ValueError("--data.template goes around the user's message, and the prompt has none")
-
-
-def _names(text: str) -> list[str]:
-    """Return the columns that `_format` puts into a text; none of one that it refuses."""
-    try:
-        return [_base(name) for _, name, _, _ in string.Formatter().parse(text) if name is not None]
-    except ValueError:
-        return []
-
-
-def _base(name: str) -> str:
-    return name.split("[")[0].split(".")[0]
-
-
-def _format(flag: str, text: str, row: dict) -> str:
-    """Apply str.format with the columns: `{name}` and `{name[key]}` only; other braces are written `{{` and `}}`."""
-    try:
-        for name in (name for _, name, _, _ in string.Formatter().parse(text) if name is not None):
-            base = _base(name)
-            if "." in re.sub(r"\[[^\]]*\]", "", name):
-                raise ValueError(
-                    f"{name!r} reaches into a value, which has no columns; write {{name}} or {{name[key]}}"
-                )
-            if base not in row:
-                raise ValueError(f"no column {base!r}; there are {', '.join(map(str, row))} (--data.prompt-column)")
-        return text.format(**row)
-    except (ValueError, LookupError, AttributeError, TypeError) as e:
-        raise ValueError(f"{flag} {text!r}: {e}; write braces that are no column as {{{{ and }}}}") from e
 
 
 def json_able(value: object) -> object:

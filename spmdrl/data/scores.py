@@ -21,8 +21,11 @@ ACCURACY = "acc"
 
 
 def counts_as_right(score: float, parts: dict[str, float]) -> bool:
-    """Tell whether an evaluation counts an answer as right: by its part `acc`, or by its score where it has none."""
-    return bool(is_right(parts.get(ACCURACY, score)))
+    """Tell whether an evaluation counts an answer as right: by its part `acc`, or by its score where it has none.
+
+    An answer whose score is nan is not right.
+    """
+    return not math.isnan(score) and bool(is_right(parts.get(ACCURACY, score)))
 
 
 def as_score(value: object) -> tuple[float, dict[str, float]]:

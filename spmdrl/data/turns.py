@@ -142,9 +142,9 @@ def _opening(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, T
     """
     message, question = dialogue.messages[i], {"role": "user", "content": OTHERS[0]}
     messages = [*dialogue.messages[:i], question, *dialogue.messages[i:]]
-    asked = Dialogue(messages, dialogue.tools, dialogue.more)
-    begun = _beginnings(render, asked)
-    whole, proved = _turn(render, asked, i + 1, begun)
+    longer = Dialogue(messages, dialogue.tools, dialogue.more)
+    begun = _beginnings(render, longer)
+    whole, proved = _turn(render, longer, i + 1, begun)
     turn = whole[proved.start : proved.end]
     text, stops = _ended(render, dialogue, i, upto)
     if text.endswith(turn):
@@ -180,9 +180,9 @@ def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: s
     """Return True if the text of the message before a turn stands between the end of its prompt and what it says."""
     if not i:
         return False
-    before, said = OTHERS
-    text = render(_changed(dialogue.upto(i), i - 1, before).then(_with_text(dialogue.messages[i], said)))
-    latest = text.find(said)
+    before, turn = OTHERS
+    text = render(_changed(dialogue.upto(i), i - 1, before).then(_with_text(dialogue.messages[i], turn)))
+    latest = text.find(turn)
     return before in text[max(text.rfind(joint, 0, latest), 0) : latest]
 
 

@@ -45,9 +45,9 @@ def check_read(render: Renderer, more: dict[str, Any]) -> None:
     Raises:
         ValueError: it does not read one of them; the message names the flag.
     """
-    told = [replace(each, more=more) for each in _probes()]
+    probes = [replace(each, more=more) for each in _probes()]
     for name in more:
-        if all(_unread(render, each, name) for each in told):
+        if all(_unread(render, each, name) for each in probes):
             raise ValueError(
                 f"--data.template-kwargs: the chat template renders nothing otherwise because of {name!r}: leave it "
                 "out, or take a template that reads it (--data.chat-template)"
@@ -72,10 +72,10 @@ def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
     count = len(dialogue.messages)
     last = next((i for i in range(count - 1, 0, -1) if dialogue.messages[i]["role"] == "assistant"), count)
     out = []
-    for told in (dialogue, dialogue.upto(last)):
+    for part in (dialogue, dialogue.upto(last)):
         for ask in (False, True):
             try:
-                out.append(render(told, ask))
+                out.append(render(part, ask))
             except TemplateError:
                 out.append("")
     return out
@@ -83,20 +83,20 @@ def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
 
 def _probes() -> list[Dialogue]:
     """Return dialogues in which templates read their variables: with tools, calls, thoughts and the system."""
-    asked, system = {"role": "user", "content": PROBE}, {"role": "system", "content": PROBE}
-    said = {"role": "assistant", "content": PROBE} | dict.fromkeys(THOUGHT_KEYS, PROBE)
+    user, system = {"role": "user", "content": PROBE}, {"role": "system", "content": PROBE}
+    assistant = {"role": "assistant", "content": PROBE} | dict.fromkeys(THOUGHT_KEYS, PROBE)
     function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
     call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {}}}
-    called = said | {"content": "", "tool_calls": [call]}
+    calling = assistant | {"content": "", "tool_calls": [call]}
     answer = {"role": "tool", "name": PROBE, "tool_call_id": "call00000", "content": PROBE}
     tools = [{"type": "function", "function": function}]
     return [
         Dialogue([*begun, *messages], given)
         for begun in ([], [system])
         for messages, given in (
-            ([asked], None),
-            ([asked, said, asked, said], None),
-            ([asked], tools),
-            ([asked, called, answer, said, asked, said], tools),
+            ([user], None),
+            ([user, assistant, user, assistant], None),
+            ([user], tools),
+            ([user, calling, answer, assistant, user, assistant], tools),
         )
     ]

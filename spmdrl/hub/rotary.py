@@ -1,6 +1,16 @@
 """Rotary embeddings whose frequencies depend on the length of a sequence, as a model's config tells of them."""
 
-from typing import Any
+from typing import Any, TypeGuard
+
+
+def moves(kind: Any) -> TypeGuard[str]:
+    """Tell whether frequencies of a rope type depend on the length of a sequence."""
+    return isinstance(kind, str) and (kind == "longrope" or grows(kind))
+
+
+def grows(kind: str) -> bool:
+    """Tell whether each length has frequencies of its own, beyond the length at which they begin to change."""
+    return "dynamic" in kind
 
 
 def limits(hf_config: Any) -> dict[str, int]:
@@ -20,7 +30,7 @@ def _limits(rope: Any, positions: int) -> dict[str, int]:
     if not isinstance(rope, dict):
         return {}
     kind, found = rope.get("rope_type", rope.get("type")), {}
-    if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+    if moves(kind):
         found[kind] = rope.get("original_max_position_embeddings") or positions
     for part in rope.values():
         found |= _limits(part, positions)

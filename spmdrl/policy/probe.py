@@ -166,9 +166,9 @@ def _failed(error: Exception) -> Found:
     """Take an error of the model's code, which every rank meets alike, for a finding; others end the job at once."""
     if of_the_machine(error):
         raise error
-    said = " ".join(str(error).split())[:200]
+    message = " ".join(str(error).split())[:200]
     # The attention's own refusals are sentences.
-    text = said if isinstance(error, ValueError) else f"its code fails with {type(error).__name__}: {said}"
+    text = message if isinstance(error, ValueError) else f"its code fails with {type(error).__name__}: {message}"
     log.info("self-check: %s", text)
     return Found(float("inf"), text)
 

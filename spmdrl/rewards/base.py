@@ -81,15 +81,15 @@ def left_out(name: str, key: object, why: str, count: int) -> Reward:
 
     name: of the reward. key: of the response. count: such responses so far on this rank, this one included.
     """
-    say_left_out(f"reward function {name} could not grade {describe(key)}, which is left out", why, count)
+    warn_left_out(f"reward function {name} could not grade {describe(key)}, which is left out", why, count)
     return Reward(math.nan, ungraded=why)
 
 
-def say_left_out(said: str, why: str, count: int) -> None:
-    """Write a sample that is left out to the log, with the reason, if it is among the first `count` of its kind."""
+def warn_left_out(what: str, why: str, count: int) -> None:
+    """Warn of a sample that is left out, if it is among the first. count: such samples so far, this one included."""
     if count <= NAMED:
         rest = " (more of them are counted, not named)" if count == NAMED else ""
-        log.warning("%s: %s%s", said, printable(why), rest)
+        log.warning("%s: %s%s", what, printable(why), rest)
 
 
 class Grader(Protocol):

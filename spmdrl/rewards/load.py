@@ -124,16 +124,16 @@ def check_ungraded(
     one_row = group if cfg.max_ungraded and group < samples else 0
     if ungraded > max(cfg.max_ungraded * samples, one_row):
         by = " + ".join(functions(cfg))
-        said = f"could not be graded by {by}"
+        problem = f"could not be graded by {by}"
         helps = (
             "mend their rows, the sandbox (python -m spmdrl.doctor) or the judge, add a reward that applies to them "
         )
         if env:
             causes = f"the environment failed, its first prompt is too long, or {by} could not grade them"
-            said = f"of --env {env} are left out, {f'the first because {why}' if why else f'because {causes}'}"
+            problem = f"of --env {env} are left out, {f'the first because {why}' if why else f'because {causes}'}"
             helps = f"mend the environment, raise --rollout.max-prompt-tokens if prompts are too long, {helps}"
         raise RewardError(
-            f"{ungraded} of {samples} samples of {where} {said}; that is more than --reward.max-ungraded "
+            f"{ungraded} of {samples} samples of {where} {problem}; that is more than --reward.max-ungraded "
             f"{cfg.max_ungraded:g} allows; the log names the first ones with the reason: {helps}(--reward.more), or "
             "allow more"
         )

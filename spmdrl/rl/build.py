@@ -1,5 +1,7 @@
 """Builds a run on every rank: prompts, models, checkpoints, engine, in an order for which memory suffices."""
 
+from collections.abc import Iterator
+
 from spmdrl.algos.filters import FILTERS
 from spmdrl.config.environment import COLUMN, ROWS, read_environment, weight_of
 from spmdrl.config.judge import judges as judge_files
@@ -63,18 +65,8 @@ def build_run(session: Session[Config]) -> Run:
     if is_evaluated(cfg):
         asked = same_prompts(session, tokenizer, cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
     check_cost(cfg.reward, cfg.safety.cost)
-    if cfg.sandbox.provider == "none" and runs_programs(cfg.reward):
-        session.warn("--sandbox.provider none: programs of the model run on this machine without isolation")
-    if cfg.run.deterministic and scores_timeouts(cfg.reward):
-        session.warn(
-            f"--run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
-            "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
-        )
-    if cfg.run.deterministic and len(judge_files(cfg.reward)) > len(engine_judges(cfg)):
-        session.warn(
-            "--run.deterministic: a judge may grade the same response otherwise in another run, unless its answers are "
-            "in its cache"
-        )
+    for line in _warnings(cfg):
+        session.warn(line)
     finite = cfg.filter.bad_sample == "stop"
     sources = {p.data_source for each in (prompts, asked) if each for p in each.prompts}
     grader = load_reward(cfg.reward, cfg.sandbox, finite, sources) if world.samples else None
@@ -158,6 +150,22 @@ def check_named(env: str, prompts: PromptSet) -> None:
         raise ValueError(
             f"{prompts.source}: no row names its environment in a column {COLUMN!r}, as --env {env} wants it; add the "
             "column, or name one environment for all rows by --env"
+        )
+
+
+def _warnings(cfg: Config) -> Iterator[str]:
+    """Yield what to tell of settings that hold, and that a user may not expect."""
+    if cfg.sandbox.provider == "none" and runs_programs(cfg.reward):
+        yield "--sandbox.provider none: programs of the model run on this machine without isolation"
+    if cfg.run.deterministic and scores_timeouts(cfg.reward):
+        yield (
+            f"--run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
+            "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
+        )
+    if cfg.run.deterministic and len(judge_files(cfg.reward)) > len(engine_judges(cfg)):
+        yield (
+            "--run.deterministic: a judge may grade the same response otherwise in another run, unless its answers are "
+            "in its cache"
         )
 
 

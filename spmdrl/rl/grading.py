@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 
 from spmdrl.data.episode import Episode
-from spmdrl.rewards.base import Grader, Reward, RewardInput, describe, say_left_out
+from spmdrl.rewards.base import Grader, Reward, RewardInput, describe, warn_left_out
 from spmdrl.rewards.load import on_engine
 from spmdrl.rewards.prefilled import divided
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
@@ -31,7 +31,7 @@ class Grading:
         self.failures += 1
         # The other ranks of an engine know no reason.
         episode.ungraded, episode.why = True, why if self.leads else ""
-        say_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
+        warn_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
 
     def ended(self, group: PromptGroup, episode: Episode) -> None:
         """Have an episode that ended graded, or with it its whole group, if that has ended and the grader wants it."""

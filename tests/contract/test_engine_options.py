@@ -110,3 +110,18 @@ def test_deep_sleep_beside_adapters_says_what_it_costs(monkeypatch, push, level,
     models = Models(object())  # type: ignore[arg-type]
     assert module.sleeping_engine(session, models, set()) is engine and slept == [level]
     assert [("3.00 GiB" in text and "1 keeps them in host memory" in text) for text in said] == [True] * warns
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("factor"), "KeyError: 'factor'"),
+        (AttributeError("'AfmoeConfig' object has no attribute 'x'"), "AttributeError: 'AfmoeConfig' object has"),
+        (ValueError("1 validation error\n  Value error, not supported."), "1 validation error Value error, not"),
+        (RuntimeError("x" * 1000), "x" * 400),
+    ],
+)
+def test_the_reason_of_vllm_is_one_line_with_the_type_of_what_is_no_sentence(error, text):
+    from spmdrl.rollout.vllm.options import reason
+
+    assert reason(error).startswith(text) and "\n" not in reason(error) and len(reason(error)) <= 400

@@ -3,6 +3,8 @@
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -137,3 +139,19 @@ def test_layers_that_fused_kernels_read_take_no_adapter():
     )
     with pytest.raises(ValueError, match="--lora.targets out_proj: the fused kernels of falcon_h1"):
         target_modules(model, ("in_proj", "out_proj"))
+
+
+def test_names_that_layers_of_other_kinds_bear_take_no_adapter():
+    """PEFT would adapt every module named 0, a whole decoder layer too."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.extra = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 2))
+
+    layers = torch.nn.ModuleList([Layer(), Layer()])
+    hf = SimpleNamespace(config=SimpleNamespace(model_type="toy"))
+    with patch("spmdrl.hub.lora.decoder_layers", lambda hf: layers):
+        assert target_modules(hf, ("all-linear",)) == ["q_proj"]
+        with pytest.raises(ValueError, match="--lora.targets 0: no linear layer of the decoder has that name"):
+            target_modules(hf, ("0",))

@@ -276,6 +276,19 @@ def test_a_dry_run_of_reinforcement_learning_opens_the_data(tmp_path, capsys):
     assert "leaves no room for a prompt" in refused(cfg, capsys)
 
 
+def test_a_few_rows_of_prompts_with_half_of_a_character_are_left_out_and_named(tmp_path):
+    good, bad = {"prompt": "q", "answer": "a"}, {"prompt": "a\ud83d", "answer": "a"}
+    found = prompts(tmp_path, [*[good] * 20, bad, *[good] * 19])
+    assert [p.index for p in found.prompts] == [*range(20), *range(21, 40)] and found.dropped == 0
+    (line,) = found.left
+    assert (
+        line.startswith("rows that are refused and left out: 1, the first ")
+        and "rows.jsonl:21: the text 'a' is" in line
+    )
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: the text 'a' is followed by half of a surrogate pair"):
+        prompts(tmp_path, [*[bad] * 3, *[good] * 37])
+
+
 def refused(cfg: Config, capsys) -> str:
     """Returns the message with which a dry run ends."""
     with pytest.raises(SystemExit) as ended:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmdrl.hub.rotary import grows, moves
 from spmdrl.policy.attention.packing import Packing
 from spmdrl.policy.mixers.active import active
 
@@ -53,12 +54,14 @@ def _moving(module: Any) -> dict[str | None, Moving]:
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     out = {}
     for layer, kind in kinds.items():
-        if kind == "longrope":
+        if not moves(kind):
+            continue
+        if grows(kind):
+            out[layer] = Moving(module.original_max_seq_len, True)
+        else:
             settings = module.config.rope_parameters
             settings = settings if layer is None else settings[layer]
             out[layer] = Moving(settings["original_max_position_embeddings"], False)
-        elif isinstance(kind, str) and "dynamic" in kind:
-            out[layer] = Moving(module.original_max_seq_len, True)
     return out
 
 

@@ -59,9 +59,9 @@ def refusals_as_warnings() -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """Return vLLM's error in one line, with its type where the text alone says little, as that of a KeyError."""
-    said = " ".join(str(error).split()).rstrip(".")
+    message = " ".join(str(error).split()).rstrip(".")
     plain = isinstance(error, RuntimeError | ValueError)
-    return (said if plain else f"{type(error).__name__}: {said}")[:LONGEST]
+    return (message if plain else f"{type(error).__name__}: {message}")[:LONGEST]
 
 
 def advice(error: Exception) -> str:
