@@ -27,6 +27,11 @@ COMMON = argv(
     "--tracking.trackers jsonl --run.timeout 120 --checkpoint.every 2"
 )
 HF = "--rollout.engine hf "
+TURNS = HF + (
+    "--data.train builtin:episodes --data.eval builtin:episodes:eval --data.chat_template {template} "
+    "--reward.function environment --algo.advantage turn_rloo --rollout.max_new_tokens 40 --rollout.oversample 1.5 "
+    "--rollout.partial_steps 2 "
+)
 MEGATRON = HF + "--policy.backend megatron --algo.kl_coef 0.05 "
 JOBS = {
     "colocated": (2, HF + "--algo.kl_coef 0.05 --algo.entropy_coef 0.001"),
@@ -41,8 +46,20 @@ JOBS = {
     "megatron-experts": (2, MEGATRON + "--parallel.ep 2 --model.path {mixture} --reward.function {reward}"),
     "vllm": (1, "--rollout.engine vllm"),
     "resume": (2, HF + "--algo.preset ppo --rollout.oversample 1.5 --rollout.partial_steps 1"),
+    "env": (2, TURNS + "--env {echoes}"),
+    "env-tp": (2, TURNS + "--env {counts} --rollout.tp 2"),
+    "env-branches": (2, TURNS + "--env {sums} --algo.advantage gigpo"),
 }
-"""Name -> ranks, flags. `resume` ends after two steps and goes on by the same command."""
+"""Name -> ranks, flags."""
+RESUMED = ("resume", "env", "env-tp", "env-branches")
+"""Jobs that end after two steps, with episodes cut short in mid-conversation, and go on by the same command."""
+WORLDS = {"echoes": "Echoes", "counts": "Counts", "sums": "Sums"}
+"""Fact -> class in tests/ranks/worlds.py. `Counts` goes on from its state, the others run their turns again."""
+TEMPLATE = (
+    "{%- for m in messages -%}{{ '>' + m['content'] + '<eos>' if m['role'] == 'assistant' else m['content'] }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}>{%- endif -%}"
+)
+"""Chat template of the demo's tokenizer."""
 
 RUN_JSON = "state/run.json: not the same file"
 """Text with which `kills.differences` reports this difference."""
@@ -52,8 +69,17 @@ def train(tree: Path, name: str, folder: Path, facts: dict[str, str]) -> None:
     """Runs a job of JOBS on the code of a tree."""
     ranks, text = JOBS[name]
     flags = [*COMMON, *argv(text.format(**facts)), "--run.dir", str(folder)]
-    for more in [["--run.steps", "2"], []] if name == "resume" else [[]]:
+    for more in [["--run.steps", "2"], []] if name in RESUMED else [[]]:
         succeed([*flags, *more], 240, ranks=ranks, env={"PYTHONPATH": f"{tree}:{tree / 'kernels'}"}, cwd=tree)
+
+
+def worlds(folder: Path) -> dict[str, str]:
+    """Writes the files that name environments, and the chat template."""
+    (folder / "template.jinja").write_text(TEMPLATE)
+    for fact, world in WORLDS.items():
+        settings = "turn_tokens: 3\nsettings: {turns: 4, uneven: true}\n"
+        (folder / f"{fact}.yaml").write_text(f"environment: {ROOT / 'tests/ranks/worlds.py'}:{world}\n{settings}")
+    return {"template": str(folder / "template.jinja")} | {fact: str(folder / f"{fact}.yaml") for fact in WORLDS}
 
 
 def compared(one: Path, other: Path) -> list[str]:
@@ -83,7 +109,7 @@ def main() -> None:
         before = root / "before"
         subprocess.run(["git", "worktree", "add", "--detach", "-q", before, args.ref], cwd=ROOT, check=True)
         (root / "reward.py").write_text(REWARD)
-        facts = {"mixture": str(tiny_mixture(root / "mixture")), "reward": str(root / "reward.py")}
+        facts = {"mixture": str(tiny_mixture(root / "mixture")), "reward": str(root / "reward.py")} | worlds(root)
         try:
             for name in args.only:
                 if name == "vllm" and (why := no_vllm()):
