@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "WANDB_DISABLED": "true",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "PYTHONPATH": str(ROOT),
         "TOKENIZERS_PARALLELISM": "false",
     }
 

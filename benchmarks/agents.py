@@ -38,7 +38,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import sys  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+sys.path[:0] = [str(ROOT)]
 
 from benchmarks._agents import QUICK_SIZES, SIZES, SPREAD, Rollouts, compared, flags  # noqa: E402
 from benchmarks._models import random_model  # noqa: E402

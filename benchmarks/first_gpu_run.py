@@ -273,9 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     kind = "cpu" if args.small else "gpu"
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")])
-    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if args.small:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
     # tests/gpu is to see them, whatever this was started from.

@@ -255,7 +255,7 @@ def measure(args) -> dict[str, dict]:
         random_model(folder / "model")
         (folder / "reward.py").write_text(REWARD)
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment |= {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"}
+        environment |= {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         told = [word for name in NUMBERS for word in (f"--{name}", str(getattr(args, name)))]
         told += ["--engine", args.engine, "--settings", *args.settings, "--side", work]
@@ -350,7 +350,7 @@ def show_ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Prints a table and the target; writes JSON."""
     args = arguments()
-    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    sys.path[:0] = [str(ROOT)]
     if args.side:
         return side(args.side, args)
     share = show_lengths(args)

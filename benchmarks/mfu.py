@@ -37,7 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 # This folder is left out: `megatron.py` in it has the name of a package.
 others = [p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks"]
-sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *others]
+sys.path[:] = [str(ROOT), *others]
 
 import torch  # noqa: E402 (threads and paths first)
 import torch.nn.functional as F  # noqa: E402

@@ -63,7 +63,7 @@ def planned(words: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "plan.json", Path(folder) / "log"
         command = [sys.executable, "-m", "spmdrl.plan", *shlex.split(words), "--json", str(out), "--no-nearest"]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         began, most = time.monotonic(), 0
         with log.open("w") as said:
             process = subprocess.Popen(

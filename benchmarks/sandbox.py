@@ -22,12 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+sys.path[:0] = [str(ROOT)]
 
 from benchmarks._models import TINY, random_model  # noqa: E402
-from spmdrl.sandbox import bubblewrap  # noqa: E402
-from spmdrl.sandbox.base import Limits, Program  # noqa: E402
-from spmdrl.sandbox.warm import Warm  # noqa: E402
+from spmdrl_sandbox import bubblewrap  # noqa: E402
+from spmdrl_sandbox.base import Limits, Program  # noqa: E402
+from spmdrl_sandbox.warm import Warm  # noqa: E402
 
 TRIVIAL = "print(int(input()) + 1)"
 LIMITS = Limits(seconds=5.0)

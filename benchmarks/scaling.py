@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without this folder: its megatron.py would stand in for the package.
-sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
 
 from benchmarks import _scaling_plan  # noqa: E402
 from benchmarks._axis_bytes import sent  # noqa: E402

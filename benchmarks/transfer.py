@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "kernels")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 SHAPES = {
     "135M": dict(hidden=576, layers=30, inner=1536, heads=9, kv=3, head=64, vocabulary=49152, tied=True),

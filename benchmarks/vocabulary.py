@@ -20,7 +20,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+sys.path[:0] = [str(ROOT)]
 VOCAB = 151_936
 WAYS = ("all logits", "linear_logprob", "chunked_loss")
 TARGET = 1.5

@@ -65,7 +65,7 @@ def start(job: str, ranks: int, *flags: object) -> None:
     log = Path(words[words.index("--run.dir") + 1]).with_suffix(".log")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     command = ["-m", *torchrun, f"spmdrl.{job}", *words]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     print(f"python {' '.join(command)}", flush=True)
     with log.open("w") as console:
         environment = os.environ | {"PYTHONPATH": path}

@@ -34,7 +34,7 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # Ranks and torchrun need the packages too; pytest's `pythonpath` holds only for its own process.
-_paths = [str(ROOT), str(ROOT / "kernels")]
+_paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "sandbox")]
 _old = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and str(Path(p).resolve()) not in _paths]
 os.environ["PYTHONPATH"] = os.pathsep.join(_paths + _old)
 

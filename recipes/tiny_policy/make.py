@@ -128,7 +128,7 @@ def warm_start(folder: Path, rows: list[dict], seed: int) -> Path:
         "--tracking.trackers": "jsonl",
     }
     words = [str(word) for pair in flags.items() for word in pair]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "spmdrl.sft", *words, "--optimizer.betas", "0.9", "0.95"]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
     return run / "checkpoints" / "latest" / "model"

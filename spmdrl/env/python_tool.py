@@ -5,10 +5,10 @@ import threading
 from typing import Any, cast
 
 from spmdrl.env.base import BrokenError
-from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError
-from spmdrl.sandbox.open import open_for
-from spmdrl.sandbox.session import Answer, Session
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox.base import Limits, Outcome, Program, SandboxError
+from spmdrl_sandbox.open import open_for
+from spmdrl_sandbox.session import Answer, Session
+from spmdrl_sandbox.warm import Warm
 
 
 class Sandboxes:

@@ -13,8 +13,8 @@ from spmdrl.config.rewards import is_service, runs_programs
 from spmdrl.config.schema import Config
 from spmdrl.plan.gpus import GPUS, Gpu
 from spmdrl.plan.run import GIB
-from spmdrl.sandbox.base import SandboxError
-from spmdrl.sandbox.open import open_for
+from spmdrl_sandbox.base import SandboxError
+from spmdrl_sandbox.open import open_for
 
 ASK = (
     "import json, torch; ok = torch.cuda.is_available(); "

@@ -14,12 +14,12 @@ from spmdrl.rewards.base import Reward, RewardInput, UngradedError
 from spmdrl.rewards.code_tests import Case, Tests, read_tests
 from spmdrl.rewards.compare import same_answer, same_text
 from spmdrl.rewards.programs import completed, defines, program_of
-from spmdrl.sandbox.base import Limits, Program, SandboxError
-from spmdrl.sandbox.fusion import Fusion
-from spmdrl.sandbox.open import open_for
-from spmdrl.sandbox.session import Session
-from spmdrl.sandbox.tests import run_tests
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox.base import Limits, Program, SandboxError
+from spmdrl_sandbox.fusion import Fusion
+from spmdrl_sandbox.open import open_for
+from spmdrl_sandbox.session import Session
+from spmdrl_sandbox.tests import run_tests
+from spmdrl_sandbox.warm import Warm
 
 RETRIES = 2
 """Times that a grading starts again, in fresh sandboxes, after one that failed."""

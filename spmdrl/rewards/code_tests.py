@@ -21,7 +21,7 @@ from typing import Any
 
 from spmdrl.rewards.base import UngradedError
 from spmdrl.rewards.programs import before_function, defines
-from spmdrl.sandbox.tests import Suite
+from spmdrl_sandbox.tests import Suite
 
 KEYS = ("inputs", "outputs", "fn_name", "test", "tests", "entry_point", "prompt", "test_list", "test_setup_code")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")

@@ -8,10 +8,10 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from spmdrl.sandbox.base import SandboxError
-from spmdrl.sandbox.open import open_sandbox
-from spmdrl.sandbox.warm import Warm
 from spmdrl.tools.doctor_findings import Finding, fail, ok, warn
+from spmdrl_sandbox.base import SandboxError
+from spmdrl_sandbox.open import open_sandbox
+from spmdrl_sandbox.warm import Warm
 
 GIB = 1 << 30
 SHM = GIB

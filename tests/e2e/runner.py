@@ -93,7 +93,7 @@ def environment(mark: str) -> dict[str, str]:
         if k not in RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_", "VLLM_"))
     }
     return kept | {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",

@@ -32,7 +32,7 @@ PathFinder.find_spec = without
 def test_bad_machine_without_megatron_core(tmp_path):
     """The same message names everything else that flags alone show to be wrong."""
     (tmp_path / "sitecustomize.py").write_text(HIDDEN)
-    paths = ":".join(map(str, (tmp_path, ROOT, ROOT / "kernels")))
+    paths = ":".join(map(str, (tmp_path, ROOT)))
     flags = [*MEGATRON, "--parallel.tp", "3", "--parallel.ep", "3", "--parallel.sp", "2"]
     ended = run([*flags, "--run.dir", tmp_path / "run"], 2 * START, ranks=2, env={"PYTHONPATH": paths})
     refused(

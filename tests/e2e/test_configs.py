@@ -122,7 +122,7 @@ def my_loss(inputs, **settings):
 def with_terminal(command: list[str], answers: list[tuple[str, str]], limit: float = 90) -> tuple[int, str]:
     """Runs a command on a terminal of its own and types each answer when its cue has been shown."""
     master, slave = pty.openpty()
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TERM": "xterm", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "HF_HUB_OFFLINE": "1"}
     ends = {"stdin": slave, "stdout": slave, "stderr": slave}
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **ends)
     os.close(slave)

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spmdrl.sandbox.open import AUTO
+from spmdrl_sandbox.open import AUTO
 from tests.sandbox.attacks import ATTACKS, UNPROMISED
 from tests.sandbox.hostile import Traces, adopt, caller_in, kept_in
 from tests.sandbox.opened import settled

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from spmdrl.sandbox.base import Limits, Outcome, Program
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox.base import Limits, Outcome, Program
+from spmdrl_sandbox.warm import Warm
 from tests.sandbox.attacks import ENDS, Attack
 from tests.sandbox.opened import below, open_or_skip, settled
 

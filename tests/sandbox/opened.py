@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from spmdrl.sandbox.base import SandboxError
-from spmdrl.sandbox.open import AUTO, open_sandbox
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox.base import SandboxError
+from spmdrl_sandbox.open import AUTO, open_sandbox
+from spmdrl_sandbox.warm import Warm
 
 EACH = pytest.mark.parametrize("provider", AUTO)
 

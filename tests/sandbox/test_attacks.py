@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.base import Limits
-from spmdrl.sandbox.open import open_sandbox
-from spmdrl.sandbox.session import Session
+from spmdrl_sandbox.base import Limits
+from spmdrl_sandbox.open import open_sandbox
+from spmdrl_sandbox.session import Session
 from tests.sandbox.attacks import ATTACKS, BOMBS, FILES, LEFTOVERS, NETWORK, PLAIN, PROCESSES, UNCOUNTED, UNPROMISED
 from tests.sandbox.hostile import Traces, caller_in, idle_of, kept_in, start, wrong_after, wrong_end
 from tests.sandbox.opened import EACH, below, open_or_skip, settled

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox import cgroup
-from spmdrl.sandbox.base import Limits, Program, SandboxError
-from spmdrl.sandbox.open import open_sandbox
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox import cgroup
+from spmdrl_sandbox.base import Limits, Program, SandboxError
+from spmdrl_sandbox.open import open_sandbox
+from spmdrl_sandbox.warm import Warm
 
 FILES = ("memory.max", "memory.swap.max", "pids.max", "cgroup.kill")
 SCOPE = "user.slice/app.slice/run-1.scope"

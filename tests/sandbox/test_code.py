@@ -22,8 +22,8 @@ from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import RewardError, RewardInput, UngradedError
 from spmdrl.rewards.code import RESULTS, CodeGrader, Settings
 from spmdrl.rewards.load import check_ungraded, load_reward
-from spmdrl.sandbox.base import Limits, Program
-from spmdrl.sandbox.open import PROVIDERS
+from spmdrl_sandbox.base import Limits, Program
+from spmdrl_sandbox.open import PROVIDERS
 from tests.sandbox.opened import open_or_skip, settled
 from tests.sandbox.test_tests import HUMANEVAL
 from tests.sandbox.tricks import TRICKS

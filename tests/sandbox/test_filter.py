@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.inside.filter import COPIES, FIRST_UNKNOWN, NUMBERS, SEEN, SHARED, program
+from spmdrl_sandbox.inside.filter import COPIES, FIRST_UNKNOWN, NUMBERS, SEEN, SHARED, program
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),

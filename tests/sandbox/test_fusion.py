@@ -16,9 +16,9 @@ import pytest
 
 from spmdrl.rewards.base import RewardInput, UngradedError
 from spmdrl.rewards.code import CodeGrader, Settings
-from spmdrl.sandbox.base import Limits, Program, SandboxError
-from spmdrl.sandbox.fusion import Fusion
-from spmdrl.sandbox.session import Session
+from spmdrl_sandbox.base import Limits, Program, SandboxError
+from spmdrl_sandbox.fusion import Fusion
+from spmdrl_sandbox.session import Session
 
 LIMITS = Limits(seconds=2.0, memory_mib=128, output_kib=1)
 
@@ -197,7 +197,7 @@ def drips(handler) -> None:
 
 @pytest.mark.parametrize("hang", [lambda _: time.sleep(10), drips], ids=["says nothing", "drips"])
 def test_a_service_that_hangs_is_a_failure_in_time(service, monkeypatch, hang):
-    monkeypatch.setattr("spmdrl.sandbox.fusion.GRACE", 0.3)
+    monkeypatch.setattr("spmdrl_sandbox.fusion.GRACE", 0.3)
     service.says = [(200, hang, {})] * 2
     began = time.monotonic()
     ended = client(service, tries=2).run(Program(""), Limits(seconds=0.1))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.base import Limits, Program
-from spmdrl.sandbox.inside import leftovers
-from spmdrl.sandbox.open import open_sandbox
+from spmdrl_sandbox.base import Limits, Program
+from spmdrl_sandbox.inside import leftovers
+from spmdrl_sandbox.open import open_sandbox
 from tests.sandbox.attacks import LEFTOVERS
 
 NOBODY = 65534
@@ -70,7 +70,7 @@ def test_a_folder_that_is_emptied_stays_with_its_mode(tmp_path):
 
 def test_files_with_names_of_any_length_are_counted_or_found_too_many(tmp_path):
     """A path may be short enough to list a folder, and too long to look at what is in it."""
-    fits = pytest.importorskip("spmdrl.sandbox.supervisor", reason="no sandlock").fits
+    fits = pytest.importorskip("spmdrl_sandbox.supervisor", reason="no sandlock").fits
     place, found = os.open(tmp_path, os.O_RDONLY), []
     for _ in range(18):
         os.mkdir("d" * 240, dir_fd=place)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.base import Limits, Program
-from spmdrl.sandbox.inside import watch
+from spmdrl_sandbox.base import Limits, Program
+from spmdrl_sandbox.inside import watch
 from tests.sandbox.opened import open_or_skip
 
 MIB = 1 << 20

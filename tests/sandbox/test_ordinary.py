@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from spmdrl.sandbox.base import Limits, Program
-from spmdrl.sandbox.open import AUTO
+from spmdrl_sandbox.base import Limits, Program
+from spmdrl_sandbox.open import AUTO
 from tests.sandbox.opened import open_or_skip
 
 LIMITS = Limits(seconds=60.0, cpu_seconds=60, memory_mib=1024)

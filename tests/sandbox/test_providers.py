@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox import bubblewrap, containers, places, sandlock
-from spmdrl.sandbox.base import Limits, Program, SandboxError, Start
-from spmdrl.sandbox.open import AUTO, PROVIDERS, open_sandbox, plain
-from spmdrl.sandbox.session import Session
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox import bubblewrap, containers, places, sandlock
+from spmdrl_sandbox.base import Limits, Program, SandboxError, Start
+from spmdrl_sandbox.open import AUTO, PROVIDERS, open_sandbox, plain
+from spmdrl_sandbox.session import Session
+from spmdrl_sandbox.warm import Warm
 from tests.sandbox.hostile import steady
 from tests.sandbox.opened import below, open_or_skip, settled
 
@@ -128,7 +128,7 @@ def test_a_kernel_that_allows_no_user_namespaces_leads_to_sandlock():
     """The limit of a user namespace counts for what is below it, so that this machine keeps its own."""
     open_or_skip("sandlock").close()
     code = (
-        "from spmdrl.sandbox.open import open_sandbox; from spmdrl.sandbox.base import *\n"
+        "from spmdrl_sandbox.open import open_sandbox; from spmdrl_sandbox.base import *\n"
         "s = open_sandbox(); print(s.name, s.run(Program('print(42)'), Limits()).stdout); s.close()\n"
         "try: open_sandbox('bubblewrap')\n"
         "except SandboxError as error: print(error)\n"
@@ -161,8 +161,8 @@ def test_nothing_is_left_of_a_caller_that_is_killed(provider, tmp_path):
     """Nothing asks the sandbox to end, and a program in it has left its session and loops."""
     open_or_skip(provider).close()
     code = (
-        "import sys, time; from spmdrl.sandbox.open import open_sandbox; from spmdrl.sandbox.base import Limits\n"
-        "from spmdrl.sandbox.session import Session\n"
+        "import sys, time; from spmdrl_sandbox.open import open_sandbox; from spmdrl_sandbox.base import Limits\n"
+        "from spmdrl_sandbox.session import Session\n"
         f"opened = open_sandbox({provider!r})\n"
         "session = Session(opened, Limits(seconds=60.0, cpu_seconds=60))\n"
         "session.run('import os\\nif os.fork() == 0:\\n  os.setsid()\\n  while True: pass', 5.0)\n"
@@ -229,8 +229,8 @@ def pairs(words: list[str]) -> set[tuple[str, str]]:
     return set(zip(words, words[1:], strict=False))
 
 
-ZYGOTE = ["-P", "-s", "-B", "-m", "spmdrl.sandbox.inside.zygote", "plain", "0"]
-PACKAGE = f"{ROOT}/spmdrl/sandbox:/sandbox/spmdrl/sandbox:ro"
+ZYGOTE = ["-P", "-s", "-B", "-m", "spmdrl_sandbox.inside.zygote", "plain", "0"]
+PACKAGE = f"{ROOT}/sandbox/spmdrl_sandbox:/sandbox/spmdrl_sandbox:ro"
 
 
 def test_docker_starts_a_zygote_without_network_rights_or_a_writable_root():

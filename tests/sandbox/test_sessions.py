@@ -7,11 +7,11 @@ from collections import Counter, namedtuple
 import psutil
 import pytest
 
-from spmdrl.sandbox.base import Limits, Program, SandboxError
-from spmdrl.sandbox.inside.values import NotPlainError, decode, encode
-from spmdrl.sandbox.open import AUTO
-from spmdrl.sandbox.session import Session
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox.base import Limits, Program, SandboxError
+from spmdrl_sandbox.inside.values import NotPlainError, decode, encode
+from spmdrl_sandbox.open import AUTO
+from spmdrl_sandbox.session import Session
+from spmdrl_sandbox.warm import Warm
 from tests.sandbox.opened import below, open_or_skip
 
 LIMITS = Limits(seconds=5.0)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.base import Limits
-from spmdrl.sandbox.open import AUTO
-from spmdrl.sandbox.tests import Suite, run_tests
+from spmdrl_sandbox.base import Limits
+from spmdrl_sandbox.open import AUTO
+from spmdrl_sandbox.tests import Suite, run_tests
 from tests.sandbox.opened import open_or_skip
 from tests.sandbox.tricks import TRICKS
 

@@ -50,7 +50,7 @@ def test_attacks_are_kept_in_for_a_user_who_is_not_root(tmp_path_factory):
         "--import-mode=importlib",
     ]
     words += ["--basetemp", f"/tmp/attacks-{os.getpid()}", str(ROOT / "tests" / "sandbox" / "test_attacks.py")]
-    packages = os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"]))
+    packages = os.pathsep.join((str(ROOT), str(ROOT / "sandbox"), sysconfig.get_paths()["purelib"]))
     environment = {
         "CI": "true",
         "PYTHONPATH": packages,

@@ -306,7 +306,7 @@ except room.DiskFullError as error:
     print("told", error)
 """
     run = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ".:kernels"})
+    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
     assert done.stdout.startswith("told checkpoint step_3 could not be written"), done.stdout + done.stderr
 
 
@@ -377,5 +377,5 @@ def test_command_needs_no_torch_to_verify(run_folder):
         "import sys; from spmdrl.checkpoint.__main__ import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     )
     run = [sys.executable, "-c", script, "list", str(run_folder)]
-    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ".:kernels"})
+    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
     assert done.returncode == 0 and "latest" in done.stdout, done.stderr

@@ -19,12 +19,12 @@ import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.hub.folder import TINY
-from spmdrl.sandbox import bubblewrap, sandlock
-from spmdrl.sandbox.open import plain
 from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
 from spmdrl.tools.doctor import bandwidth, clocks
 from spmdrl.tools.doctor_findings import fail, ok, warn
 from spmdrl.tools.doctor_python import PYTHON, python
+from spmdrl_sandbox import bubblewrap, sandlock
+from spmdrl_sandbox.open import plain
 from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -219,7 +219,7 @@ def test_a_real_model_plays(capsys):
 
 
 def run(*words: str, given: str = "", folder: Path | None = None) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    path = os.pathsep.join([str(ROOT)])
     return subprocess.run(
         [sys.executable, "-m", *words],
         input=given,

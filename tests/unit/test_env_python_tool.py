@@ -6,8 +6,8 @@ from spmdrl.env.base import BrokenError
 from spmdrl.env.calls import hear
 from spmdrl.env.play import Play, PlayError
 from spmdrl.env.python_tool import SANDBOXES, Python, PythonSession
-from spmdrl.sandbox.base import SandboxError
-from spmdrl.sandbox.open import open_sandbox
+from spmdrl_sandbox.base import SandboxError
+from spmdrl_sandbox.open import open_sandbox
 
 
 @pytest.fixture(scope="module", autouse=True)

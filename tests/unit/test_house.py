@@ -14,10 +14,10 @@ ROOT = Path(spmdrl.__file__).parent
 
 # Bottom first. A room may import from rooms of lower floors and from itself, never sideways or upwards.
 FLOORS = [
-    ["config", "spmdrl_kernels"],
+    ["config", "spmdrl_kernels", "spmdrl_sandbox"],
     ["health", "algos", "tracking"],
     ["spmd"],
-    ["data", "hub", "sandbox", "weights"],
+    ["data", "hub", "weights"],
     ["rewards", "policy", "rollout", "env"],
     ["checkpoint"],
     ["session"],
@@ -37,6 +37,8 @@ FLOORS = [
     ],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+BESIDE = {"spmdrl_kernels": ROOT.parent / "kernels", "spmdrl_sandbox": ROOT.parent / "sandbox"}
+"""Packages beside this one, with the folders they stand in: they import nothing of ours."""
 EXCEPTIONS = {
     (
         "config/methods.py",
@@ -65,8 +67,8 @@ def imported_rooms(tree: ast.AST) -> list[tuple[str, int]]:
             names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names if node.module == "spmdrl"]
         for name in names:
             parts = name.split(".")
-            if parts[0] == "spmdrl_kernels" or (parts[0] == "spmdrl" and len(parts) > 1):
-                out.append((parts[0] if parts[0] == "spmdrl_kernels" else parts[1], node.lineno))
+            if parts[0] in BESIDE or (parts[0] == "spmdrl" and len(parts) > 1):
+                out.append((parts[0] if parts[0] in BESIDE else parts[1], node.lineno))
     return out
 
 
@@ -116,12 +118,13 @@ def test_exceptions_are_needed_and_late():
         assert all(any(f.lineno < line <= f.end_lineno for f in inside) for line in lines)
 
 
-def test_the_science_knows_no_process_group_and_the_kernels_nothing_of_us():
+def test_the_science_knows_no_process_group_and_the_packages_beside_us_nothing_of_us():
     for path in (ROOT / "algos").glob("*.py"):
         text = path.read_text()
         assert "torch.distributed" not in text and "spmdrl.config" not in text, path
-    for path in (ROOT.parent / "kernels" / "spmdrl_kernels").glob("*.py"):
-        assert {room for room, _ in imported_rooms(ast.parse(path.read_text()))} <= {"spmdrl_kernels"}, path
+    for package, folder in BESIDE.items():
+        for path in (folder / package).rglob("*.py"):
+            assert {room for room, _ in imported_rooms(ast.parse(path.read_text()))} <= {package}, path
 
 
 def test_train_is_one_screen():

@@ -18,7 +18,7 @@ from email.message import Message
 from typing import Any
 from urllib.parse import urlsplit
 
-from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
+from spmdrl_sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 
 GRACE = 10.0
 """Seconds beyond a program's own that an answer may take: the service may have others to run first."""

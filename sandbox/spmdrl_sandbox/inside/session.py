@@ -20,7 +20,7 @@ import types
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from spmdrl.sandbox.inside.values import decode, encode
+from spmdrl_sandbox.inside.values import decode, encode
 
 
 def found(space: dict[str, Any], name: str) -> Any:

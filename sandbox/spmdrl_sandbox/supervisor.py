@@ -1,6 +1,6 @@
 """Runs programs one after another, each in a sandbox of sandlock's (https://github.com/multikernel/sandlock).
 
-`python -m spmdrl.sandbox.supervisor` speaks the zygote's words (inside/zygote.py) on stdin and stdout, and stays
+`python -m spmdrl_sandbox.supervisor` speaks the zygote's words (inside/zygote.py) on stdin and stdout, and stays
 outside: from here sandlock answers what programs ask the kernel for, and limits are watched. One program is one
 sandbox with a folder of its own, since Landlock does not keep two programs of one sandbox apart; the next one is
 started before it is asked for. No namespace ends with its first process: this process adopts what programs leave
@@ -25,12 +25,12 @@ from typing import IO, cast
 
 from sandlock import ExitReason, Sandbox, StdioMode
 
-from spmdrl.sandbox.inside import leftovers
-from spmdrl.sandbox.inside.alone import STARTED
-from spmdrl.sandbox.inside.talk import Talk
-from spmdrl.sandbox.inside.watch import Watch, memory_of
-from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, cache, packages, python, system
-from spmdrl.sandbox.sandlock import user
+from spmdrl_sandbox.inside import leftovers
+from spmdrl_sandbox.inside.alone import STARTED
+from spmdrl_sandbox.inside.talk import Talk
+from spmdrl_sandbox.inside.watch import Watch, memory_of
+from spmdrl_sandbox.places import BARE, ENVIRONMENT, HERE, cache, packages, python, system
+from spmdrl_sandbox.sandlock import user
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 READABLE = ("/dev/full", "/dev/random", "/dev/urandom")
@@ -64,7 +64,7 @@ class Held:
             # No other of this user may have the name.
             name=f"sandbox-{secrets.token_hex(8)}",
         )
-        words = [python(), *BARE, "-m", "spmdrl.sandbox.inside.alone", str(runs_as)]
+        words = [python(), *BARE, "-m", "spmdrl_sandbox.inside.alone", str(runs_as)]
         self.process = sandbox.popen(words, StdioMode.PIPED, StdioMode.PIPED, StdioMode.PIPED)
         self.pid = cast(int, self.process.pid)
         self.ends: list[int] = []
@@ -206,7 +206,7 @@ def fits(folder: str, most: int) -> bool:
 def serve(base: Path, talk: Talk) -> None:
     """Answer tasks until stdin ends."""
     cache()
-    shutil.copytree(HERE, base / "code" / "spmdrl" / "sandbox")
+    shutil.copytree(HERE, base / "code" / "spmdrl_sandbox")
     held = Held(base, PROCESSES)
     try:
         talk.say({"ready": True})

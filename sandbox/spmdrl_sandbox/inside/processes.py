@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 
-from spmdrl.sandbox.inside import isolate
+from spmdrl_sandbox.inside import isolate
 
 _SHOW = sys.excepthook
 """The interpreter's own: a program may run out of memory, and change modules."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
-from spmdrl.sandbox.inside.values import decode, encode
-from spmdrl.sandbox.warm import GRACE, Warm, outcome_of, task_of
+from spmdrl_sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
+from spmdrl_sandbox.inside.values import decode, encode
+from spmdrl_sandbox.warm import GRACE, Warm, outcome_of, task_of
 
 INSIDE = Path(__file__).parent / "inside"
 

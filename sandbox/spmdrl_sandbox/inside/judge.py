@@ -16,7 +16,7 @@ import os
 import sys
 from typing import Any
 
-from spmdrl.sandbox.inside.values import NotPlainError, decode, encode
+from spmdrl_sandbox.inside.values import NotPlainError, decode, encode
 
 
 class RowError(Exception):

@@ -1,6 +1,6 @@
 """Runs hostile programs one after another, each in namespaces of its own: the first process of a sandbox.
 
-`python -m spmdrl.sandbox.inside.zygote apart|plain USER` inside the sandbox reads one JSON object a line from stdin.
+`python -m spmdrl_sandbox.inside.zygote apart|plain USER` inside the sandbox reads one JSON object a line from stdin.
 `plain` makes no namespaces and drops no rights: something else keeps the program in, or nothing does. Each program
 then gets a folder of its own in the one where this process runs.
 
@@ -23,9 +23,9 @@ import select
 import sys
 import time
 
-from spmdrl.sandbox.inside import isolate, leftovers, modules, processes, values  # noqa: F401
-from spmdrl.sandbox.inside.talk import Talk
-from spmdrl.sandbox.inside.watch import Watch
+from spmdrl_sandbox.inside import isolate, leftovers, modules, processes, values  # noqa: F401
+from spmdrl_sandbox.inside.talk import Talk
+from spmdrl_sandbox.inside.watch import Watch
 
 END = 3
 """Exit code of a copy of this process that finds the end of stdin."""

@@ -11,7 +11,7 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache
 """Places that every program needs to start."""
 HERE = Path(__file__).parent
 """This package, which is all that zygotes need."""
-ZYGOTE = "spmdrl.sandbox.inside.zygote"
+ZYGOTE = "spmdrl_sandbox.inside.zygote"
 USER = 64321
 """User that programs run as if this process is root's: the kernel's limits on processes do not hold for root."""
 ENVIRONMENT = {
@@ -38,7 +38,7 @@ def python() -> str:
 def cache() -> None:
     """Have Python keep the bytecode of what runs inside, as an import would: a sandbox may read it, not write it."""
     for file in sorted((HERE / "inside").glob("*.py")):
-        name = f"spmdrl.sandbox.inside.{file.stem}".removesuffix(".__init__")
+        name = f"spmdrl_sandbox.inside.{file.stem}".removesuffix(".__init__")
         cast(Any, find_spec(name)).loader.get_code(name)
 
 

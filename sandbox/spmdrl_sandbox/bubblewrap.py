@@ -10,11 +10,11 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-from spmdrl.sandbox.base import SandboxError, Start
-from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, USER, ZYGOTE, cache, packages, python, system
+from spmdrl_sandbox.base import SandboxError, Start
+from spmdrl_sandbox.places import BARE, ENVIRONMENT, HERE, USER, ZYGOTE, cache, packages, python, system
 
 INSIDE = "/sandbox"
-"""The place at which programs see this package alone, as `spmdrl.sandbox`."""
+"""The place at which programs see this package alone, as `spmdrl_sandbox`."""
 PACKAGES = "/packages"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Not /dev/zero, which gives shared memory that a program may hold unseen, nor terminals, of which the machine has a
@@ -78,7 +78,7 @@ def command(bwrap: str) -> list[str]:
         words += ["--perms", "0755", "--dir", folder]
     for place in shown:
         words += ["--symlink", os.readlink(place), place] if os.path.islink(place) else ["--ro-bind", place, place]
-    words += ["--ro-bind", str(HERE), f"{INSIDE}/spmdrl/sandbox"]
+    words += ["--ro-bind", str(HERE), f"{INSIDE}/spmdrl_sandbox"]
     words += ["--ro-bind", packages(), PACKAGES]
     words += ["--setenv", "PYTHONPATH", f"{INSIDE}:{PACKAGES}"]
     words += ["--proc", "/proc", "--dir", "/tmp", "--dir", "/dev/shm"]

@@ -11,8 +11,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from spmdrl.sandbox.base import SandboxError, Start
-from spmdrl.sandbox.places import FLAGS, HERE, USER, home, packages
+from spmdrl_sandbox.base import SandboxError, Start
+from spmdrl_sandbox.places import FLAGS, HERE, USER, home, packages
 
 LEAST = 6
 """The first Landlock that keeps signals and abstract sockets in: Linux 6.12."""
@@ -34,8 +34,8 @@ def start() -> Start:
     if found < LEAST:
         said = f"Landlock {found}, and it needs {LEAST}" if found > 0 else "no Landlock"
         raise SandboxError(f"sandlock {which}: this kernel has {said}", HOW)
-    path = f"{HERE.parents[1]}:{folder}"
-    words = ["env", f"PYTHONPATH={path}", sys.executable, *FLAGS, "-m", "spmdrl.sandbox.supervisor"]
+    path = f"{HERE.parent}:{folder}"
+    words = ["env", f"PYTHONPATH={path}", sys.executable, *FLAGS, "-m", "spmdrl_sandbox.supervisor"]
     return Start(words, f"sandlock {which} (Landlock {found}, programs as user {user() or os.getuid()})", HOW)
 
 

@@ -1,6 +1,6 @@
 """Becomes one program, below a sandbox that something else holds: `supervisor.py` starts one of these for each.
 
-`python -m spmdrl.sandbox.inside.alone USER` reads the length of a task (8 bytes, little-endian) and the task (see
+`python -m spmdrl_sandbox.inside.alone USER` reads the length of a task (8 bytes, little-endian) and the task (see
 zygote.py) from stdin, says `STARTED` on stdout, and becomes the program, whose stdin is what follows. If it cannot, it
 ends without that word and says why on stderr. Standard library only.
 """
@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-from spmdrl.sandbox.inside import isolate, modules, processes, values  # noqa: F401
+from spmdrl_sandbox.inside import isolate, modules, processes, values  # noqa: F401
 
 STARTED = b"+"
 

@@ -9,15 +9,15 @@ import os
 import shutil
 from pathlib import Path
 
-from spmdrl.sandbox.base import SandboxError, Start
-from spmdrl.sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE
+from spmdrl_sandbox.base import SandboxError, Start
+from spmdrl_sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE
 
 IMAGE = "python:3.12-slim"
 """Of Docker Hub, for docker; apptainer reads it as `docker://`, or takes a path of an image."""
 PIDS = 64
 MEMORY_MIB = 4096
 """Processes and memory of a container."""
-INSIDE = "/sandbox/spmdrl/sandbox"
+INSIDE = "/sandbox/spmdrl_sandbox"
 FOLDER = "/tmp"
 """The folder of programs, a tmpfs."""
 _KEPT = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")

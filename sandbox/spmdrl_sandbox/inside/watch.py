@@ -11,7 +11,7 @@ import select
 import signal
 import time
 
-from spmdrl.sandbox.inside.talk import Talk
+from spmdrl_sandbox.inside.talk import Talk
 
 LOOK_SECONDS = 0.02
 """Time between two looks at the memory of a program's processes."""

@@ -10,7 +10,7 @@ import resource
 import signal
 import struct
 
-from spmdrl.sandbox.inside import filter as system_calls
+from spmdrl_sandbox.inside import filter as system_calls
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE, _MS_BIND = 2, 4, 8, 0x4000, 0x40000, 0x1000

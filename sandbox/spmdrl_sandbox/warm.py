@@ -12,9 +12,9 @@ import time
 from dataclasses import asdict
 from typing import IO, Any, cast
 
-from spmdrl.sandbox import cgroup
-from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
-from spmdrl.sandbox.inside import leftovers
+from spmdrl_sandbox import cgroup
+from spmdrl_sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
+from spmdrl_sandbox.inside import leftovers
 
 START_SECONDS = 30.0
 """Longest a sandbox may take to start."""

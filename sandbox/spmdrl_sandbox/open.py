@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from spmdrl.sandbox import bubblewrap, containers, sandlock
-from spmdrl.sandbox.base import Limits, Program, SandboxError, Start
-from spmdrl.sandbox.places import FLAGS, HERE, ZYGOTE
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox import bubblewrap, containers, sandlock
+from spmdrl_sandbox.base import Limits, Program, SandboxError, Start
+from spmdrl_sandbox.places import FLAGS, HERE, ZYGOTE
+from spmdrl_sandbox.warm import Warm
 
 PROBE = """
 import os, socket
@@ -79,7 +79,7 @@ def open_for(provider: str) -> Warm:
 
 def plain() -> Start:
     """Return how to start a zygote without any sandbox: limits of single processes are all that holds."""
-    words = ["env", f"PYTHONPATH={HERE.parents[1]}", sys.executable, *FLAGS, "-m", ZYGOTE, "plain", "0"]
+    words = ["env", f"PYTHONPATH={HERE.parent}", sys.executable, *FLAGS, "-m", ZYGOTE, "plain", "0"]
     return Start(words, "none (no sandbox: limits of single processes are all that holds)")
 
 

@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmdrl.sandbox.base import Limits, Program, Verdict
-from spmdrl.sandbox.session import INSIDE, Channel, Session
-from spmdrl.sandbox.warm import Warm
+from spmdrl_sandbox.base import Limits, Program, Verdict
+from spmdrl_sandbox.session import INSIDE, Channel, Session
+from spmdrl_sandbox.warm import Warm
 
 
 @dataclass(frozen=True)
