@@ -1,4 +1,4 @@
-"""Builds the model of a Hugging Face folder: with its weights, or without values, to be sharded before it is filled."""
+"""Builds the model of a Hugging Face folder, with its weights or empty, to be sharded before weights are read."""
 
 import re
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.hub.folder import plain_errors
+from spmdrl.hub.folder import plain_errors, read_config
 from spmdrl.hub.quantized import drop_quantization
 
 DTYPES = {
@@ -16,10 +16,10 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-"""`--model.dtype` in torch's terms."""
+"""torch's type for each `--model.dtype`."""
 
 SCORERS = ("ForSequenceClassification", "ForTokenClassification")
-"""Ends of the names of classes whose head gives scores."""
+"""Suffixes of the names of model classes whose head gives scores."""
 
 
 def build_model(
@@ -32,24 +32,27 @@ def build_model(
 ) -> Any:
     """Build the model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
 
-    dtype: a torch type or its name. attn_implementation: as in transformers. head: `lm` for a causal language model,
-    `value` or `score` for a classifier, `steps` for one of tokens; a `value` head that is not in the folder starts at
-    0, so that a critic can begin as the language model. labels: numbers that a classifier's head gives. Raises
-    ValueError when the model needs Python code of its own and may not run it, when its family has no such classifier,
-    and when weights are missing or of another shape (transformers would make them up).
-    """
-    from transformers import AutoConfig
+    Args:
+        folder: config.json and safetensors.
+        dtype: a torch type or its name.
+        trust_remote_code: whether the model's own Python code may run.
+        attn_implementation: as in transformers.
+        head: `lm` for a causal language model, `value` or `score` for a sequence classifier, `steps` for a token
+            classifier. A `value` head that is not in the folder starts at 0, so that a critic can start from the
+            language model.
+        labels: outputs of a classifier's head.
 
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    # transformers' kernels for experts have no float64.
-    kernels = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    Raises:
+        ValueError: the model needs Python code of its own and may not run it, its family has no such classifier, or
+            weights are missing or of another shape (transformers would make them up).
+    """
+    dtype, options = _dtype_and_options(dtype)
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        kind = _kind(config, head)
-        loaded: Any = kind.from_pretrained(
+        model_class = _model_class(read_config(folder, trust_remote_code), head)
+        loaded: Any = model_class.from_pretrained(
             folder,
             **({} if head == "lm" else {"num_labels": labels}),
-            **kernels,
+            **options,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
@@ -80,26 +83,24 @@ def empty_model(
 ) -> Any:
     """Build the model of a Hugging Face folder on the meta device, from its config.json alone, in eval mode.
 
-    Parameters and the buffers that checkpoints hold have no values; tied parameters are one. The other buffers (rotary
-    tables and the like) are on the CPU and hold the values that transformers' `from_pretrained` gives them.
+    Parameters and persistent buffers have no values; tied parameters are one. The other buffers (rotary tables and the
+    like) are on the CPU and hold the values that transformers' `from_pretrained` gives them.
 
-    Arguments and errors are those of `build_model`; a quantised folder gives a plain model. A family that knows its own
-    attention alone is built with that.
+    Arguments and errors are those of `build_model`; a quantised folder gives a plain model. A family that supports only
+    its own attention is built with it.
     """
     from transformers import AutoConfig
     from transformers.initialization import meta_device_safe_creation_ops
 
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    # transformers' kernels for experts have no float64.
-    kernels = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    counted = {} if head == "lm" else {"num_labels": labels}
+    dtype, options = _dtype_and_options(dtype)
+    num_labels = {} if head == "lm" else {"num_labels": labels}
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
         config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True, **counted
+            folder, trust_remote_code=trust_remote_code, local_files_only=True, **num_labels
         )
-        kind = _kind(config, head)
+        model_class = _model_class(config, head)
         drop_quantization(config, folder)
-        make = partial(kind.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code, **kernels)
+        make = partial(model_class.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
         with torch.device("meta"), meta_device_safe_creation_ops():
             try:
                 model: Any = make(attn_implementation=attn_implementation)
@@ -115,62 +116,65 @@ def empty_model(
     return model.eval()
 
 
+def _dtype_and_options(dtype: str | torch.dtype) -> tuple[torch.dtype, dict[str, Any]]:
+    """Return the torch type, and options with which transformers computes in it."""
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    # transformers' kernels for experts do not support float64.
+    return dtype, {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+
+
 def scores_tokens(config: Any) -> bool:
-    """Tell by a config (transformers) whether its folder is a classifier of tokens, as process reward models are."""
+    """Return True if a transformers config names a token classifier, as process reward models are."""
     return any(name.endswith("ForTokenClassification") for name in getattr(config, "architectures", None) or [])
 
 
-def _kind(config: Any, head: str) -> Any:
-    """Return the class of transformers that builds a model with such a head."""
+def _model_class(config: Any, head: str) -> Any:
+    """Return the transformers class that builds a model with this head; errors as in `build_model`."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     if head == "lm":
         if scorers := [name for name in config.architectures or [] if name.endswith(SCORERS)]:
             raise ValueError(
-                f"its config.json names {scorers[0]}, a reward model, whose scores a language model would lose: take "
-                "the language model that it began as"
+                f"its config.json names {scorers[0]}, a reward model, and a language model would drop its score head: "
+                "take the language model that it was trained from"
             )
         return AutoModelForCausalLM
     if head == "steps" and type(config) not in AutoModelForTokenClassification._model_mapping:
         raise ValueError(
-            f"transformers has no classifier of tokens for {config.model_type}, which a process reward model is: take "
-            "a model of another family, such as llama or qwen2"
+            f"transformers has no token classifier for {config.model_type}, and a process reward model is one: take a "
+            "model of another family, such as llama or qwen2"
         )
     scores = head == "steps" or (head == "score" and scores_tokens(config))
-    kind = AutoModelForTokenClassification if scores else AutoModelForSequenceClassification
-    own = kind.__name__ in (getattr(config, "auto_map", None) or {})
-    if not own and type(config) not in kind._model_mapping:
+    found = AutoModelForTokenClassification if scores else AutoModelForSequenceClassification
+    own_code = found.__name__ in (getattr(config, "auto_map", None) or {})
+    if not own_code and type(config) not in found._model_mapping:
         raise ValueError(
             f"transformers has no classifier for {config.model_type}, whose head a critic or a reward model needs: "
             "--model.path must be a model of a family that has one, such as llama or qwen2"
         )
-    return kind
+    return found
 
 
 def check_head(folder: Path, head: str, trust_remote_code: bool = False) -> None:
     """Raise ValueError if the family of a Hugging Face folder has no such head (as in `build_model`)."""
-    from transformers import AutoConfig
-
-    with plain_errors(folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        _kind(config, head)
+    _model_class(read_config(folder, trust_remote_code), head)
 
 
 def _check_steps_head(model: Any) -> None:
-    """Check that a classifier of tokens has the head that a process reward model is read by.
+    """Check that a token classifier has the score head of a process reward model.
 
     Raises:
         ValueError: its head has another name.
     """
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise ValueError(
-            f"{type(model).__name__} has no linear head named score, by which a process reward model is read: take a "
-            "model of another family, such as llama or qwen2"
+            f"{type(model).__name__} has no linear head named score, which a process reward model needs: take a model "
+            "of another family, such as llama or qwen2"
         )
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place; what is on the meta device gets memory there, whose content is undefined.
+    """Move a model to a device, in place; tensors on the meta device get memory there, whose content is undefined.
 
     Parameters keep their identity, so that tied ones stay tied.
     """
@@ -179,7 +183,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
         return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
 
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    # By itself `_apply` would make two of a tied parameter.
+    # Without this `_apply` would make two parameters of a tied one.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model._apply(placed)
@@ -188,21 +192,21 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _keep_types(model: Any, dtype: Any) -> None:
-    """Give weights that a family keeps in float32 that type, as `from_pretrained` does."""
+    """Cast the weights that a family keeps in float32 to that type, as `from_pretrained` does."""
     for pattern, kept in model._get_dtype_plan(dtype).items():
         for module_name, module in model.named_modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
                     if tensor is None or not re.search(pattern.replace("*", ".*"), f"{module_name}.{name}"):
                         continue
                     if isinstance(tensor, torch.nn.Parameter):
                         tensor.data = tensor.data.to(kept)
                     else:
-                        held[name] = tensor.to(kept)
+                        tensors[name] = tensor.to(kept)
 
 
 def _fill_buffers(model: Any) -> None:
-    """Compute the buffers that no checkpoint holds as `from_pretrained` does: by the model's initialisation."""
+    """Compute the buffers that checkpoints do not hold as `from_pretrained` does: by the model's initialisation."""
     for module in model.modules():
         module._is_hf_initialized = False
         for name in module._non_persistent_buffers_set:
@@ -214,8 +218,8 @@ def _fill_buffers(model: Any) -> None:
 
 
 def _train_padding(model: Any) -> None:
-    # torch gives the padding token's embedding no gradient. A pack has no padding: in it that token, which may also be
-    # the end token, is an ordinary one.
+    # torch gives the padding token's embedding no gradient. A pack has no padding, and the padding token, which may be
+    # the end token as well, is an ordinary token in it.
     model.get_input_embeddings().padding_idx = None
 
 

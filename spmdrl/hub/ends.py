@@ -1,4 +1,4 @@
-"""The end tokens that a model's folder names."""
+"""The end tokens that a model's folder names, and the generation config with all of them."""
 
 import json
 from pathlib import Path
@@ -24,30 +24,29 @@ def named_ends(folder: Path) -> list[int]:
     if eos is None:
         file = "config.json"
         with plain_errors(folder):
-            own = json.loads((folder / file).read_text(encoding="utf-8"))
-            eos = own.get("eos_token_id", own.get("text_config", {}).get("eos_token_id"))
+            config = json.loads((folder / file).read_text(encoding="utf-8"))
+            eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [eos]
     if not all(i is None or (isinstance(i, int) and not isinstance(i, bool)) for i in ids):
-        raise ValueError(f"{folder}: its {file} names {ids} as end tokens, which are numbers")
+        raise ValueError(f"{folder}: its {file} names {ids} as end tokens: write their numbers")
     return [i for i in ids if i is not None]
 
 
 def generation_config(folder: Path, ends: tuple[int, ...]) -> bytes | None:
-    """Return the generation config of a model that ends its turns with `ends`, too; None: it needs none.
+    """Return the generation config that names `ends` as end tokens as well; None if the model needs none.
 
-    It is the folder's own, byte for byte, where that names them all. transformers stops at the tokens that it names and
-    at no others, the tokenizer's included.
+    It is the folder's own, byte for byte, if that names them all. transformers stops only at the tokens that it names,
+    not at the tokenizer's end token.
     """
     file = folder / GENERATION
     named = named_ends(folder)
     if set(ends) <= set(named):
         return file.read_bytes() if file.exists() else None
-    told: dict[str, Any] = {}
     if file.exists():
-        told = json.loads(file.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     else:
-        own = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = own.get("text_config") or own
-        told = {key: text[key] for key in ("bos_token_id", "pad_token_id") if text.get(key) is not None}
-    told["eos_token_id"] = [*named, *(end for end in ends if end not in named)]
-    return (json.dumps(told, indent=2) + "\n").encode()
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        content = {key: text[key] for key in ("bos_token_id", "pad_token_id") if text.get(key) is not None}
+    content["eos_token_id"] = [*named, *(end for end in ends if end not in named)]
+    return (json.dumps(content, indent=2) + "\n").encode()

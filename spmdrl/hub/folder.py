@@ -35,8 +35,8 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
     if not files:
         pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
         why = (
-            f"only pickled weights ({pickled[0]}), which are refused because loading them runs code: convert them to "
-            "safetensors where you trust them, with from_pretrained(...).save_pretrained(...)"
+            f"only pickled weights ({pickled[0]}), which are refused because loading them runs code: if you trust "
+            "them, convert them to safetensors with from_pretrained(...).save_pretrained(...)"
             if pickled
             else "no weights: model.safetensors is missing"
         )
@@ -45,7 +45,7 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
 
     for file in files:
         try:
-            with safe_open(file, framework="numpy"):  # reads the header and compares the size: finds a cut-off file
+            with safe_open(file, framework="numpy"):  # checks the header against the size, so finds a cut-off file
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again") from error
@@ -62,9 +62,9 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def plain_errors(folder: Path) -> Iterator[None]:
-    """Turn any error of a library about files in a model folder into a ValueError of one line that names our flag.
+    """Turn any error of a library about files in a model folder into a ValueError of one line that names the flag.
 
-    transformers, tokenizers and safetensors report unexpected input in many ways, down to a bare KeyError.
+    transformers, tokenizers and safetensors report bad input in many ways, down to a bare KeyError.
     """
     try:
         yield

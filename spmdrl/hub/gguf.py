@@ -10,12 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-CONVERSION = 2  # part of the name of a converted folder: raise it when the conversion writes something else
+CONVERSION = 2  # version of the conversion, part of the name of a converted folder
 LOCK_SECONDS = 1800.0
 
 
 def find_package_gguf(name: str) -> Path:
-    """Find the one GGUF file inside the installed package `name` (dashes count as underscores) without importing it."""
+    """Find the GGUF file inside the installed package `name` (dashes count as underscores) without importing it.
+
+    Raises:
+        ValueError: the package is not installed, or does not hold exactly one.
+    """
     module = name.replace("-", "_")
     if not module.isidentifier():
         raise ValueError(f"--model.path package:{name} names no package")
@@ -33,8 +37,8 @@ def find_package_gguf(name: str) -> Path:
 def from_gguf(file: Path) -> Path:
     """Return a folder with the GGUF's model as bfloat16 safetensors and its tokenizer, converted at the first call.
 
-    One process converts (SmolLM2-135M: about 15 s), others wait at a file lock. The folder appears by a rename,
-    complete or not at all, and its name carries the hash of the file.
+    One process converts (SmolLM2-135M: about 15 s) while others wait for a file lock. The folder appears by a rename,
+    complete or not at all, and its name contains the hash of the file.
     """
     folder = cache() / "models" / f"{file.stem}-{digest(file)}"
     if folder.is_dir():
@@ -52,7 +56,7 @@ def from_gguf(file: Path) -> Path:
             temporary.chmod(0o755)
             os.rename(temporary, folder)
         except OSError:
-            if not folder.is_dir():  # another host may have won where locks do not reach across the network
+            if not folder.is_dir():  # another host may have made it where file locks do not work across the network
                 raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -62,9 +66,12 @@ def from_gguf(file: Path) -> Path:
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF into `folder` (config, generation config, safetensors, tokenizer).
 
-    The tensors are dequantized by transformers' GGUF reader and put into a model made from the configuration alone:
-    a model from `from_pretrained(gguf_file=...)` keeps a quantization config that save_pretrained refuses, and needs
-    accelerate. Raises ValueError for a GGUF that transformers cannot read.
+    transformers' GGUF reader dequantises the tensors, which are put into a model made from the configuration alone:
+    `from_pretrained(gguf_file=...)` needs accelerate, and its model keeps a quantization config that save_pretrained
+    refuses.
+
+    Raises:
+        ValueError: transformers cannot read the GGUF.
     """
     import torch
     from safetensors.torch import save_file
@@ -75,15 +82,15 @@ def convert_gguf(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         vars(config).pop("quantization_config", None)
-        with torch.random.fork_rng(devices=[]):  # a first run must draw the same numbers as one that finds the cache
+        with torch.random.fork_rng(devices=[]):  # a run that converts must draw the same numbers as one that does not
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    except Exception as error:  # the readers report unexpected bytes in many ways
+    except Exception as error:  # the readers report bad files in many ways
         raise ValueError(f"cannot read {file} ({type(error).__name__}: {error})") from error
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:
-        raise ValueError(f"{file}: tensors missing {sorted(set(missing) - tied)[:4]}, without a place {unexpected[:4]}")
+        raise ValueError(f"{file}: tensors missing {sorted(set(missing) - tied)[:4]}, unexpected {unexpected[:4]}")
     model.tie_weights()
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -106,7 +113,7 @@ def cache() -> Path:
 
 
 def digest(file: Path) -> str:
-    """Return 16 hex digits for the content of `file` and the version of the conversion."""
+    """Return a hash of the content of `file` and the version of the conversion, 16 hex digits."""
     import xxhash
 
     state = xxhash.xxh3_128(f"spmdrl gguf {CONVERSION}".encode())
@@ -118,7 +125,7 @@ def digest(file: Path) -> str:
 
 @contextmanager
 def lock(file: Path) -> Iterator[None]:
-    """Hold `file` as a lock between processes. Raises TimeoutError that names it; a holder's death releases it."""
+    """Hold `file` as a lock between processes, which the end of its holder releases. Raises TimeoutError."""
     from filelock import FileLock, Timeout
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -126,4 +133,4 @@ def lock(file: Path) -> Iterator[None]:
         with FileLock(file, timeout=LOCK_SECONDS):
             yield
     except Timeout:
-        raise TimeoutError(f"waited {LOCK_SECONDS:.0f} s for the process that holds {file}") from None
+        raise TimeoutError(f"waited {LOCK_SECONDS:.0f} s for the process that holds the lock {file}") from None

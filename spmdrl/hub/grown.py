@@ -1,8 +1,7 @@
-"""A model's folder with tokens added to its tokenizer, made once and kept in the cache.
+"""Makes a model's folder with tokens added to its tokenizer, once, and keeps it in the cache.
 
-The row of a new token in a table of embeddings is the mean of the tokenizer's other ones, so that it is neither
-likelier nor unlikelier than others at the start. It may be one that pads the table already, or the table gets longer.
-All other files of weights are links to those of the model.
+A new token's row in an embedding table is the mean of the other tokens' rows, so that it starts as likely as an average
+token. It replaces a row that pads the table, or is appended. All other weight files are links to those of the model.
 """
 
 import hashlib
@@ -22,27 +21,27 @@ log = logging.getLogger(__name__)
 
 TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "lm_head.weight")
 TABLES += ("embed_out.weight", "output_layer.weight")
-"""Endings of the names of tables with a row for each token."""
+"""Suffixes of the names of tables with a row for each token."""
 FORM = 2
-"""Number of the rule by which rows are made: folders of another one are not taken."""
+"""Version of the rule by which rows are made, part of a folder's name."""
 INDEX = "model.safetensors.index.json"
 
 
 def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool = False) -> Path:
     """Return the folder of a model whose tokenizer holds `tokens`, each as one special token.
 
-    The model's own folder where it holds them all. May be called by several processes at once.
+    It is the model's own folder if that holds them all. Several processes may call this at once.
 
     Raises:
-        ValueError: a table of embeddings cannot be told from its name.
+        ValueError: no embedding table is recognised by its name.
     """
     tokenizer = load_tokenizer(folder, trust_remote_code)
-    held = tokenizer.get_added_vocab()
-    fresh = [token for token in dict.fromkeys(tokens) if token not in held]
-    if not fresh:
+    present = tokenizer.get_added_vocab()
+    added = [token for token in dict.fromkeys(tokens) if token not in present]
+    if not added:
         return folder
     stat = (folder / "config.json").stat()
-    key = json.dumps([FORM, str(folder.resolve()), stat.st_mtime_ns, fresh])
+    key = json.dumps([FORM, str(folder.resolve()), stat.st_mtime_ns, added])
     place = cache() / "models" / f"{folder.name}-grown-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if place.is_dir():
         return place
@@ -50,7 +49,7 @@ def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool =
         if not place.is_dir():
             temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
             try:
-                _grow(folder, temporary, tokenizer, fresh)
+                _grow(folder, temporary, tokenizer, added)
                 temporary.chmod(0o755)
                 os.rename(temporary, place)
             finally:
@@ -58,19 +57,19 @@ def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool =
     return place
 
 
-def _grow(folder: Path, place: Path, tokenizer, fresh: list[str]) -> None:
-    """Write tokenizer, configuration and tables into `place`, and links to everything else."""
+def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
+    """Write tokenizer, configuration and tables into `place`, with copies of or links to all other files."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
     old = sorted(set(tokenizer.get_vocab().values()))
-    tokenizer.add_tokens(fresh, special_tokens=True)
-    new = tokenizer.convert_tokens_to_ids(fresh)
+    tokenizer.add_tokens(added, special_tokens=True)
+    new = tokenizer.convert_tokens_to_ids(added)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config if "vocab_size" in config else config.get("text_config", {})
     before, size = int(text["vocab_size"]), max(int(text["vocab_size"]), len(tokenizer), *(i + 1 for i in new))
     text["vocab_size"] = size
-    log.info("adding %d tokens to %s: %d rows of embeddings become %d", len(fresh), folder, before, size)
+    log.info("adding %d tokens to %s: %d rows of embeddings become %d", len(added), folder, before, size)
     tokenizer.save_pretrained(place)
     (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     grown = 0
@@ -92,15 +91,15 @@ def _grow(folder: Path, place: Path, tokenizer, fresh: list[str]) -> None:
             grown += 1
         save_file(found, place / file.name, {"format": "pt"})
     if not grown:
-        raise ValueError(f"{folder}: no table of embeddings is found among its weights, so that none can get new rows")
+        raise ValueError(f"{folder}: no table of embeddings is found among its weights, so tokens cannot be added")
     if (folder / INDEX).is_file():
         shutil.copy(folder / INDEX, place / INDEX)
 
 
 def _with_rows(table_VD: torch.Tensor, before: int, size: int, old: list[int], new: list[int]) -> torch.Tensor:
-    """Return a table of `size` rows in which those of `new` tokens are the mean of those of `old` ones.
+    """Return a table of `size` rows in which the rows of `new` tokens are the mean row of `old` tokens.
 
-    before: rows of the table that the model reads.
+    before: number of rows that the model reads of the given table.
     """
     table_VD = table_VD[:before]
     mean_D = table_VD[[i for i in old if i < before]].double().mean(0).to(table_VD.dtype)

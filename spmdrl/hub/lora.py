@@ -12,6 +12,7 @@ from torch import nn
 
 from spmdrl.config.schema import LoraConfig
 from spmdrl.hub.build import decoder_layers
+from spmdrl.hub.folder import read_config
 from spmdrl.spmd.seeds import seed_for
 
 ALL_LINEAR = "all-linear"
@@ -27,7 +28,7 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without PEFT's additions: the original name; of an adapter the name in PEFT's files."""
+    """Return a parameter's name without PEFT's additions: its original name, or an adapter's name in PEFT's files."""
     return name.replace(".base_layer.", ".").replace(".default.weight", ".weight")
 
 
@@ -38,23 +39,23 @@ def partner(name: str) -> tuple[str, str]:
 
 
 def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
-    """Return the last name components of the decoder layers' linear layers to adapt.
+    """Return the last name components of the decoder's linear layers to adapt.
 
     Only linear layers can have adapters; experts that transformers packs into one parameter cannot.
 
     Raises:
-        ValueError: a target is none of the linear layers, or one whose adapter the model's forward would pass by.
+        ValueError: a target is no linear layer, or one whose adapter the model's forward would ignore.
     """
-    passed_by = ("out_proj",) if hf.config.model_type in FUSED_MIXERS else ()
+    ignored = ("out_proj",) if hf.config.model_type in FUSED_MIXERS else ()
     named = [(name.rpartition(".")[2], type(m) is nn.Linear) for name, m in decoder_layers(hf).named_modules()]
-    # PEFT goes by names alone: the 0 of a sequence of layers is every 0.
+    # PEFT matches by name only: `0` in one sequence of layers is `0` in every one.
     others = {name for name, is_linear in named if not is_linear}
     linear = {name: True for name, is_linear in named if is_linear and name not in others}
-    wrong = [name for name in targets if name in passed_by]
+    wrong = [name for name in targets if name in ignored]
     if wrong:
         raise ValueError(
             f"--lora.targets {' '.join(wrong)}: the fused kernels of {hf.config.model_type} read this layer's weight "
-            "alone, without an adapter; leave it out"
+            "and ignore an adapter; leave it out"
         )
     unknown = [name for name in targets if name != ALL_LINEAR and name not in linear]
     if unknown or not linear:
@@ -62,30 +63,30 @@ def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
             f"--lora.targets {' '.join(unknown or targets)}: no linear layer of the decoder has that name; this model "
             f"has {', '.join(linear) or 'none'} (experts packed into one parameter take no adapter), or {ALL_LINEAR}"
         )
-    return sorted(linear.keys() - set(passed_by) if ALL_LINEAR in targets else set(targets))
+    return sorted(linear.keys() - set(ignored) if ALL_LINEAR in targets else set(targets))
 
 
 def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]) -> list[str]:
     """Return `target_modules` of the model in a HF folder, without reading its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    config = read_config(folder, trust_remote_code)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return target_modules(hf, targets)
 
 
 def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool = False):
-    """Put adapters of `dtype` into a HF model, in place; returns PEFT's LoraConfig, with which PEFT opens their file.
+    """Add adapters of `dtype` to a HF model, in place; returns PEFT's LoraConfig, with which PEFT opens their file.
 
-    They start at `initial_values`, except in a model on the meta device, where they are there as well.
+    They start at `initial_values`; in a model on the meta device they are on it as well.
 
     Args:
         hf: a model whose layers are not sharded.
         cfg: rank, alpha, targets.
         seed: the run's seed.
         dtype: type of the adapters.
-        scaled: B will be loaded already multiplied by alpha / r, as pushes send it.
+        scaled: True if B will be loaded already multiplied by alpha / r, as pushes send it.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -97,12 +98,12 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    told = config_for_peft(config, hf)
+    saved_config = config_for_peft(config, hf)
     frozen = {name: p.dtype for name, p in hf.named_parameters()}
     empty = next(hf.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
-        # Into the layers and not into the model: for a model with experts PEFT would take `down_proj` and the like for
-        # the packed experts of older checkpoints, and adapt those parameters in place of the linear layers.
+        # Into the layers, not into the model: given a model with experts PEFT would take `down_proj` and the like for
+        # the packed experts of older checkpoints, and adapt those parameters instead of the linear layers.
         inject_adapter_in_model(config, decoder_layers(hf), low_cpu_mem_usage=empty)
     for name, p in hf.named_parameters():
         name = plain_name(name)
@@ -112,45 +113,45 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
         p.data = p.data.to(dtype)
         if not empty:
             p.data.copy_(initial_values(name, tuple(p.shape), seed))
-    return told
+    return saved_config
 
 
 def config_for_peft(config: Any, hf: Any) -> Any:
     """Return the settings with which PEFT adapts the linear layers of `config` when it opens the model.
 
-    PEFT takes some names (`down_proj`) for the packed experts of a model; linear layers of these names are named one by
-    one, by their weights.
+    PEFT takes some names (`down_proj`) for the packed experts of a model; linear layers with such a name are listed one
+    by one, as parameters.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    def taken(name: str) -> bool:
-        alone = copy.deepcopy(config)
-        alone.target_modules = {name}
+    def means_experts(name: str) -> bool:
+        single = copy.deepcopy(config)
+        single.target_modules = {name}
         try:
-            convert_peft_config_for_transformers(alone, model=hf, conversions=None)
+            convert_peft_config_for_transformers(single, model=hf, conversions=None)
         except ValueError:
             return True  # one of two names that make one parameter of the experts
-        return name not in alone.target_modules
+        return name not in single.target_modules
 
-    named = {name for name in config.target_modules if taken(name)}
+    ambiguous = {name for name in config.target_modules if means_experts(name)}
     out = copy.deepcopy(config)
-    if named:
+    if ambiguous:
         inside = {id(m) for m in decoder_layers(hf).modules()}
-        out.target_modules = set(config.target_modules) - named
+        out.target_modules = set(config.target_modules) - ambiguous
         out.target_parameters = [
             f"{name}.weight"
             for name, m in hf.named_modules()
-            if id(m) in inside and type(m) is nn.Linear and name.rpartition(".")[2] in named
+            if id(m) in inside and type(m) is nn.Linear and name.rpartition(".")[2] in ambiguous
         ]
     return out
 
 
 def initial_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return the values with which a whole adapter starts, float64 on the CPU: B is 0.
+    """Return the initial values of a whole adapter, float64 on the CPU: B is 0.
 
-    A is drawn from the run's seed and the layer's name: the same on every rank, for any number of ranks.
+    A is drawn from the run's seed and the layer's name, so it is the same on every rank, for any number of ranks.
 
-    name: of an adapter, as `plain_name` gives it.
+    name: of the adapter, as `plain_name` returns it.
     """
     if ".lora_A." not in name:
         return torch.zeros(shape, dtype=torch.float64)
@@ -162,11 +163,11 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Run exactly the base model inside this context: adapters are skipped."""
+    """Skip the adapters inside this context, so that exactly the base model runs."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    # Not enable_adapters(): it changes requires_grad, which must stay as it was when the model was sharded.
+    # enable_adapters() would change requires_grad, which must stay as it was when the model was sharded.
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: the one form that is read, fp8 with a scale for each block, and the refusal of all others."""
+"""Quantised checkpoints: fp8 with a scale for each block is read, every other form is refused."""
 
 import json
 from pathlib import Path
@@ -11,17 +11,15 @@ def fp8_blocks(folder: Path) -> tuple[int, int] | None:
     Raises:
         ValueError: another method of quantisation.
     """
-    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = told.get("quantization_config") or (told.get("text_config") or {}).get("quantization_config")
-    if not found:
-        return None
-    return blocks_of(found, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return blocks_of(found, folder) if found else None
 
 
 def blocks_of(settings: Any, folder: Path) -> tuple[int, int]:
     """Return the blocks that a `quantization_config` describes (a dict, or transformers' object); errors as above."""
-    told = settings if isinstance(settings, dict) else settings.to_dict()
-    method, blocks = str(told.get("quant_method")), told.get("weight_block_size")
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method, blocks = str(settings.get("quant_method")), settings.get("weight_block_size")
     if method != "fp8":
         raise ValueError(
             f"{folder} is quantised by {method}: models are read in plain floating point, or in fp8 with a scale for "
@@ -43,7 +41,7 @@ def drop_quantization(config: Any, folder: Path) -> Any:
     Weights are dequantised as they are read, so neither the model nor its checkpoints are quantised.
 
     Raises:
-        ValueError: a method of quantisation whose weights cannot be read.
+        ValueError: weights quantised by this method cannot be read.
     """
     for each in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(each, "quantization_config", None):

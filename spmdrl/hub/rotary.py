@@ -1,20 +1,20 @@
-"""Rotary embeddings whose frequencies depend on the length of a sequence, as a model's config tells of them."""
+"""Rotary embeddings whose frequencies depend on the length of a sequence, as declared in a model's config."""
 
 from typing import Any, TypeGuard
 
 
 def moves(kind: Any) -> TypeGuard[str]:
-    """Tell whether frequencies of a rope type depend on the length of a sequence."""
+    """Return True if the frequencies of a rope type depend on the length of a sequence."""
     return isinstance(kind, str) and (kind == "longrope" or grows(kind))
 
 
 def grows(kind: str) -> bool:
-    """Tell whether each length has frequencies of its own, beyond the length at which they begin to change."""
+    """Return True if each length has its own frequencies, beyond the length at which they begin to change."""
     return "dynamic" in kind
 
 
 def limits(hf_config: Any) -> dict[str, int]:
-    """Return rope type -> tokens of a sequence beyond which its frequencies change, for the types that do so.
+    """Return rope type -> length in tokens beyond which its frequencies change, for the types that change them.
 
     `longrope` takes one set of factors up to that length and another beyond it; `dynamic` grows with the length
     (transformers, `modeling_rope_utils.py`).
@@ -26,7 +26,7 @@ def limits(hf_config: Any) -> dict[str, int]:
 
 
 def _limits(rope: Any, positions: int) -> dict[str, int]:
-    """Some configs hold one dict, some one for each type of layer."""
+    # Some configs hold one dict, others one for each type of layer.
     if not isinstance(rope, dict):
         return {}
     kind, found = rope.get("rope_type", rope.get("type")), {}

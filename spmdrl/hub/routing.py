@@ -1,10 +1,10 @@
 """Routing replay: a mixture of experts trains with the experts that the engine chose ("R3",
 https://arxiv.org/abs/2510.11370).
 
-Which experts a token is sent to is a hard choice: between engine and trainer, and from one update to the next, rounding
-alone turns it, and the ratio of probabilities with it (https://arxiv.org/abs/2507.18071). Here the choice
-is recorded when a token is sampled and repeated in training. Only the choice is: the weights of the chosen experts come
-from the trainer's own router, by the model's own formula, so its gradient is whole.
+A router's choice of experts is discrete: rounding alone may change it between engine and trainer, and from one update
+to the next, and with it the ratio of probabilities (https://arxiv.org/abs/2507.18071). Here the choice is recorded when
+a token is sampled and repeated in training. The weights of the chosen experts still come from the trainer's own router,
+by the model's own formula, so the gradient is complete.
 
 A router of transformers chooses by one `topk` over its experts. Choices are recorded and replaced at that call, which
 is the same for softmax and sigmoid, with or without bias, groups and normalization.
@@ -22,68 +22,70 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from spmdrl.hub.folder import plain_errors, read_config
+
 FREE = -1
-"""Stands in place of an expert: the router chooses freely."""
+"""Value in place of an expert's number for a choice that is left to the router."""
 FLAG = "--rollout.routing-replay"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The layers of a model with experts, and the number of experts that a token is sent to."""
+    """The layers of a model with experts, and the number of experts of each token."""
 
     layers: tuple[int, ...]
-    """Numbers of the decoder layers that have one."""
+    """Numbers of the decoder layers that have experts."""
     top_k: int
 
     @property
     def width(self) -> int:
-        """Choices of one token, L * K: columns of `Episode.experts`."""
+        """Choices for one token, L * K: columns of `Episode.experts`."""
         return len(self.layers) * self.top_k
 
 
 class _Choice(TorchFunctionMode):
-    """Records the choice in one router's forward, and replaces it by prescribed experts."""
+    """Records the choice in one router's forward, and replaces it by prescribed experts if there are any."""
 
-    def __init__(self, router: Any, told_SK: torch.Tensor | None):
+    def __init__(self, router: Any, prescribed_SK: torch.Tensor | None):
         super().__init__()
-        self.experts, self.top_k, self.told, self.chosen = router.num_experts, router.top_k, told_SK, None
+        self.experts, self.top_k, self.prescribed, self.chosen = router.num_experts, router.top_k, prescribed_SK, None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run one operation of the router; the choosing `topk` is recorded and replaced."""
+        """Run one operation of the router; record and replace the `topk` that chooses experts."""
         out = func(*args, **(kwargs or {}))
-        # Groups of experts are chosen by topk too, but over three-dimensional scores or another number of choices.
+        # Groups of experts are chosen by topk as well, but over 3-dimensional scores or another number of choices.
         if getattr(func, "__name__", "") != "topk" or out[1].dim() != 2 or out[1].shape[1] != self.top_k:
             return out
         scores_SE = args[0]
         if scores_SE.shape[1] != self.experts:
             return out
         self.chosen = out[1]
-        if self.told is None:
+        if self.prescribed is None:
             return out
-        self.chosen = torch.where(self.told >= 0, self.told.long(), out[1])
+        self.chosen = torch.where(self.prescribed >= 0, self.prescribed.long(), out[1])
         return torch.return_types.topk((scores_SE.gather(1, self.chosen), self.chosen))  # type: ignore[attr-defined]
 
 
 class Routers:
-    """Makes the routers of a HF model recordable, and able to follow prescribed choices."""
+    """Records the choices of a HF model's routers, and replaces them by prescribed ones."""
 
     def __init__(self, hf: Any, recording: bool = False):
         """Patch the routers, before the model is sharded. recording: keep the choices for `take`.
 
         Raises:
-            ValueError: no router is found, or one of an unsupported kind.
+            ValueError: the model has no router, or one of an unsupported kind.
         """
         self.recording = recording
         self.last: dict[int, torch.Tensor] = {}
         found = [(name, m) for name, m in hf.named_modules() if _is_router(m)]
         if not found:
             raise ValueError(
-                f"{FLAG}: no router was found in {type(hf).__name__}; it is for models with experts, leave it off"
+                f"{FLAG}: no router was found in {type(hf).__name__}; the flag is for models with experts, leave it off"
             )
         if any(getattr(m, "topk_method", "") == "group_limited_greedy" for _, m in found):
             raise ValueError(
-                f"{FLAG}: {type(hf).__name__} gives no weight to experts outside of the groups that it would choose "
-                "itself (topk_method group_limited_greedy), so another choice cannot be replayed; leave it off"
+                f"{FLAG}: {type(hf).__name__} gives no weight to experts outside of the groups that its router "
+                "chose (topk_method group_limited_greedy), so another choice cannot be replayed; leave it off"
             )
         assert len({m.top_k for _, m in found}) == 1, "all routers of a model choose as many experts"
         layers = []
@@ -94,11 +96,11 @@ class Routers:
             router.forward = partial(self._route, place, router, router.forward)
             # Inside the layer's forward, which activation checkpointing runs again with the same arguments.
             layer = hf.get_submodule(name[: path.end() - 1])
-            layer.forward = partial(_tell, router, place, layer.forward)
+            layer.forward = partial(_prescribe, router, place, layer.forward)
         self.experts = Experts(tuple(layers), found[0][1].top_k)
 
     def _route(self, place: int, router: Any, forward, *args, **kwargs):
-        with _Choice(router, getattr(router, "told", None)) as choice:
+        with _Choice(router, getattr(router, "prescribed", None)) as choice:
             out = forward(*args, **kwargs)
         if choice.chosen is None:
             raise ValueError(f"{FLAG}: {type(router).__name__} does not choose by topk; leave it off for this model")
@@ -107,7 +109,7 @@ class Routers:
         return out
 
     def take(self) -> torch.Tensor:
-        """Return the choices of the last forward, int16 [S, L, K] on the host; only if made with `recording`."""
+        """Return the choices of the last forward, int16 [S, L, K] on the host; needs `recording`."""
         taken = torch.stack([self.last[place] for place in range(len(self.experts.layers))], 1)
         self.last = {}
         return taken.to("cpu", torch.int16)
@@ -118,22 +120,16 @@ def _is_router(module: nn.Module) -> bool:
     return name.endswith(("Router", "Gate")) and hasattr(module, "top_k") and hasattr(module, "num_experts")
 
 
-def _tell(router: Any, place: int, forward, *args, **kwargs):
-    told_SLK = getattr(kwargs.get("packing"), "experts", None)
-    router.told = None if told_SLK is None else told_SLK[:, place]
+def _prescribe(router: Any, place: int, forward, *args, **kwargs):
+    experts_SLK = getattr(kwargs.get("packing"), "experts", None)
+    router.prescribed = None if experts_SLK is None else experts_SLK[:, place]
     return forward(*args, **kwargs)
 
 
 def experts_of(folder: Path, trust_remote_code: bool = False) -> Experts:
-    """Describe the experts of the model in a HF folder; no weights are read.
+    """Return the experts of the model in a HF folder, without reading weights. Raises ValueError as `Routers` does."""
+    from transformers import AutoModelForCausalLM
 
-    Raises:
-        ValueError: as in `Routers`.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from spmdrl.hub.folder import plain_errors
-
+    config = read_config(folder, trust_remote_code)
     with plain_errors(folder), torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return Routers(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)).experts

