@@ -1,17 +1,18 @@
 """The science: pure functions on tensors. No process groups, no configuration, nothing from the rooms above.
 
-Call advantages and losses through their dicts, because one of each is named `reinforce`.
+Call advantages and losses through the rows of their dicts, because one of each is named `reinforce`.
 
 advantages.py         outcome advantages: one number for each sequence
 credit.py             advantages by token; reward and cost combined
 turns.py              advantages by turn
 tree.py               which token and turn follows which, and sums along them
-estimators.py         the dict of all advantage estimators
+estimators.py         a row for each advantage estimator: function, inputs
 samples.py            inputs of an estimator
-losses.py             policy losses token by token
+losses.py             policy losses token by token; a row for each loss: function, aggregation, scope
 sequence_losses.py    policy losses of whole sequences
 covariance_losses.py  KL-Cov, Clip-Cov
 divergence_losses.py  DPPO
+rows.py               what a function says of itself: settings, paper
 loss_inputs.py        inputs and results of a loss
 selection.py          selects the tokens that KL-Cov and Clip-Cov hold back, over all ranks
 aggregate.py          reduces per-token losses to one number
@@ -36,25 +37,22 @@ from spmdrl.algos.correction import (
     reject_sequences,
 )
 from spmdrl.algos.credit import lagrangian
-from spmdrl.algos.estimators import ADVANTAGES, GROUPLESS, NEEDS
+from spmdrl.algos.estimators import ADVANTAGES, Advantage
 from spmdrl.algos.kl import KL_KINDS, adaptive_coef, kl_estimate
-from spmdrl.algos.losses import AGGREGATION_OF, LOSSES, SEQUENCE_LOSSES, LossInputs, LossResult
+from spmdrl.algos.losses import LOSSES, Loss, LossInputs, LossResult
 from spmdrl.algos.notebook import compute_advantages, compute_kl, compute_loss, correction_weights
 from spmdrl.algos.samples import Samples
-from spmdrl.algos.selection import SELECTIONS, Selecting
+from spmdrl.algos.selection import Selecting
 from spmdrl.algos.value import dual_step, implicit_reward_loss, implicit_rewards, positive_nll, value_loss
 
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
-    "AGGREGATION_OF",
     "CORRECTIONS",
-    "GROUPLESS",
     "KL_KINDS",
     "LOSSES",
-    "NEEDS",
-    "SELECTIONS",
-    "SEQUENCE_LOSSES",
+    "Advantage",
+    "Loss",
     "LossInputs",
     "LossResult",
     "Samples",

@@ -80,6 +80,6 @@ def _selected(x: LossInputs, name: str) -> torch.Tensor:
     if x.selected is None:
         raise ValueError(
             f"{name} needs `selected`: which tokens it holds back is chosen over the whole batch first, by "
-            f'SELECTIONS["{name}"] of spmdrl.algos.selection'
+            f"select_{name} of spmdrl.algos.selection"
         )
     return x.selected & x.mask

@@ -1,72 +1,57 @@
-"""All advantage estimators by name, with the inputs and settings that each takes."""
+"""All advantage estimators by name, with the inputs that each takes."""
 
-import difflib
-import inspect
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from spmdrl.algos import advantages, credit, turns
 from spmdrl.algos.samples import Result
 
-ADVANTAGES: dict[str, Callable[..., Result]] = {
-    "gae": credit.gae,
-    "grpo": advantages.grpo,
-    "dr_grpo": advantages.dr_grpo,
-    "rloo": advantages.rloo,
-    "reinforce": advantages.reinforce,
-    "remax": credit.remax,
-    "reinforce_plus_plus": credit.reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
-    "opo": advantages.opo,
-    "gpg": advantages.gpg,
-    "grpo_pass_k": advantages.grpo_pass_k,
-    "gdpo": advantages.gdpo,
-    "optimal_token_baseline": credit.optimal_token_baseline,
-    "gigpo": turns.gigpo,
-    "win_rate": advantages.win_rate,
-    "per_token": credit.per_token,
-    "prime": credit.prime,
-    "grpo_process": credit.grpo_process,
-    "turn_rloo": turns.turn_rloo,
-    "turn_gae": turns.turn_gae,
+
+@dataclass(frozen=True)
+class Advantage:
+    """One advantage estimator: its function, whose keyword-only parameters are its settings, and its inputs.
+
+    The paper stands in the function's docstring (`rows.paper_of`).
+    """
+
+    function: Callable[..., Result]
+    needs: tuple[str, ...] = ()
+    """Fields of Samples without which it raises."""
+    reads: tuple[str, ...] = ()
+    """Further fields that it reads where there are any."""
+    compares: bool = True
+    """It compares the samples of a group. Others do not look at `group`."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of Samples that it looks at beside rewards and groups."""
+        return (*self.needs, *self.reads)
+
+
+def own_advantage(function: Callable[..., Result]) -> Advantage:
+    """The row of a user's own function; its attribute `needs` names the fields of Samples that it cannot do without."""
+    return Advantage(function, needs=getattr(function, "needs", ()), compares=False)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "gae": Advantage(credit.gae, needs=("values",), compares=False),
+    "grpo": Advantage(advantages.grpo),
+    "dr_grpo": Advantage(advantages.dr_grpo),
+    "rloo": Advantage(advantages.rloo),
+    "reinforce": Advantage(advantages.reinforce, compares=False),
+    "remax": Advantage(credit.remax, needs=("baseline",), compares=False),
+    "reinforce_plus_plus": Advantage(credit.reinforce_plus_plus, compares=False),
+    "reinforce_plus_plus_baseline": Advantage(advantages.reinforce_plus_plus_baseline),
+    "opo": Advantage(advantages.opo),
+    "gpg": Advantage(advantages.gpg),
+    "grpo_pass_k": Advantage(advantages.grpo_pass_k),
+    "gdpo": Advantage(advantages.gdpo, reads=("parts",)),
+    "optimal_token_baseline": Advantage(credit.optimal_token_baseline, needs=("logp", "collision")),
+    "gigpo": Advantage(turns.gigpo, reads=("turn", "state", "parent")),
+    "win_rate": Advantage(advantages.win_rate),
+    "per_token": Advantage(credit.per_token, compares=False),
+    "prime": Advantage(credit.prime, needs=("process",)),
+    "grpo_process": Advantage(credit.grpo_process, needs=("process", "ends")),
+    "turn_rloo": Advantage(turns.turn_rloo, reads=("turn", "parent")),
+    "turn_gae": Advantage(turns.turn_gae, needs=("values",), reads=("turn", "parent"), compares=False),
 }
-
-NEEDS: dict[str, tuple[str, ...]] = {
-    "gae": ("values",),
-    "remax": ("baseline",),
-    "optimal_token_baseline": ("logp", "collision"),
-    "prime": ("process",),
-    "grpo_process": ("process", "ends"),
-    "turn_gae": ("values",),
-}
-"""Fields of Samples without which an estimator raises; one that is not here needs none."""
-READS: dict[str, tuple[str, ...]] = {
-    "gigpo": ("turn", "state", "parent"),
-    "turn_rloo": ("turn", "parent"),
-    "turn_gae": ("turn", "parent"),
-}
-"""Fields that an estimator reads where there are any."""
-
-GROUPLESS = frozenset({"gae", "remax", "reinforce", "reinforce_plus_plus", "per_token", "turn_gae"})
-"""Estimators that do not look at `group`."""
-
-F = TypeVar("F")
-
-
-def find(name: str, table: Mapping[str, F], what: str) -> F:
-    """table[name]. ValueError: no such name; the message has the nearest one and the list."""
-    if name in table:
-        return table[name]
-    raise ValueError(f"unknown {what} {name!r}{nearest(name, table)}: choose one of {', '.join(table)}")
-
-
-def settings_of(function: Callable) -> dict[str, object]:
-    """Keyword-only parameters of a function of algos/, with their defaults."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-def nearest(name: str, known) -> str:
-    """`, did you mean ...?` for a name that is close to a known one, else nothing."""
-    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -35,7 +35,7 @@ class LossInputs:
     weights: torch.Tensor | None = None
     """Importance weights that multiply the loss (correction for rollout_logp != old_logp), no gradient."""
     selected: torch.Tensor | None = None
-    """bool: tokens picked out over the whole batch beforehand (`selection.py`), for the losses in SELECTIONS."""
+    """bool: tokens picked out over the whole batch beforehand (`selection.py`), for the losses with a `select`."""
 
 
 def masked(value_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:

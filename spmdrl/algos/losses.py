@@ -11,6 +11,8 @@ the files beside it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -28,17 +30,10 @@ from spmdrl.algos.loss_inputs import (
     ratio_stats,
     weighted,
 )
+from spmdrl.algos.selection import select_clip_cov, select_kl_cov
 from spmdrl.algos.sequence_losses import gmpo, gspo, gspo_token, sppo
 
-__all__ = [
-    "AGGREGATION_OF",
-    "LOG_RATIO_LIMIT",
-    "LOSSES",
-    "SEQUENCE_LOSSES",
-    "TOKEN_LOSSES",
-    "LossInputs",
-    "LossResult",
-]
+__all__ = ["LOG_RATIO_LIMIT", "LOSSES", "Loss", "LossInputs", "LossResult", "own_loss"]
 
 
 def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossResult:
@@ -150,45 +145,48 @@ def gpg(x: LossInputs) -> LossResult:
     return reinforce(x)
 
 
-LOSSES: dict[str, Callable[..., LossResult]] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "kl_cov": kl_cov,
-    "clip_cov": clip_cov,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "dro": dro,
-    "sppo": sppo,
-    "gpg": gpg,
-    "reinforce": reinforce,
+@dataclass(frozen=True)
+class Loss:
+    """One policy loss: its function, whose keyword-only parameters are its settings, and the facts that others ask for.
+
+    The paper stands in the function's docstring (`rows.paper_of`).
+    """
+
+    function: Callable[..., LossResult]
+    aggregation: str = "token-mean"
+    """Aggregation of the loss's paper, for a run that asks for no other."""
+    scope: Literal["token", "sequence", "one per sequence"] = "token"
+    """Tokens whose logp the loss of a token depends on: its own alone, or all of its sequence. `one per sequence`: all
+    unmasked tokens of a sequence have the same loss (gspo's where advantages are equal), of which only the mean over
+    sequences has a meaning, so the run's aggregation is always that of the row."""
+    select: Callable[..., torch.Tensor] | None = None
+    """Selects tokens over the whole batch beforehand, for `LossInputs.selected`; takes the settings of the loss."""
+    has_ratio: bool = True
+    """It weighs tokens by the ratio of the policy to old_logp, or by their distance."""
+    skips: bool = True
+    """A sequence whose advantage is 0 adds nothing, and may be left out of the forward."""
+
+
+def own_loss(function: Callable[..., LossResult]) -> Loss:
+    """The row of a user's own function; its attribute `token_separable` says that each token counts for itself."""
+    return Loss(function, scope="token" if getattr(function, "token_separable", False) else "sequence", skips=False)
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo": Loss(ppo),
+    "gspo": Loss(gspo, "seq-mean-token-mean", "one per sequence", skips=False),
+    "gspo_token": Loss(gspo_token, "seq-mean-token-mean", "sequence"),
+    "cispo": Loss(cispo),
+    "sapo": Loss(sapo, "seq-mean-token-mean"),
+    "gmpo": Loss(gmpo, "seq-mean-token-mean", "one per sequence", skips=False),
+    "kl_cov": Loss(kl_cov, select=select_kl_cov, skips=False),
+    "clip_cov": Loss(clip_cov, select=select_clip_cov, skips=False),
+    # Dr. GRPO's aggregation, which the authors recommend with it.
+    "dppo_tv": Loss(dppo_tv, "seq-mean-token-sum-norm"),
+    "dppo_kl": Loss(dppo_kl, "seq-mean-token-sum-norm"),
+    # log p of a response is the sum over its tokens, here and in reinforce.
+    "dro": Loss(dro, "seq-mean-token-sum", skips=False),
+    "sppo": Loss(sppo, "seq-mean-token-mean", "one per sequence", skips=False),
+    "gpg": Loss(gpg, has_ratio=False),
+    "reinforce": Loss(reinforce, "seq-mean-token-sum", has_ratio=False),
 }
-
-AGGREGATION_OF: dict[str, str] = {
-    "ppo": "token-mean",
-    "gspo": "seq-mean-token-mean",
-    "gspo_token": "seq-mean-token-mean",
-    "cispo": "token-mean",
-    "sapo": "seq-mean-token-mean",
-    "gmpo": "seq-mean-token-mean",
-    "kl_cov": "token-mean",
-    "clip_cov": "token-mean",
-    # Dr. GRPO's, which the authors recommend with it.
-    "dppo_tv": "seq-mean-token-sum-norm",
-    "dppo_kl": "seq-mean-token-sum-norm",
-    "dro": "seq-mean-token-sum",  # log p of a response is the sum over its tokens, here and in reinforce
-    "sppo": "seq-mean-token-mean",
-    "gpg": "token-mean",
-    "reinforce": "seq-mean-token-sum",
-}
-"""Aggregation of the loss's paper, for a run that asks for no other."""
-
-SEQUENCE_LOSSES = frozenset({"gspo", "gmpo", "sppo"})
-"""Losses of whole sequences, of which only the mean over sequences has a meaning: always `seq-mean-token-mean`, which
-is that mean because a loss has its sequence's number at every unmasked token (gspo where advantages are equal)."""
-
-TOKEN_LOSSES = tuple(loss for name, loss in LOSSES.items() if name not in SEQUENCE_LOSSES | {"gspo_token"})
-"""Losses in which a token's loss depends on no other token's logp."""

@@ -4,19 +4,20 @@ B: sequences, T: the padded length. Tensors, numpy arrays and lists are taken al
 influence, nan included.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from spmdrl.algos.aggregate import AGGREGATIONS, count_totals, token_weights
 from spmdrl.algos.correction import CORRECTIONS, correction_weights_T
-from spmdrl.algos.estimators import ADVANTAGES, GROUPLESS, find, nearest, settings_of
+from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.kl import KL_KINDS, kl_estimate
 from spmdrl.algos.loss_inputs import LossInputs
-from spmdrl.algos.losses import AGGREGATION_OF, LOSSES, SEQUENCE_LOSSES
+from spmdrl.algos.losses import LOSSES, Loss
+from spmdrl.algos.rows import find, nearest, settings_of
 from spmdrl.algos.samples import Samples, last_sampled
-from spmdrl.algos.selection import SELECTIONS, Selecting
+from spmdrl.algos.selection import Selecting
 
 # ── padded and packed ────────────────────────────────────────────────────────
 
@@ -84,7 +85,7 @@ def compute_advantages(
     """
     estimator = find(name, ADVANTAGES, "advantage estimator")
     rewards, (mask_T, seq_T), shape = as_tensor("rewards", rewards), pack(mask), tuple(as_tensor("mask", mask).shape)
-    known = settings_of(estimator)
+    known = settings_of(estimator.function)
     settings = {k: v for k, v in inputs.items() if k in known}
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if unknown := sorted(given.keys() - {*_PER_TOKEN, "baseline", "parts"}):
@@ -92,7 +93,7 @@ def compute_advantages(
             f"{name} takes no {unknown[0]!r}{nearest(unknown[0], [*known, *_PER_TOKEN])}; its settings are "
             f"{', '.join(known) or 'none'}, inputs are {', '.join(_PER_TOKEN)}, baseline, parts"
         )
-    if group is None and name not in GROUPLESS:
+    if group is None and estimator.compares:
         raise ValueError(f"{name} compares samples of one prompt: pass group, a number or string for each row")
     fields: dict[str, Any] = {k: as_tensor(k, v, shape).cpu().flatten() for k, v in given.items() if k in _PER_TOKEN}
     if "baseline" in given:
@@ -107,7 +108,7 @@ def compute_advantages(
         **fields,
     )
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float64
-    both = (x_T.view(shape).to(rewards.device, dtype, copy=True) for x_T in estimator(samples, **settings))
+    both = (x_T.view(shape).to(rewards.device, dtype, copy=True) for x_T in estimator.function(samples, **settings))
     advantages, returns = both
     return advantages, returns
 
@@ -168,8 +169,8 @@ def compute_loss(
         old_logp: [B, T] of the policy at the start of the step.
         advantages: [B, T].
         mask: [B, T], True or 1 where the policy sampled. Rows without any count nowhere.
-        aggregation: one of AGGREGATIONS; None for what the loss's paper does (AGGREGATION_OF). Without effect on
-            SEQUENCE_LOSSES, which are means over sequences.
+        aggregation: one of AGGREGATIONS; None for what the loss's paper does. Without effect on losses with
+            one number per sequence, which are means over sequences.
         horizon: tokens by which `seq-mean-token-sum-norm` divides; None for T.
         settings: keyword settings of the loss, such as clip_low; and tensors [B, T]: weights, ref_logp, rollout_logp,
             entropy (see LossInputs). For kl_cov and clip_cov the tokens to hold back are chosen over this batch;
@@ -183,13 +184,13 @@ def compute_loss(
         ValueError: an unknown name or setting, a setting out of range, shapes that do not fit.
     """
     loss = find(name, LOSSES, "loss")
-    known = settings_of(loss)
+    known = settings_of(loss.function)
     for key in settings.keys() - {*known, *_LOSS_TENSORS}:
         raise ValueError(
             f"{name} takes no {key!r}{nearest(key, [*known, *_LOSS_TENSORS])}; its settings are "
             f"{', '.join(known) or 'none'}, tensors are {', '.join(_LOSS_TENSORS)}"
         )
-    aggregation = _aggregation_of(name, aggregation)
+    aggregation = _aggregation_of(loss, aggregation)
     if not isinstance(logp, torch.Tensor) or not logp.is_floating_point():
         raise ValueError(f"logp must be a tensor of floats, got {getattr(logp, 'dtype', type(logp).__name__)}")
 
@@ -204,21 +205,21 @@ def compute_loss(
         given["draw"] = as_tensor("draw", given["draw"]).flatten()
     if "selected" in tensors:
         tensors["selected"] = (tensors["selected"] != 0) & mask_T.to(logp.device)
-    elif name in SELECTIONS:
-        tensors["selected"] = _select(name, logp, tensors, mask_T, seq_T, shape[0], given.get("draw"), settings)
+    elif loss.select:
+        tensors["selected"] = _select(loss.select, logp, tensors, mask_T, seq_T, shape[0], given.get("draw"), settings)
 
     mask_T, seq_T = mask_T.to(logp.device), seq_T.to(logp.device)
-    loss_T, _ = loss(LossInputs(logp=logp.flatten(), mask=mask_T, seq=seq_T, **tensors), **settings)
+    loss_T, _ = loss.function(LossInputs(logp=logp.flatten(), mask=mask_T, seq=seq_T, **tensors), **settings)
     weights_T = token_weights(
         aggregation, mask_T, seq_T, count_totals(mask_T, seq_T), shape[1] if horizon is None else horizon
     )
     return (loss_T.double() * weights_T).sum().to(given_dtype)
 
 
-def _aggregation_of(name: str, aggregation: str | None) -> str:
-    """The aggregation asked for, or that of the loss `name` where it has no other or none is asked for."""
-    find(aggregation or AGGREGATION_OF[name], dict.fromkeys(AGGREGATIONS), "aggregation")
-    return AGGREGATION_OF[name] if name in SEQUENCE_LOSSES or aggregation is None else aggregation
+def _aggregation_of(loss: Loss, aggregation: str | None) -> str:
+    """The aggregation asked for, or that of the loss where it has no other or none is asked for."""
+    find(aggregation or loss.aggregation, dict.fromkeys(AGGREGATIONS), "aggregation")
+    return loss.aggregation if loss.scope == "one per sequence" or aggregation is None else aggregation
 
 
 def _loss_tensors(logp: torch.Tensor, given: dict[str, Any], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -230,7 +231,7 @@ def _loss_tensors(logp: torch.Tensor, given: dict[str, Any], shape: tuple[int, .
 
 
 def _select(
-    name: str,
+    select: Callable[..., torch.Tensor],
     logp: torch.Tensor,
     tensors: dict[str, torch.Tensor],
     mask_T: torch.Tensor,
@@ -239,7 +240,7 @@ def _select(
     draw_T: torch.Tensor | None,
     settings: dict[str, Any],
 ) -> torch.Tensor:
-    """Tokens that the loss `name` of SELECTIONS holds back: bool [B * T]. draw_T: None for numbers of a fixed seed."""
+    """Tokens that a loss holds back: bool [B * T]. draw_T: None for numbers of a fixed seed."""
     if draw_T is None:
         draw_T = torch.rand(len(mask_T), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     inputs = {"logp": logp.flatten(), "draw": draw_T, **tensors}
@@ -247,7 +248,7 @@ def _select(
     selecting = Selecting(
         host["logp"], host["old_logp"], host["advantages"], mask_T, seq_T, sequences, draw=host["draw"]
     )
-    return SELECTIONS[name](selecting, **settings).to(logp.device)
+    return select(selecting, **settings).to(logp.device)
 
 
 def compute_kl(kind: str, *, logp: torch.Tensor, ref_logp: Any) -> torch.Tensor:

@@ -7,7 +7,6 @@ over ranks, to the bit (law 2): sums run in order of their terms, equal candidat
 of token.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +80,6 @@ def select_clip_cov(
     unclipped_T, clipped_T = clipped_surrogate(x.advantages, ratio_T, clip_low, clip_high)
     candidates = x.mask & (cov_T > cov_low) & (cov_T < cov_high) & ~(clipped_T > unclipped_T)
     return _best(x, candidates, -x.draw, place_B, most)
-
-
-SELECTIONS: dict[str, Callable[..., torch.Tensor]] = {"kl_cov": select_kl_cov, "clip_cov": select_clip_cov}
-"""Selections by the name of the loss that needs them."""
 
 
 def _rows(x: Selecting) -> Samples:

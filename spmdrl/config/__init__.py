@@ -26,6 +26,7 @@ environment.py  environments that `--env` names, with their limits
 template.py    variables of the chat template for a whole run
 rewards.py     rewards that settings name, and the sandbox of those that run programs
 named.py       settings that name a function, built-in or in a user's file
+parameters.py  settings that become parameters of a loss or an advantage
 methods.py     settings of a method: advantage, loss, correction, filters, critic
 placement.py   which ranks train, sample and score
 backends.py    axes of the mesh and each policy backend

@@ -5,7 +5,8 @@ from typing import Any
 from spmdrl.config.begun import Begun
 from spmdrl.config.fields import flag, get, leaves, nearest
 from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given
-from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS, settings_of_preset
+from spmdrl.config.parameters import only_of
+from spmdrl.config.presets import PRESETS, settings_of_preset
 
 Entry = tuple[str, Given]
 SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
@@ -55,11 +56,12 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
         own = PRESETS[name].settings
         gone = {"algo.loss", "algo.advantage", *own}
         before = PRESETS.get("".join(_words(earlier, "algo.preset")[-1:]) or "grpo")
-        for leaf, read in (("algo.loss", OF_LOSS), ("algo.advantage", OF_ADVANTAGE)):
+        for kind in ("loss", "advantage"):
+            leaf = f"algo.{kind}"
             theirs = _words(earlier, leaf) or ([before.settings[leaf]] if before else [])
             ours = _words(layer, leaf) or [own[leaf]]
             if theirs[-1:] != ours[-1:]:
-                gone |= {f"algo.{setting}" for setting in read}
+                gone |= only_of(kind)
         for entry in earlier:
             leaf, given = entry
             if leaf in gone:
@@ -86,7 +88,7 @@ def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
     if preset not in PRESETS:
         return []
     own = settings_of_preset(preset, loss, advantage)
-    names = {*own, *METHOD, *(f"algo.{leaf}" for leaf in (*OF_LOSS, *OF_ADVANTAGE))}
+    names = {*own, *METHOD, *only_of("loss"), *only_of("advantage")}
     if chosen["algo.preset"] and chosen["algo.preset"][0] in PRESETS:
         names |= PRESETS[chosen["algo.preset"][0]].settings.keys()
     plain = schema()

@@ -1,32 +1,32 @@
 """Rules for the settings of a method together: advantage, loss, correction, filters, critic."""
 
-from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 from spmdrl.config.fields import flag, get
 from spmdrl.config.learning import resampling
 from spmdrl.config.named import name_problems
 from spmdrl.config.schema import Config
 
-GROUP_BASELINES = (
-    *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_k", "gdpo", "prime"),
-    *("optimal_token_baseline", "gigpo", "win_rate", "grpo_process", "turn_rloo"),
-)
-"""Advantage estimators that compare the samples of one prompt, so one sample gives no signal."""
+if TYPE_CHECKING:
+    from spmdrl.algos.estimators import Advantage
+    from spmdrl.algos.losses import Loss
 
 
 def method_problems(config: Config) -> list[str]:
     """One line for each setting to change."""
-    # Deliberately late and upwards: the valid names live with the functions, which need torch, and `--help` must not.
+    # Late: the rows stand with the functions, which need torch, and `--help` must not.
     from spmdrl.algos.aggregate import AGGREGATIONS
-    from spmdrl.algos.estimators import ADVANTAGES
+    from spmdrl.algos.estimators import ADVANTAGES, own_advantage
     from spmdrl.algos.filters import FILTERS
-    from spmdrl.algos.losses import LOSSES, SEQUENCE_LOSSES
-    from spmdrl.algos.selection import SELECTIONS
+    from spmdrl.algos.losses import LOSSES, own_loss
 
-    problems = _step_problems(config) + _loss_problems(config, SEQUENCE_LOSSES)
-    problems += _overlooked_problems(config) + _range_problems(config)
-    problems += _advantage_problems(config) + _old_logp_problems(config) + _reward_problems(config, SELECTIONS)
     algo = config.algo
+    loss = LOSSES.get(algo.loss) or own_loss(_not_run)
+    advantage = ADVANTAGES.get(algo.advantage) or own_advantage(_not_run)
+    problems = _step_problems(config, advantage) + _loss_problems(config, loss)
+    problems += _overlooked_problems(config, advantage) + _range_problems(config)
+    problems += _advantage_problems(config, advantage) + _old_logp_problems(config, loss, advantage)
+    problems += _reward_problems(config, loss, advantage)
     problems += name_problems("algo.advantage", algo.advantage, ADVANTAGES, file_allowed=True)
     problems += name_problems("algo.loss", algo.loss, LOSSES, file_allowed=True)
     problems += name_problems("algo.aggregation", algo.aggregation, AGGREGATIONS, file_allowed=False)
@@ -34,10 +34,14 @@ def method_problems(config: Config) -> list[str]:
     return problems
 
 
-def _step_problems(config: Config) -> list[str]:
+def _not_run(*_: Any) -> Any:
+    """Stand in for a user's own function, whose file is not run here."""
+
+
+def _step_problems(config: Config, advantage: "Advantage") -> list[str]:
     """Groups, updates and sampling of a step."""
     algo, rollout, problems = config.algo, config.rollout, []
-    if algo.advantage in GROUP_BASELINES and rollout.samples_per_prompt < 2:
+    if advantage.compares and rollout.samples_per_prompt < 2:
         problems.append(
             f"--rollout.samples-per-prompt {rollout.samples_per_prompt}: must be at least 2, "
             f"as {algo.advantage} compares the samples of a prompt"
@@ -57,7 +61,7 @@ def _step_problems(config: Config) -> list[str]:
     return problems
 
 
-def _loss_problems(config: Config, sequence_losses: Collection[str]) -> list[str]:
+def _loss_problems(config: Config, loss: "Loss") -> list[str]:
     """KL, aggregation of the loss, lambda, and models that the method needs or does not take."""
     algo, problems = config.algo, []
     if algo.kl_coef and config.reference.enabled == "off":
@@ -71,7 +75,7 @@ def _loss_problems(config: Config, sequence_losses: Collection[str]) -> list[str
         )
     if algo.preset == "distill" and not config.reference.path:
         problems.append("--reference.path '': distill learns from a teacher; name its model")
-    if algo.loss in sequence_losses and algo.aggregation not in ("", "seq-mean-token-mean"):
+    if loss.scope == "one per sequence" and algo.aggregation not in ("", loss.aggregation):
         problems.append(
             f"--algo.aggregation {algo.aggregation}: {algo.loss} has one loss for a sequence and takes their mean; "
             "leave it empty" + (", or take gspo_token" if algo.loss == "gspo" else "")
@@ -83,24 +87,24 @@ def _loss_problems(config: Config, sequence_losses: Collection[str]) -> list[str
     return problems
 
 
-def _advantage_problems(config: Config) -> list[str]:
+def _advantage_problems(config: Config, advantage: "Advantage") -> list[str]:
     """Settings beside an advantage estimator that it does not take."""
     algo, problems = config.algo, []
     cost = config.safety.cost or config.safety.cost_model
-    if cost and algo.advantage in ("gdpo", "prime", "grpo_process", "remax"):
+    if cost and not {"parts", "process", "baseline"}.isdisjoint(advantage.fields):
         problems.append(
             f"--algo.advantage {algo.advantage}: looks at more than the reward, so a cost (--safety.cost, "
             "--safety.cost-model) has no advantage of its own; take gae, grpo or rloo"
         )
-    if algo.advantage == "remax":
+    if "baseline" in advantage.fields:
         at_rest = type(config.shaping)(mask_cut=config.shaping.mask_cut)
         problems += [
-            f"{flag(f'shaping.{name}')} {value}: remax's greedy baseline is not shaped; leave it out, or take another "
-            "--algo.advantage"
+            f"{flag(f'shaping.{name}')} {value}: {algo.advantage}'s greedy baseline is not shaped; leave it out, "
+            "or take another --algo.advantage"
             for name, value in vars(config.shaping).items()
             if value != getattr(at_rest, name)
         ]
-    if algo.advantage in ("gae", "turn_gae") and 0 < config.run.steps <= config.critic.warmup_steps:
+    if "values" in advantage.fields and 0 < config.run.steps <= config.critic.warmup_steps:
         problems.append(
             f"--critic.warmup-steps {config.critic.warmup_steps}: the policy learns nothing in a run of "
             f"--run.steps {config.run.steps}; lower it"
@@ -108,18 +112,18 @@ def _advantage_problems(config: Config) -> list[str]:
     return problems
 
 
-def _old_logp_problems(config: Config) -> list[str]:
+def _old_logp_problems(config: Config, loss: "Loss", advantage: "Advantage") -> list[str]:
     """Settings that need old_logp from the policy, or from the engine."""
     algo, problems = config.algo, []
     correction, old_logp = config.correction, algo.old_logp
     if config.filter.replay_steps and old_logp == "auto":
         old_logp = "rollout"
-    if algo.advantage == "optimal_token_baseline" and old_logp == "rollout":
+    if "collision" in advantage.fields and old_logp == "rollout":
         problems.append(
-            "--algo.advantage optimal_token_baseline: needs a pass of the policy before the update; leave out "
+            f"--algo.advantage {algo.advantage}: needs a pass of the policy before the update; leave out "
             "--filter.replay-steps and --algo.old-logp rollout"
         )
-    if correction.kind not in ("none", "auto") and old_logp == "rollout" and algo.loss not in ("reinforce", "gpg"):
+    if correction.kind not in ("none", "auto") and old_logp == "rollout" and loss.has_ratio:
         problems.append(
             f"--correction.kind {correction.kind}: with --algo.old-logp rollout the ratio of {algo.loss} is the "
             "correction already; take none, or old-logp policy"
@@ -132,17 +136,19 @@ def _old_logp_problems(config: Config) -> list[str]:
     return problems
 
 
-def _reward_problems(config: Config, selections: Collection[str]) -> list[str]:
+def _reward_problems(config: Config, loss: "Loss", advantage: "Advantage") -> list[str]:
     """Reward model, filters and replay."""
     algo, problems = config.algo, []
-    if config.reward.model and algo.advantage == "remax":
-        problems.append(f"--reward.model {config.reward.model}: remax's greedy baseline has no score of a model in it")
+    if config.reward.model and "baseline" in advantage.fields:
+        problems.append(
+            f"--reward.model {config.reward.model}: {algo.advantage}'s greedy baseline has no score of a model in it"
+        )
     try:
         resampling(config.filter.resample)
     except ValueError as e:
         problems.append(str(e))
     copied = [name for name in ("resample", "replay_steps") if getattr(config.filter, name) not in ("none", 0)]
-    if copied and algo.advantage in GROUP_BASELINES:
+    if copied and advantage.compares:
         name = f"filter.{copied[0]}"
         problems.append(
             f"{flag(name)} {get(config, name)}: a sample that is drawn twice would stand in the baseline of its copy, "
@@ -154,18 +160,18 @@ def _reward_problems(config: Config, selections: Collection[str]) -> list[str]:
         problems.append(
             f"{flag(which)} {get(config, which)}: looks at rewards before --reward.model adds its score; take one"
         )
-    if config.filter.replay_steps and algo.loss in selections:
+    if config.filter.replay_steps and loss.select:
         problems.append(f"--filter.replay-steps {config.filter.replay_steps}: not with --algo.loss {algo.loss}")
     if config.filter.keep == "accuracy_range" and config.filter.low > config.filter.high:
         problems.append(f"--filter.low {config.filter.low}: must not be above --filter.high {config.filter.high}")
     return problems
 
 
-def _overlooked_problems(config: Config) -> list[str]:
+def _overlooked_problems(config: Config, advantage: "Advantage") -> list[str]:
     """Settings that would overlook what another one adds to the reward or to the update."""
     algo, problems = config.algo, []
     named = [spec.partition("=")[0] for spec in algo.part_weights]
-    if algo.advantage == "gdpo" and named and "score" not in named:
+    if "parts" in advantage.fields and named and "score" not in named:
         rest = type(config.shaping)(mask_cut=config.shaping.mask_cut)
         enters = "KL (--algo.kl-in reward)" if algo.kl_coef and algo.kl_in == "reward" else ""
         enters = "shaping (--shaping.*)" if config.shaping != rest else enters

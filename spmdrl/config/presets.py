@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from spmdrl.config.parameters import only_of
 from spmdrl.config.schema import Config
 
 
@@ -19,15 +20,6 @@ class Preset:
     """URL."""
     settings: dict[str, Any]
     """Dotted name of a setting -> its value."""
-
-
-OF_LOSS = (
-    *("clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "cov_ratio", "cov_kl_coef", "cov_low", "cov_high"),
-    *("ratio_cap", "beta", "eta", "aggregation"),
-)
-"""Settings under `algo` that only the loss function reads."""
-OF_ADVANTAGE = ("gamma", "lam", "critic_lam", "length_adaptive", "step_weight", "part_weights")
-"""Settings under `algo` that only the advantage estimator reads."""
 
 
 def _preset(paper: str, advantage: str, loss: str, **settings: Any) -> Preset:
@@ -150,15 +142,14 @@ def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[s
         KeyError: no such preset.
     """
     settings = dict(PRESETS[name].settings)
-    gone: list[str] = []
+    gone: set[str] = set()
     if loss and loss != settings["algo.loss"]:
-        gone += [leaf for leaf in OF_LOSS if leaf != "aggregation" or ".py" not in loss]
+        gone |= only_of("loss") - ({"algo.aggregation"} if ".py" in loss else set())
     if advantage and advantage != settings["algo.advantage"]:
-        gone += OF_ADVANTAGE
-    dropped = {leaf for leaf in gone if f"algo.{leaf}" in settings}
-    kept = {leaf: value for leaf, value in settings.items() if leaf.removeprefix("algo.") not in dropped}
+        gone |= only_of("advantage")
+    kept = {name: value for name, value in settings.items() if name not in gone}
     # The schema's aggregation is grpo's, so that it has to be taken back.
-    return kept | ({"algo.aggregation": ""} if "aggregation" in dropped else {})
+    return kept | ({"algo.aggregation": ""} if "algo.aggregation" in gone else {})
 
 
 def with_preset(config: Config, name: str) -> Config:

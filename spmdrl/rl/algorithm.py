@@ -34,6 +34,8 @@ class Algorithm:
     loss_settings: dict
     select: Callable | None
     """Selects tokens of the whole batch that the loss treats apart; None for a loss that looks at each token alone."""
+    separable: bool
+    """No token's loss depends on another's logp."""
     aggregation: str
     horizon: float
     """Normaliser of `seq-mean-token-sum-norm`: the longest response."""

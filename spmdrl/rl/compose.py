@@ -1,18 +1,17 @@
 """From settings to an `Algorithm`: functions by name or from a user's file, each given the settings it takes."""
 
 import importlib.util
-import inspect
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spmdrl.algos.estimators import ADVANTAGES, NEEDS, READS
-from spmdrl.algos.losses import AGGREGATION_OF, LOSSES, SEQUENCE_LOSSES
-from spmdrl.algos.selection import SELECTIONS
+from spmdrl.algos.estimators import ADVANTAGES, Advantage, own_advantage
+from spmdrl.algos.losses import LOSSES, Loss, own_loss
 from spmdrl.config.classifier import scores_steps
-from spmdrl.config.learning import AlgoConfig
+from spmdrl.config.fields import get
+from spmdrl.config.parameters import parameters_of
 from spmdrl.config.schema import Config
 from spmdrl.rl.algorithm import MOMENTS, Algorithm
 
@@ -23,20 +22,18 @@ def compose(cfg: Config) -> Algorithm:
     Raises:
         ValueError: unknown names.
     """
-    algo, process = cfg.algo, cfg.process_reward
-    advantage, loss = load_function(algo.advantage, ADVANTAGES), load_function(algo.loss, LOSSES)
+    algo, advantage, loss = cfg.algo, advantage_of(cfg), loss_of(cfg)
     wanted = needs(cfg, advantage)
-    source = old_logp(cfg, wanted)
-    elsewhere = {"kl_coef": lambda: algo.cov_kl_coef, "weights": lambda: part_weights(algo.part_weights)}
-    for_advantage = elsewhere | {name: partial(getattr, process, name) for name in ("process_coef", "outcome_coef")}
+    source = old_logp(cfg, wanted, loss)
     return Algorithm(
         settings=algo,
-        advantage=advantage,
-        advantage_settings=settings_of(advantage, algo, for_advantage),
-        loss=loss,
-        loss_settings=settings_of(loss, algo, elsewhere),
-        select=SELECTIONS.get(algo.loss),
-        aggregation=aggregation(cfg),
+        advantage=advantage.function,
+        advantage_settings=settings_of(advantage.function, cfg),
+        loss=loss.function,
+        loss_settings=settings_of(loss.function, cfg),
+        select=loss.select,
+        separable=loss.scope == "token",
+        aggregation=aggregation(cfg, loss),
         horizon=float(cfg.rollout.max_new_tokens),
         old_logp=source,
         correction=correction(cfg, source),
@@ -44,14 +41,26 @@ def compose(cfg: Config) -> Algorithm:
         mask_cut=cfg.shaping.mask_cut,
         staleness=cfg.rollout.staleness,
         chunked=cfg.policy.chunked_loss,
-        skip_zero_advantage=advantage_alone(cfg) and algo.skip_zero_advantage,
+        skip_zero_advantage=advantage_alone(cfg, loss) and algo.skip_zero_advantage,
         needs=wanted,
         state={"kl_coef": algo.kl_coef, "multiplier": cfg.safety.multiplier if "cost" in wanted else 1.0}
         | dict.fromkeys(MOMENTS, 0.0),
     )
 
 
-def advantage_alone(cfg: Config) -> bool:
+def advantage_of(cfg: Config) -> Advantage:
+    """The row of `--algo.advantage`. Raises as `load_function` does."""
+    name = cfg.algo.advantage
+    return ADVANTAGES[name] if name in ADVANTAGES else own_advantage(load_function(name, ADVANTAGES))
+
+
+def loss_of(cfg: Config) -> Loss:
+    """The row of `--algo.loss`. Raises as `load_function` does."""
+    name = cfg.algo.loss
+    return LOSSES[name] if name in LOSSES else own_loss(load_function(name, LOSSES))
+
+
+def advantage_alone(cfg: Config, loss: Loss) -> bool:
     """Tells whether a sequence without advantage contributes nothing to an update.
 
     A user's own loss may have terms that no advantage multiplies; loss and bias for evenly used experts are of every
@@ -59,28 +68,25 @@ def advantage_alone(cfg: Config) -> bool:
     """
     algo, policy = cfg.algo, cfg.policy
     more = algo.kl_coef or algo.entropy_coef or algo.positive_coef or policy.moe_aux_loss or policy.moe_bias_rate
-    return algo.loss in LOSSES and algo.loss not in SEQUENCE_LOSSES | SELECTIONS.keys() | {"dro"} and not more
+    return loss.skips and not more
 
 
-def aggregation(cfg: Config) -> str:
+def aggregation(cfg: Config, loss: Loss) -> str:
     """`--algo.aggregation`, or what the loss's paper does."""
-    default = AGGREGATION_OF.get(cfg.algo.loss, "token-mean")
-    return default if cfg.algo.loss in SEQUENCE_LOSSES else cfg.algo.aggregation or default
+    return loss.aggregation if loss.scope == "one per sequence" else cfg.algo.aggregation or loss.aggregation
 
 
-def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
+def needs(cfg: Config, advantage: Advantage) -> frozenset[str]:
     """Inputs of a step beside the samples.
-
-    A user's own estimator names the fields of `Samples` that it cannot do without in an attribute `needs`.
 
     Raises:
         ValueError: there is no such field, or nothing in the run fills it.
     """
     algo, safety = cfg.algo, cfg.safety
-    fields = (*NEEDS.get(algo.advantage, ()), *READS.get(algo.advantage, ())) or getattr(advantage, "needs", ())
-    known = dict.fromkeys(name for table in (NEEDS, READS) for names in table.values() for name in names)
-    if isinstance(fields, str) or (unknown := [name for name in fields if name not in known]):
-        given = repr(fields) if isinstance(fields, str) else ", ".join(map(repr, unknown))
+    fields = advantage.fields
+    known = dict.fromkeys(name for row in ADVANTAGES.values() for name in row.fields)
+    if isinstance(advantage.needs, str) or (unknown := [name for name in fields if name not in known]):
+        given = repr(advantage.needs) if isinstance(advantage.needs, str) else ", ".join(map(repr, unknown))
         raise ValueError(f"{algo.advantage}: its `needs` must be a tuple of names from {', '.join(known)}, not {given}")
     steps = scores_steps(cfg.reward.model)
     if "ends" in fields and not steps:
@@ -105,7 +111,7 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
     return frozenset(name for name, value in wanted.items() if value)
 
 
-def old_logp(cfg: Config, wanted: frozenset[str]) -> str:
+def old_logp(cfg: Config, wanted: frozenset[str], loss: Loss) -> str:
     """Source of old_logp: `update`, `policy` or `rollout`. wanted: as `needs` returns it."""
     algo = cfg.algo
     if algo.old_logp != "auto":
@@ -113,7 +119,7 @@ def old_logp(cfg: Config, wanted: frozenset[str]) -> str:
     if cfg.filter.replay_steps:
         return "rollout"
     in_reward = "reference" in wanted and algo.kl_in == "reward"
-    before = in_reward or wanted & {"logp", "collision"} or algo.loss in SELECTIONS
+    before = in_reward or wanted & {"logp", "collision"} or loss.select
     return "policy" if algo.updates_per_step > 1 or before else "update"
 
 
@@ -146,18 +152,16 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
     return weights or None
 
 
-def settings_of(function: Callable, algo: AlgoConfig, elsewhere: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """The values that a function takes by name and that are set; no other setting is looked at (`rl/rehearsal.py`).
-
-    elsewhere: what stands under another name than the parameter's, or in another section.
-    """
-    names = [name for name in inspect.signature(function).parameters if name in elsewhere or hasattr(algo, name)]
-    values = {name: elsewhere[name]() if name in elsewhere else getattr(algo, name) for name in names}
+def settings_of(function: Callable, cfg: Config) -> dict[str, Any]:
+    """The values that a function takes by name and that are set; no other setting is looked at (`rl/rehearsal.py`)."""
+    values = {name: get(cfg, setting) for name, setting in parameters_of(function).items()}
+    if "weights" in values:
+        values["weights"] = part_weights(values["weights"])
     return {name: value for name, value in values.items() if value is not None}
 
 
-def load_function(spec: str, table: dict[str, Callable]) -> Callable:
-    """A function by name, or the user's own by `path/to/file.py:function`.
+def load_function(spec: str, table: Mapping[str, Any]) -> Any:
+    """An entry of the table by name, or the user's own function by `path/to/file.py:function`.
 
     Raises:
         ValueError: no such name, file or function, or a file that fails when it is run.

@@ -12,7 +12,7 @@ import torch
 from spmdrl.algos.aggregate import Totals, count_totals, token_weights
 from spmdrl.algos.correction import correction_weights_T, reject_sequences
 from spmdrl.algos.kl import kl_estimate
-from spmdrl.algos.losses import TOKEN_LOSSES, LossInputs
+from spmdrl.algos.losses import LossInputs
 from spmdrl.algos.selection import Selecting
 from spmdrl.algos.value import implicit_reward_loss, positive_nll, value_loss
 from spmdrl.data.batch import Batch
@@ -104,12 +104,12 @@ class PolicyObjective(Objective):
 
     @property
     def separable(self) -> bool:
-        """True if no token's loss depends on another's logp; a user's loss sets `token_separable` to say so."""
+        """True if no token's loss, its weight of correction included, depends on another's logp."""
         limits = self.algo.limits
         rejects = limits.reject_low is not None or limits.reject_high is not None
         if self.algo.old_logp != "policy" and (rejects or self.algo.correction.endswith("sequence")):
             return False
-        return self.algo.loss in TOKEN_LOSSES or getattr(self.algo.loss, "token_separable", False)
+        return self.algo.separable
 
     def inputs(self, micro: Batch, shared: PolicyShared, device: torch.device) -> dict[str, torch.Tensor]:
         """Inputs of `token_losses` beside logp and entropy, [T] on the device."""

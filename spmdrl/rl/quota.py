@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spmdrl.algos.estimators import READS
+from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.filters import choose, shortage, whole_groups
 from spmdrl.config.learning import FilterConfig
-from spmdrl.config.methods import GROUP_BASELINES
 from spmdrl.config.schema import Config
 from spmdrl.data.episode import Episode
 from spmdrl.rewards.load import check_ungraded
@@ -57,7 +56,9 @@ class Quota:
         self.cfg, self.world, self.keep, self.step, self.carried = cfg, world, keep, step, carried
         self.wanted, self.oversampled = cfg.rollout.prompts_per_step, cfg.rollout.oversample > 1
         self.partial = cfg.rollout.partial_steps
-        self.compares = cfg.algo.advantage in GROUP_BASELINES and cfg.rollout.samples_per_prompt > 1
+        self.advantage = ADVANTAGES.get(cfg.algo.advantage)
+        """Its row; None for a user's own."""
+        self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
         """True where a sample that is alone of its prompt is left out."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
@@ -128,7 +129,7 @@ class Quota:
             counts = torch.tensor([sum(e.ungraded for e in result.episodes), len(result.episodes)])
             ungraded, graded = all_reduce(counts, "sum", self.world.rollout_group).tolist()
             check_ungraded(ungraded, graded, self.cfg.reward, "a rollout", size, self.cfg.env, self.why)
-        by_turn = "turn" in READS.get(self.cfg.algo.advantage, ())
+        by_turn = self.advantage is not None and "turn" in self.advantage.reads
         self.kept += passing(usable, self.keep, self.cfg.filter, by_turn) if self.keep else usable
         mine = torch.tensor(sorted({e.position for e in self.kept}), dtype=torch.int64)
         rows = all_gather_rows(mine[:, None], self.world.rollout_group)

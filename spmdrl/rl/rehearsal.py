@@ -14,7 +14,8 @@ from spmdrl.config.environment import check_reward_is_chosen
 from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves, shown
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.online_preference import OnlinePreferenceConfig
-from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, settings_of_preset
+from spmdrl.config.parameters import only_of
+from spmdrl.config.presets import settings_of_preset
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
 from spmdrl.rl.rehearsed import rehearse, rehearse_distillation, rehearse_online, rehearse_rest
@@ -161,9 +162,8 @@ def read_after(config: Config, name: str, value: Any) -> set[str]:
 
 def advice(config: Config, name: str, readers: list[tuple[str, Any]]) -> str:
     """Says what to do with a setting that nothing reads."""
-    leaf = name.partition(".")[2]
-    for own, leaves_of in ((config.algo.loss, OF_LOSS), (config.algo.advantage, OF_ADVANTAGE)):
-        if ".py:" in own and name.startswith("algo.") and leaf in leaves_of and leaf != "aggregation":
+    for own, settings in ((config.algo.loss, only_of("loss")), (config.algo.advantage, only_of("advantage"))):
+        if ".py:" in own and name in settings and name != "algo.aggregation":
             return f"nothing in this run reads it; let {own} take a parameter of that name, or leave it out"
     by_flag: dict[str, list[Any]] = {}
     # A setting of the same section is the likeliest to be meant.

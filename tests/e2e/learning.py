@@ -245,7 +245,7 @@ import dataclasses
 from spmdrl.algos.losses import LOSSES
 
 def loss(x):
-    return LOSSES["{name}"](dataclasses.replace(x, advantages=-x.advantages))
+    return LOSSES["{name}"].function(dataclasses.replace(x, advantages=-x.advantages))
 """
 
 

@@ -35,7 +35,7 @@ from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
 from spmdrl.hub.folder import TINY
 from spmdrl.rl.build import build_run
-from spmdrl.rl.compose import aggregation
+from spmdrl.rl.compose import aggregation, loss_of
 from spmdrl.rl.rehearsal import check_use
 from spmdrl.session.session import Session
 from spmdrl.spmd.seeds import generator_for
@@ -504,7 +504,8 @@ def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
 
 def settled(cfg: Config) -> dict:
     """Returns all settings, with the aggregation that an empty one stands for."""
-    return asdict(cfg) | {"aggregation": aggregation(cfg), "algo": asdict(replace(cfg.algo, aggregation=""))}
+    found = aggregation(cfg, loss_of(cfg))
+    return asdict(cfg) | {"aggregation": found, "algo": asdict(replace(cfg.algo, aggregation=""))}
 
 
 def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]) -> None:

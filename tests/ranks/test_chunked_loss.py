@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spmdrl.algos.losses import LOSSES, TOKEN_LOSSES
+from spmdrl.algos.losses import LOSSES
 from spmdrl.policy import heads
 from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
@@ -96,7 +96,7 @@ def test_layout_of_the_head_does_not_change_the_update(case, found):
 
 
 def test_losses_of_tokens_are_named():
-    by_sequence = {name for name, loss in LOSSES.items() if loss not in TOKEN_LOSSES}
+    by_sequence = {name for name, row in LOSSES.items() if row.scope != "token"}
     assert by_sequence == {"gspo", "gspo_token", "gmpo", "sppo"}
 
 

@@ -42,7 +42,7 @@ from spmdrl.algos.losses import LOSSES
 
 
 def drawing(inputs, **settings):
-    per_token, stats = LOSSES["ppo"](inputs, **settings)
+    per_token, stats = LOSSES["ppo"].function(inputs, **settings)
     noise = torch.rand(()).item() + random.random() + numpy.random.rand()
     return per_token * (1 + 0.1 * noise), stats | {"noise": torch.full_like(per_token, noise)}
 """

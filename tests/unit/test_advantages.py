@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algos import ADVANTAGES, GROUPLESS, NEEDS, Samples, compute_advantages, lagrangian
-from spmdrl.algos.estimators import settings_of
+from spmdrl.algos import ADVANTAGES, Samples, compute_advantages, lagrangian
+from spmdrl.algos.rows import paper_of, settings_of
 from spmdrl.algos.samples import last_sampled, power_of_two
 from spmdrl.algos.tree import chain, discount
 
@@ -24,7 +24,7 @@ case = pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed{c['seed']}")
 CLOSE = {"rtol": 0, "atol": 1e-8}
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
-GROUPED = sorted(ADVANTAGES.keys() - GROUPLESS)
+GROUPED = sorted(name for name, row in ADVANTAGES.items() if row.compares)
 VARIANTS = [
     *((name, {}) for name in ADVANTAGES),
     ("gae", {"gamma": 0.9, "lam": 0.8, "critic_lam": 1.0, "length_adaptive": 0.5}),
@@ -468,7 +468,7 @@ def assert_rows(seqs: list[dict], got, rows, **close) -> None:
 def test_advantages_match_plain_loops(seed, sizes, which):
     name, chosen = which
     seqs = sequences(seed, sizes)
-    advantages, returns = ADVANTAGES[name](samples(seqs, rubbish=math.nan), **chosen)
+    advantages, returns = ADVANTAGES[name].function(samples(seqs, rubbish=math.nan), **chosen)
     # Dividing what rounding leaves of a zero spread by eps is not what is tested here.
     close = {"rtol": 1e-9, "atol": 1e-9}
     for got, rows in zip((advantages, returns), REFERENCES[name](seqs, **chosen), strict=True):
@@ -479,7 +479,7 @@ def test_advantages_match_plain_loops(seed, sizes, which):
 @given(seed=seeds, sizes=sizes)
 def test_gigpo_without_turns_and_states(seed, sizes):
     seqs = sequences(seed, sizes)
-    got, _ = ADVANTAGES["gigpo"](samples(seqs, turn=None, state=None))
+    got, _ = ADVANTAGES["gigpo"].function(samples(seqs, turn=None, state=None))
     assert_rows(seqs, got, ref_gigpo(seqs, default=True)[0], rtol=1e-9, atol=1e-9)
 
 
@@ -497,10 +497,10 @@ def test_advantages_by_hand():
         "per_token": reward,
     }
     for name, values in expected.items():
-        got, returns = ADVANTAGES[name](outcomes(reward, group))
+        got, returns = ADVANTAGES[name].function(outcomes(reward, group))
         torch.testing.assert_close(got, fp64(values), rtol=0, atol=1e-12, msg=name)
         assert torch.equal(got, returns)
-    got, _ = ADVANTAGES["gpg"](outcomes(reward, group), count="mixed")
+    got, _ = ADVANTAGES["gpg"].function(outcomes(reward, group), count="mixed")
     torch.testing.assert_close(got, fp64([7 / 4 * v for v in expected["dr_grpo"]]))
 
 
@@ -515,7 +515,7 @@ def test_process_supervision_by_hand():
         ends=fp64([0, 1, 0, 1, 0, 1]),
     )
     a, b = -0.3 / (0.3 + 1e-6), 0.3 / (0.3 + 1e-6)
-    got, returns = ADVANTAGES["grpo_process"](x)
+    got, returns = ADVANTAGES["grpo_process"].function(x)
     torch.testing.assert_close(got, fp64([a + b, a + b, b, b, 0, 0]), rtol=0, atol=1e-12)
     assert torch.equal(got, returns)
 
@@ -528,7 +528,7 @@ def test_gae_skips_what_a_tool_wrote():
         group=torch.tensor([0]),
         values=fp64([0.3, math.nan, 9.0, 0.7]),
     )
-    advantages, returns = ADVANTAGES["gae"](with_gap, gamma=0.9, lam=0.5, whiten=False)
+    advantages, returns = ADVANTAGES["gae"].function(with_gap, gamma=0.9, lam=0.5, whiten=False)
     last = 2.0 - 0.7
     first = 0.5 + 0.9 * 0.7 - 0.3 + 0.9 * 0.5 * last
     torch.testing.assert_close(advantages, fp64([first, 0, 0, last]))
@@ -537,7 +537,9 @@ def test_gae_skips_what_a_tool_wrote():
 
 def test_pass_k_of_two_best_and_of_one_sample_is_zero():
     for std in (True, False):
-        got, _ = ADVANTAGES["grpo_pass_k"](outcomes([1.0, 1.0, 0.0, 4.0, 2.0, 2.0], [0, 0, 0, 1, 2, 2]), std=std)
+        got, _ = ADVANTAGES["grpo_pass_k"].function(
+            outcomes([1.0, 1.0, 0.0, 4.0, 2.0, 2.0], [0, 0, 0, 1, 2, 2]), std=std
+        )
         assert got.tolist() == [0.0] * 6
 
 
@@ -568,7 +570,7 @@ def test_layout_advantages_do_not_see_the_order_of_samples(seed, sizes, which):
     seqs = sequences(seed, sizes)
     order = torch.randperm(len(seqs), generator=torch.Generator().manual_seed(seed)).tolist()
     x, shuffled = samples(seqs), samples([seqs[i] for i in order])
-    for a, b in zip(ADVANTAGES[name](x, **chosen), ADVANTAGES[name](shuffled, **chosen), strict=True):
+    for a, b in zip(ADVANTAGES[name].function(x, **chosen), ADVANTAGES[name].function(shuffled, **chosen), strict=True):
         a, b = split(a, x), split(b, shuffled)
         for place, i in enumerate(order):
             if name == "optimal_token_baseline":  # sums tokens of many sequences in order of the samples
@@ -608,7 +610,7 @@ class Ranks:
         def work(rank):
             try:
                 x = samples([seqs[i] for i in self.owned[rank]], gather=self.gather(rank))
-                parts = [split(part, x) for part in ADVANTAGES[name](x, **chosen)]
+                parts = [split(part, x) for part in ADVANTAGES[name].function(x, **chosen)]
                 for i, *both in zip(self.owned[rank], *parts, strict=True):
                     out[i] = both
             except BaseException as e:
@@ -632,7 +634,7 @@ def test_layout_ranks_do_not_change_advantages(seed, sizes, which, ranks):
     place = torch.randint(0, ranks, (len(seqs),), generator=rng).tolist()  # some ranks may have nothing
     world = Ranks([[i for i, r in enumerate(place) if r == rank] for rank in range(ranks)])
     got, x = world.run(name, seqs, chosen), samples(seqs)
-    for k, whole in enumerate(ADVANTAGES[name](x, **chosen)):
+    for k, whole in enumerate(ADVANTAGES[name].function(x, **chosen)):
         for a, b in zip((both[k] for both in got), split(whole, x), strict=True):
             torch.testing.assert_close(a, b, **EXACT)
     assert len(set(world.calls)) == 1
@@ -648,7 +650,7 @@ def test_lockstep_the_number_of_gathers_does_not_depend_on_data(name):
             count += 1
             return columns_nK, torch.arange(len(seq_n))
 
-        ADVANTAGES[name](samples(seqs, gather=gather, **changes))
+        ADVANTAGES[name].function(samples(seqs, gather=gather, **changes))
         return count
 
     usual = calls(sequences(0, [3, 2]))
@@ -679,7 +681,7 @@ def test_a_constant_in_every_reward_changes_nothing(seed, sizes, name, c):
         rewards = s["rewards"].clone()
         rewards[s["mask"].nonzero().flatten()[-1]] += c
         shifted.append(s | {"rewards": rewards})
-    before, after = (ADVANTAGES[name](samples(v))[0] for v in (seqs, shifted))
+    before, after = (ADVANTAGES[name].function(samples(v))[0] for v in (seqs, shifted))
     # Rounding of reward + c may turn equal rewards of several tokens into all but equal ones: not with one reward each.
     torch.testing.assert_close(after, before, rtol=1e-7, atol=1e-7)
 
@@ -695,8 +697,8 @@ def test_scale_of_the_rewards(seed, sizes, power, which):
         return
     seqs = sequences(seed, [n + 1 for n in sizes])
     scaled = [s | {"rewards": s["rewards"] * scale, "values": s["values"] * scale} for s in seqs]
-    chosen = chosen | ({"eps": 0.0} if "eps" in settings_of(ADVANTAGES[name]) else {})
-    before, after = (ADVANTAGES[name](samples(v), **chosen)[0] for v in (seqs, scaled))
+    chosen = chosen | ({"eps": 0.0} if "eps" in settings_of(ADVANTAGES[name].function) else {})
+    before, after = (ADVANTAGES[name].function(samples(v), **chosen)[0] for v in (seqs, scaled))
     torch.testing.assert_close(after, before if divides else before * scale, rtol=1e-12, atol=1e-12 * max(1.0, scale))
 
 
@@ -705,18 +707,18 @@ def test_singletons_and_equal_rewards(name):
     """Equal rewards give exactly 0; a group of one keeps its reward where that is documented."""
     third = 1 / 3  # thirds do not sum exactly
     equal = outcomes([third] * 3 + [0.1] * 7, [0] * 3 + [1] * 7)
-    if "process" in NEEDS.get(name, ()):
+    if "process" in ADVANTAGES[name].needs:
         marks = {"process": torch.full((10,), third).double(), "ends": torch.ones(10).double()}
         equal = replace(equal, **marks)
     if name in GROUPED and name not in ("optimal_token_baseline", "prime", "reinforce_plus_plus_baseline", "gdpo"):
-        assert (ADVANTAGES[name](equal)[0] == 0).all()
+        assert (ADVANTAGES[name].function(equal)[0] == 0).all()
     if name in ("reinforce_plus_plus_baseline", "gdpo"):
-        assert (ADVANTAGES[name](equal)[0] == 0).all()  # whitened zeros
+        assert (ADVANTAGES[name].function(equal)[0] == 0).all()  # whitened zeros
     alone = {"grpo": 5 / (1 + 1e-6), "dr_grpo": 5, "rloo": 5, "opo": 5, "gpg": 5, "gigpo": 5 / (1 + 1e-6)}
     alone |= {"grpo_pass_k": 0, "win_rate": 0, "reinforce": 0, "per_token": 5, "turn_rloo": 5}
     alone |= {"reinforce_plus_plus": 0, "reinforce_plus_plus_baseline": 0, "gdpo": 0}
     if name in alone:
-        torch.testing.assert_close(ADVANTAGES[name](outcomes([5.0], [3]))[0], fp64([alone[name]]))
+        torch.testing.assert_close(ADVANTAGES[name].function(outcomes([5.0], [3]))[0], fp64([alone[name]]))
 
 
 def test_whitening_of_equal_values_is_exactly_zero():
@@ -735,14 +737,14 @@ def test_huge_and_tiny_rewards_give_no_nan(seed, sizes, which, power):
         s["parts"] = {k: v * 10.0**power for k, v in s["parts"].items()}
         s |= {k: s[k] * 10.0**power for k in ("rewards", "values", "process")}
         s["baseline"] *= 10.0**power
-    for got in ADVANTAGES[name](samples(seqs), **chosen):
+    for got in ADVANTAGES[name].function(samples(seqs), **chosen):
         assert got.isfinite().all()
 
 
 def test_a_huge_spread_is_still_normalised():
-    got, _ = ADVANTAGES["grpo"](outcomes([0.0, 2e200], [0, 0]))
+    got, _ = ADVANTAGES["grpo"].function(outcomes([0.0, 2e200], [0, 0]))
     torch.testing.assert_close(got, fp64([-(0.5**0.5), 0.5**0.5]))
-    got, _ = ADVANTAGES["reinforce_plus_plus"](outcomes([0.0, 2e200], [0, 0]))
+    got, _ = ADVANTAGES["reinforce_plus_plus"].function(outcomes([0.0, 2e200], [0, 0]))
     torch.testing.assert_close(got, fp64([-(0.5**0.5), 0.5**0.5]))
     torch.testing.assert_close(power_of_two(fp64([0.0, 1.0, -3.0, 5e-324, 1e290])).log2() % 1, torch.zeros(5).double())
 
@@ -751,12 +753,12 @@ def test_a_huge_spread_is_still_normalised():
 def test_nothing_sampled_and_nothing_at_all(name):
     seqs = [s | {"mask": s["mask"] & False, "rewards": s["rewards"] * 0} for s in sequences(5, [2, 3])]
     for x in (samples(seqs, rubbish=math.nan), samples([])):
-        for got in ADVANTAGES[name](x):
+        for got in ADVANTAGES[name].function(x):
             assert got.shape == x.mask.shape and (got == 0).all()
     # One masked row among others: zeros there, and a sample of reward 0 for the rest of its group.
     mixed = [seqs[0] | {"group": 0}, *(s | {"group": 0} for s in sequences(6, [3]))]
     x = samples(mixed, rubbish=math.nan)
-    for got in ADVANTAGES[name](x):
+    for got in ADVANTAGES[name].function(x):
         assert got.isfinite().all() and (split(got, x)[0] == 0).all()
 
 
@@ -781,35 +783,35 @@ def test_advantages_refuse_what_is_broken():
     for field, (value, message) in bad.items():
         with pytest.raises(ValueError, match=message):
             replace(x, **{field: value})
-    for name, fields in NEEDS.items():
-        for field in fields:
+    for name, row in ADVANTAGES.items():
+        for field in row.needs:
             with pytest.raises(ValueError, match=field):
-                ADVANTAGES[name](replace(x, **{field: None}))
+                ADVANTAGES[name].function(replace(x, **{field: None}))
             broken = getattr(x, field).clone()
             broken[x.mask.nonzero()[0] if len(broken) == len(x.mask) else 0] = math.nan
             with pytest.raises(ValueError, match=rf"{field} of sequences \["):
-                ADVANTAGES[name](replace(x, **{field: broken}))
+                ADVANTAGES[name].function(replace(x, **{field: broken}))
     with pytest.raises(ValueError, match="right"):
-        ADVANTAGES["gdpo"](replace(x, parts={"right": torch.full_like(x.baseline, math.nan)}))
+        ADVANTAGES["gdpo"].function(replace(x, parts={"right": torch.full_like(x.baseline, math.nan)}))
     with pytest.raises(ValueError, match="part of the reward is named 'score'"):
-        ADVANTAGES["gdpo"](replace(x, parts={"score": x.baseline}))
+        ADVANTAGES["gdpo"].function(replace(x, parts={"score": x.baseline}))
     with pytest.raises(ValueError, match="must not fall"):
-        ADVANTAGES["gigpo"](replace(x, turn=-torch.arange(len(x.mask))))
+        ADVANTAGES["gigpo"].function(replace(x, turn=-torch.arange(len(x.mask))))
     with pytest.raises(ValueError, match="same state"):
-        ADVANTAGES["gigpo"](replace(x, turn=torch.zeros_like(x.seq), state=torch.arange(len(x.mask))))
+        ADVANTAGES["gigpo"].function(replace(x, turn=torch.zeros_like(x.seq), state=torch.arange(len(x.mask))))
 
 
-def test_needs_and_groupless_say_what_is_true():
+def test_rows_say_what_is_true():
     bare = {"values": None, "baseline": None, "logp": None, "collision": None, "process": None}
     x = samples(sequences(0, [3, 2, 1]))
-    for name, estimator in ADVANTAGES.items():
-        needed = {k: getattr(x, k) for k in NEEDS.get(name, ())}
+    for name, row in ADVANTAGES.items():
+        estimator, needed = row.function, {k: getattr(x, k) for k in row.needs}
         advantages, _ = estimator(replace(x, **{**bare, **needed}))
         regrouped, _ = estimator(replace(x, group=torch.zeros_like(x.group)))
-        assert torch.equal(advantages, regrouped) == (name in GROUPLESS), name
+        assert torch.equal(advantages, regrouped) == (not row.compares), name
         kinds = {p.kind for p in list(inspect.signature(estimator).parameters.values())[1:]}
         assert kinds <= {inspect.Parameter.KEYWORD_ONLY}, name
-        assert "https://" in (estimator.__doc__ or ""), name
+        assert paper_of(estimator).startswith("https://"), name
 
 
 @pytest.mark.parametrize(
@@ -829,7 +831,7 @@ def test_needs_and_groupless_say_what_is_true():
 )
 def test_settings_out_of_range(name, chosen, message):
     with pytest.raises(ValueError, match=message):
-        ADVANTAGES[name](samples(sequences(0, [3, 2])), **chosen)
+        ADVANTAGES[name].function(samples(sequences(0, [3, 2])), **chosen)
 
 
 def test_last_sampled():
@@ -868,7 +870,7 @@ def test_notebook_is_the_packed_estimator(seed, sizes, which):
         **chosen,
     )
     x = samples(seqs)
-    for a, b in zip(got, ADVANTAGES[name](x, **chosen), strict=True):
+    for a, b in zip(got, ADVANTAGES[name].function(x, **chosen), strict=True):
         assert a.shape == shape and (a[~mask] == 0).all()
         torch.testing.assert_close(a[mask], b[x.mask], **EXACT)
 
@@ -941,6 +943,6 @@ def test_notebook_says_what_is_wrong():
     ]:
         with pytest.raises(ValueError, match=message):
             compute_advantages(name, **(good | changes))
-    for name in GROUPLESS:
+    for name in ADVANTAGES.keys() - set(GROUPED):
         inputs = {} if name == "reinforce" else {"baseline": 0.0, "values": rewards}
         compute_advantages(name, rewards=rewards, mask=mask, **inputs)

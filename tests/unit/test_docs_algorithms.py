@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from spmdrl.algos import ADVANTAGES, AGGREGATION_OF, AGGREGATIONS, CORRECTIONS, KL_KINDS, LOSSES, SEQUENCE_LOSSES
-from spmdrl.algos.estimators import settings_of
+from spmdrl.algos import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_KINDS, LOSSES
 from spmdrl.algos.filters import FILTERS
 from spmdrl.algos.resample import METHODS
+from spmdrl.algos.rows import paper_of, settings_of
 from spmdrl.config import preference
 from spmdrl.config.checks import check
 from spmdrl.config.distillation import DistillationConfig, check_distillation
@@ -135,18 +135,12 @@ def named(cell: str) -> str:
     return found[1] if found else ""
 
 
-def source(function: Callable) -> str:
-    """Returns the first address in a docstring: its paper."""
-    found = re.search(r"https?://[^\s,;)]+", function.__doc__ or "")
-    return found[0].rstrip(".") if found else ""
-
-
 def test_readers_find_what_they_look_for():
     assert {"algorithms", "advantages", "losses", "kl", "correction", "filters", "shaping"} <= set(METHOD_PAGES)
     assert "Presets" in parts(DOCS["algorithms"], 2) and "Aggregation" in parts(DOCS["losses"], 2)
     assert set(ELSEWHERE) <= DOCS.keys()
     assert table("x\n|a|b|\n|---|---|\n| `c` d | \\|e\\| |\n") == [["`c` d", "\\|e\\|"]]
-    assert named("[`c`](#d) `e`") == "c" and source(ADVANTAGES["grpo"]) == "https://arxiv.org/abs/2402.03300"
+    assert named("[`c`](#d) `e`") == "c"
 
 
 # ── the page and the code ────────────────────────────────────────────────────
@@ -183,9 +177,9 @@ def test_every_function_has_its_paper_settings_and_tests(page, functions):
     sections, proofs = parts(DOCS[page].split("\n## Evidence")[0], 3), evidence(page)
     assert [name for name in sections if name in functions] == list(sections)[: len(functions)]
     assert set(functions) <= set(sections)
-    for name, function in functions.items():
+    for name, function in ((name, row.function) for name, row in functions.items()):
         text = " ".join(sections[name].split())
-        assert source(function) and source(function) in text, f"{name}: {source(function)}"
+        assert paper_of(function) and paper_of(function) in text, f"{name}: {paper_of(function)}"
         settings = settings_of(function)
         for setting, default in settings.items():
             assert f"`{setting}` = {default!r}" in text, f"{name}: {setting} = {default!r}"
@@ -203,9 +197,9 @@ def test_advantages_say_what_becomes_of_one_sample_and_of_equal_rewards():
 
 def test_losses_name_the_aggregation_of_their_paper():
     sections = parts(chapter("losses", "Losses"), 3)
-    for name, mode in AGGREGATION_OF.items():
+    for name, row in LOSSES.items():
         said = re.search(r"Paper's aggregation: `([\w-]+)`(, always)?", " ".join(sections[name].split()))
-        assert said and said[1] == mode and bool(said[2]) == (name in SEQUENCE_LOSSES), name
+        assert said and said[1] == row.aggregation and bool(said[2]) == (row.scope == "one per sequence"), name
 
 
 def test_tables_hold_every_name():
@@ -229,7 +223,7 @@ def test_filters_are_shown_with_their_sources():
     rows = {named(row[0]): row for row in table(chapter("filters", "Filters and dynamic sampling"))}
     assert set(FILTERS) <= set(rows)
     for name, function in FILTERS.items():
-        assert source(function) in rows[name][2], name
+        assert paper_of(function) in rows[name][2], name
 
 
 def test_settings_of_learning_are_all_explained():
@@ -243,7 +237,7 @@ def test_settings_of_learning_are_all_explained():
             assert flag in words or leaf in words or f"{section}.{leaf}" in words, f"--{flag} is on none of them"
 
 
-def paper_of(path: Path) -> str:
+def paper_of_run(path: Path) -> str:
     return PRESETS[run_of(path).algo.preset].paper
 
 
@@ -259,7 +253,8 @@ def test_a_recipe_says_what_it_is(recipe):
         assert name_of(path) in page, f"{path.name} is not in the README"
     for path in runs:
         settings = path.read_text(encoding="utf-8")
-        (address,) = re.findall(r"https://github\.com/\S+\w", settings) if job_of(path) != "train" else [paper_of(path)]
+        others = re.findall(r"https://github\.com/\S+\w", settings)
+        (address,) = others if job_of(path) != "train" else [paper_of_run(path)]
         assert address in page and address in settings, path
 
 

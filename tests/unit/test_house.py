@@ -14,8 +14,9 @@ ROOT = Path(spmdrl.__file__).parent
 
 # Bottom first. A room may import from rooms of lower floors and from itself, never sideways or upwards.
 FLOORS = [
-    ["config", "spmdrl_kernels", "spmdrl_sandbox"],
-    ["health", "algos", "tracking"],
+    ["algos", "spmdrl_kernels", "spmdrl_sandbox"],
+    ["config"],
+    ["health", "tracking"],
     ["spmd"],
     ["data", "hub", "weights"],
     ["rewards", "policy", "rollout", "env"],
@@ -39,12 +40,6 @@ FLOORS = [
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 BESIDE = {"spmdrl_kernels": ROOT.parent / "kernels", "spmdrl_sandbox": ROOT.parent / "sandbox"}
 """Packages beside this one, with the folders they stand in: they import nothing of ours."""
-EXCEPTIONS = {
-    (
-        "config/methods.py",
-        "algos",
-    ): "valid names live with the functions, which need torch; late, for --help",
-}
 
 
 def files() -> list[Path]:
@@ -87,7 +82,7 @@ def test_imports_run_downwards(path):
     wrong = [
         f"{name}:{line} imports {other}, which stands above or beside it"
         for other, line in imported_rooms(ast.parse(path.read_text()))
-        if other != room and FLOOR[other] >= FLOOR[room] and (name, other) not in EXCEPTIONS
+        if other != room and FLOOR[other] >= FLOOR[room]
     ]
     assert wrong == []
 
@@ -107,15 +102,6 @@ def test_rooms_of_every_job_read_the_settings_of_every_job():
         if re.search(r"^from spmdrl\.config\.schema import .*\bConfig\b", path.read_text(), re.MULTILINE)
     }
     assert readers == READS_ALL_SETTINGS
-
-
-def test_exceptions_are_needed_and_late():
-    for name, other in EXCEPTIONS:
-        tree = ast.parse((ROOT / name).read_text())
-        lines = [line for room, line in imported_rooms(tree) if room == other]
-        assert lines, f"{name} does not import {other} any more: strike it from EXCEPTIONS"
-        inside = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-        assert all(any(f.lineno < line <= f.end_lineno for f in inside) for line in lines)
 
 
 def test_the_science_knows_no_process_group_and_the_packages_beside_us_nothing_of_us():

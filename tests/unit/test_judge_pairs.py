@@ -395,7 +395,7 @@ def advantages(name: str, scores: list[float]) -> list[float]:
         seq=torch.arange(n),
         group=torch.zeros(n, dtype=torch.int64),
     )
-    return ADVANTAGES[name](x)[0].tolist()
+    return ADVANTAGES[name].function(x)[0].tolist()
 
 
 def test_dr_grpo_gives_sppo_the_judged_win_rate_and_win_rate_the_rank_of_it(start):

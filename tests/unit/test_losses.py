@@ -4,7 +4,7 @@ batch change no loss and no gradient. A loss joins the tests of every loss by st
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.algos import (
-    AGGREGATION_OF,
     AGGREGATIONS,
     KL_KINDS,
     LOSSES,
-    SELECTIONS,
-    SEQUENCE_LOSSES,
     LossInputs,
     Selecting,
     Totals,
@@ -34,6 +31,7 @@ from spmdrl.algos import (
     token_weights,
     value_loss,
 )
+from spmdrl.algos.rows import paper_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "verl_0.9.1.json"
 CASES = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
@@ -64,12 +62,12 @@ def fp64(values) -> torch.Tensor:
 
 def select(name: str, x: LossInputs) -> torch.Tensor | None:
     """Returns the tokens that the loss holds back over the whole batch x; None if it holds back none."""
-    if name not in SELECTIONS:
+    if not LOSSES[name].select:
         return None
     draw = torch.rand(len(x.mask), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     columns = (v.detach().double() for v in (x.logp, x.old_logp, x.advantages))
     share = {"cov_ratio": 0.2} | ({"cov_low": 0.0} if name == "clip_cov" else {})
-    return SELECTIONS[name](Selecting(*columns, x.mask, x.seq, int(x.seq.max()) + 1, draw), **share)
+    return LOSSES[name].select(Selecting(*columns, x.mask, x.seq, int(x.seq.max()) + 1, draw), **share)
 
 
 # ── golden vectors ───────────────────────────────────────────────────────────
@@ -110,7 +108,7 @@ def test_parity_verl_packed_without_the_padding(case, mode):
     mask_BT = fp64(case["inputs"]["mask"]).bool()
     logp, old, adv = (fp64(case["inputs"][k])[mask_BT] for k in ("new", "old", "adv"))
     seq, mask = torch.nonzero(mask_BT)[:, 0], torch.ones(int(mask_BT.sum()), dtype=torch.bool)
-    loss_T, _ = LOSSES["ppo"](LossInputs(logp.requires_grad_(), old, adv, mask, seq), **WIDE, dual_clip=3.0)
+    loss_T, _ = LOSSES["ppo"].function(LossInputs(logp.requires_grad_(), old, adv, mask, seq), **WIDE, dual_clip=3.0)
     # verl's normaliser of seq-mean-token-sum-norm is the width of the padded mask.
     weights_T = token_weights(mode, mask, seq, count_totals(mask, seq), horizon=mask_BT.shape[1])
     value = (loss_T * weights_T).sum()
@@ -208,7 +206,7 @@ WRITTEN_OUT = {
 def test_losses_against_the_formula_written_out(name):
     options, per_row = WRITTEN_OUT[name]
     b = batch()
-    mode = AGGREGATION_OF[name] if name not in ("dro", "reinforce", "cispo") else "seq-mean-token-sum"
+    mode = LOSSES[name].aggregation if name not in ("dro", "reinforce", "cispo") else "seq-mean-token-sum"
     b["logp"].requires_grad_()
     value, expected = compute_loss(name, aggregation=mode, **b, **options), by_rows(per_row, b)
     torch.testing.assert_close(value, expected, **EXACT)
@@ -244,12 +242,12 @@ def test_dppo_keeps_what_comes_back_and_drops_what_leaves():
     kl = old * (old / p).log() + (1 - old) * ((1 - old) / (1 - p)).log()
     assert (kl[:4] > 0.05).all() and (kl[4:] < 0.05).all() and kl[5] > 0.01
     for name in ("dppo_tv", "dppo_kl"):
-        loss, stats = LOSSES[name](x, ratio_cap=5.0)
+        loss, stats = LOSSES[name].function(x, ratio_cap=5.0)
         expected = torch.where(torch.tensor(keep), -adv * (p / old).clamp(max=5.0) * p.log(), 0.0)
         torch.testing.assert_close(loss, expected, **EXACT)
         assert stats["clip_fraction"].tolist() == [float(not k) for k in keep]
         assert stats["cap_fraction"].tolist() == [0, 0, 0, 0, 0, 1]
-    _, stats = LOSSES["dppo_kl"](x, clip_high=0.01)
+    _, stats = LOSSES["dppo_kl"].function(x, clip_high=0.01)
     assert stats["clip_fraction"].tolist() == [1, 0, 0, 1, 0, 1]
 
 
@@ -276,7 +274,7 @@ SMOOTH = sorted(LOSSES.keys() - {"gspo", "gspo_token", "cispo", "dppo_tv", "dppo
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_gradients_are_derivatives(name, mode):
     b = batch(seed=3)
-    extra = {"selected": b["weights"] > 0.7} if name in SELECTIONS else {}
+    extra = {"selected": b["weights"] > 0.7} if LOSSES[name].select else {}
     logp = b.pop("logp").requires_grad_()
     assert torch.autograd.gradcheck(
         lambda logp: compute_loss(name, logp=logp, aggregation=mode, horizon=20, **b, **extra), (logp,)
@@ -295,7 +293,7 @@ def test_ppo_by_hand():
     logs = [math.log(r) for r in (1.0, 1.5, 1.5, 0.5, 0.5, 5.0, 5.0)]
     adv = [2.0, 2.0, -2.0, 2.0, -2.0, -2.0, 2.0]
     x = inputs(logs, [0.0] * 7, adv)
-    loss, stats = LOSSES["ppo"](x, **WIDE, dual_clip=3.0)
+    loss, stats = LOSSES["ppo"].function(x, **WIDE, dual_clip=3.0)
     torch.testing.assert_close(loss, fp64([-2.0, -2.56, 3.0, -1.0, 1.6, 6.0, -2.56]))
     assert stats["clip_fraction"].tolist() == [0, 1, 0, 0, 1, 0, 1]
     assert stats["dual_clip_fraction"].tolist() == [0, 0, 0, 0, 0, 1, 0]
@@ -303,17 +301,35 @@ def test_ppo_by_hand():
     torch.testing.assert_close(stats["old_kl"], -fp64(logs))
     (grad,) = torch.autograd.grad(loss.sum(), x.logp)
     torch.testing.assert_close(grad, fp64([-2.0, 0, 3.0, -1.0, 0, 0, 0]))  # -A r where nothing clips
-    unbounded, _ = LOSSES["ppo"](x, **WIDE)
+    unbounded, _ = LOSSES["ppo"].function(x, **WIDE)
     assert unbounded[5].item() == pytest.approx(10.0)
 
 
 # ── every loss ───────────────────────────────────────────────────────────────
 
 
-def test_tables_agree():
-    assert set(AGGREGATION_OF) == set(LOSSES) and set(AGGREGATION_OF.values()) <= set(AGGREGATIONS)
-    assert LOSSES.keys() >= SEQUENCE_LOSSES and LOSSES.keys() >= SELECTIONS.keys()
-    assert {AGGREGATION_OF[name] for name in SEQUENCE_LOSSES} == {"seq-mean-token-mean"}
+@every_loss
+def test_rows_say_what_is_true(name):
+    row, b = LOSSES[name], batch()
+    assert row.aggregation in AGGREGATIONS and paper_of(row.function).startswith("https://")
+    assert row.scope != "one per sequence" or row.aggregation == "seq-mean-token-mean"
+    mask = b["mask"].flatten()
+    logp = b["logp"].detach().flatten().clone().requires_grad_()
+    seq = torch.arange(len(b["mask"])).repeat_interleave(b["mask"].shape[1])
+    x = LossInputs(logp, logp.detach(), b["advantages"].flatten(), mask, seq)
+    if row.select:
+        x = replace(x, selected=mask & (torch.arange(len(mask)) % 3 == 0))
+    # The loss of a token depends on the logp of others of its sequence, or on its own alone.
+    at = int(mask.nonzero()[0])
+    others = 1e-5 * (torch.arange(len(mask)) != at)  # within every clip
+    value, changed = (row.function(replace(x, logp=logp + d))[0][at] for d in (0.0, others))
+    assert bool(value != changed) == (row.scope != "token"), name
+    loss_T, _ = row.function(replace(x, advantages=torch.zeros_like(x.advantages)))
+    (gradient,) = torch.autograd.grad(loss_T.sum(), logp)
+    assert not row.skips or not (loss_T.any() or gradient.any()), name
+
+
+def test_inputs_begin_with_those_of_every_loss():
     assert [f.name for f in fields(LossInputs)][:5] == ["logp", "old_logp", "advantages", "mask", "seq"]
 
 
@@ -323,7 +339,7 @@ def test_masked_positions_give_exactly_zero(name, rubbish):
     # The log ratios are within every clip, so that every loss has a gradient.
     x = inputs([-1.0, rubbish, -0.5], [-1.0001, rubbish, -0.50009], [1.0, rubbish, -1.0], [True, False, True])
     x = LossInputs(**vars(x) | {"weights": fp64([0.5, rubbish, 2.0]), "selected": torch.tensor([True, True, False])})
-    loss, stats = LOSSES[name](x)
+    loss, stats = LOSSES[name].function(x)
     (grad,) = torch.autograd.grad(loss.sum(), x.logp)
     assert loss[1] == 0 and grad[1] == 0 and loss.isfinite().all() and grad.isfinite().all()
     assert all(s[1] == 0 and s.isfinite().all() for s in stats.values())
@@ -341,7 +357,7 @@ def test_log_ratios_out_of_range_stay_finite(name, dtype, sign):
     for advantages in (torch.full((5,), sign), torch.tensor([1.0, -1, 1, -1, 1]) * sign):
         logp = logs.clone().requires_grad_()
         x = LossInputs(logp, old, advantages.to(dtype), mask, seq, selected=mask)
-        loss, stats = LOSSES[name](x)
+        loss, stats = LOSSES[name].function(x)
         (grad,) = torch.autograd.grad(loss.sum(), logp)
         assert loss.dtype == dtype and loss.isfinite().all() and grad.isfinite().all(), (loss, grad)
         assert all(s.isfinite().all() for s in stats.values())
@@ -349,12 +365,12 @@ def test_log_ratios_out_of_range_stay_finite(name, dtype, sign):
 
 def test_a_clamped_ratio_has_no_gradient():
     x = inputs([0.0, -2000.0], [-2000.0, 0.0], [-1.0, -1.0])
-    loss, _ = LOSSES["ppo"](x)
+    loss, _ = LOSSES["ppo"].function(x)
     torch.testing.assert_close(loss, fp64([math.exp(20), 0.8]))
     assert torch.autograd.grad(loss.sum(), x.logp)[0].tolist() == [0, 0]
     x = inputs([0.0, 0.0], [-2000.0, 0.0], [-1.0, -1.0])
     for name in ("gspo", "gmpo"):
-        loss, _ = LOSSES[name](x)
+        loss, _ = LOSSES[name].function(x)
         torch.testing.assert_close(loss, torch.full((2,), math.exp(20), dtype=torch.float64))
         assert torch.autograd.grad(loss.sum(), x.logp)[0].tolist() == [0, 0]
 
@@ -367,7 +383,7 @@ def part_loss(b: dict, sequences: torch.Tensor, totals: Totals, name: str, mode:
     part["seq"] = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
     logp = part["logp"] = part["logp"].clone().requires_grad_()
     x = LossInputs(**part)
-    loss_T, stats = LOSSES[name](x)
+    loss_T, stats = LOSSES[name].function(x)
     assert loss_T.shape == logp.shape and (loss_T[~x.mask] == 0).all()
     assert all(s.shape == logp.shape and not s.requires_grad and (s[~x.mask] == 0).all() for s in stats.values())
     value = (loss_T * token_weights(mode, x.mask, x.seq, totals, horizon=12)).sum()
@@ -395,7 +411,7 @@ def test_layout_microbatches_and_order_do_not_change_loss_or_gradient(name, seed
     for column in b:  # Values at masked positions must not matter.
         b[column] = torch.where(mask, b[column], torch.tensor((math.nan, -math.inf))[seed % 2])
     b |= {"mask": mask, "seq": seq}
-    if name in SELECTIONS:
+    if LOSSES[name].select:
         b["selected"] = select(name, LossInputs(**b))
     per_seq = torch.zeros(len(lengths)).index_add(0, seq, mask.float())
     totals = Totals(tokens=float(mask.sum()), sequences=float((per_seq > 0).sum()))
@@ -412,7 +428,7 @@ def test_layout_microbatches_and_order_do_not_change_loss_or_gradient(name, seed
 @every_loss
 def test_weights_multiply(name):
     b = batch(seed=1)
-    extra = {"selected": b["mask"]} if name in SELECTIONS else {}
+    extra = {"selected": b["mask"]} if LOSSES[name].select else {}
     plain = compute_loss(name, **b | {"weights": None}, **extra)
     ones, threes = (compute_loss(name, **b | {"weights": torch.full_like(b["logp"], w)}, **extra) for w in (1.0, 3.0))
     torch.testing.assert_close(ones, plain, **EXACT)
@@ -442,14 +458,14 @@ def test_weights_multiply(name):
 ])  # fmt: skip
 def test_losses_refuse_settings_out_of_range(name, options, match):
     with pytest.raises(ValueError, match=match):
-        LOSSES[name](inputs([-1.0], [-1.0], [1.0]), **options)
+        LOSSES[name].function(inputs([-1.0], [-1.0], [1.0]), **options)
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.select])
 def test_selecting_losses_ask_for_their_selection(name):
     x = inputs([-1.0], [-1.0], [1.0])
-    with pytest.raises(ValueError, match="SELECTIONS"):
-        LOSSES[name](LossInputs(x.logp, x.old_logp, x.advantages, x.mask, x.seq))
+    with pytest.raises(ValueError, match="select_"):
+        LOSSES[name].function(LossInputs(x.logp, x.old_logp, x.advantages, x.mask, x.seq))
 
 
 # ── compute_loss, compute_kl ─────────────────────────────────────────────────
@@ -481,7 +497,7 @@ def test_compute_loss_takes_masks_and_dtypes_alike(name):
 def test_compute_loss_does_not_see_the_order_of_samples(name):
     b, order = batch(seed=4), torch.tensor([3, 0, 4, 2, 1])
     draw = {"draw": b["weights"] / 2} if name == "clip_cov" else {}
-    options = {"cov_ratio": 0.1} if name in SELECTIONS else {}
+    options = {"cov_ratio": 0.1} if LOSSES[name].select else {}
     options |= {"cov_low": 0.0} if name == "clip_cov" else {}
     b |= draw
     shuffled = {k: v[order] for k, v in b.items()}
@@ -504,7 +520,7 @@ def test_compute_loss_aggregations():
     torch.testing.assert_close(other * 2, expected["seq-mean-token-sum-norm"], **EXACT)
     assert compute_loss("reinforce", **b) == compute_loss("reinforce", **b, aggregation="seq-mean-token-sum")
     assert compute_loss("ppo", **b) == compute_loss("ppo", **b, aggregation="token-mean")
-    for name in SEQUENCE_LOSSES:
+    for name in (name for name, row in LOSSES.items() if row.scope == "one per sequence"):
         assert compute_loss(name, **b, aggregation="token-mean") == compute_loss(name, **b)
 
 

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.algos.estimators import ADVANTAGES, settings_of
-from spmdrl.algos.losses import LOSSES, SEQUENCE_LOSSES
-from spmdrl.algos.selection import SELECTIONS
+from spmdrl.algos.losses import LOSSES
 from spmdrl.config.checks import check
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.fields import ConfigError, get, leaves
 from spmdrl.config.load import from_command_line, load_or_exit
-from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS
+from spmdrl.config.parameters import only_of, read_by
+from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
 from spmdrl.evaluate import main as evaluation
@@ -41,7 +40,7 @@ def test_an_estimator_that_needs_what_samples_do_not_have_is_refused(needs, tmp_
     file = tmp_path / "own.py"
     file.write_text(f"def estimate(x):\n    return x.rewards, x.rewards\n\n\nestimate.needs = {needs}\n")
     config = from_command_line(["--algo.advantage", f"{file}:estimate"]).config
-    with pytest.raises(ValueError, match="its `needs` must be a tuple of names from values, baseline, logp, collision"):
+    with pytest.raises(ValueError, match="its `needs` must be a tuple of names from values, baseline, parts, logp"):
         compose(config)
 
 
@@ -120,7 +119,7 @@ def test_every_preset_is_taken_and_rehearsed(preset):
     seen = settings_read(config)
     # Settings of the preset are read; a loss of whole sequences knows its aggregation without one.
     unread = set(PRESETS[preset].settings) - seen
-    assert unread == ({"algo.aggregation"} if config.algo.loss in SEQUENCE_LOSSES else set())
+    assert unread == ({"algo.aggregation"} if LOSSES[config.algo.loss].scope == "one per sequence" else set())
 
 
 @pytest.mark.parametrize("file", TRAINED, ids=lambda path: str(path.relative_to(ROOT)))
@@ -212,15 +211,15 @@ def test_watched_settings_are_equal_and_tell_what_was_read():
 # ── presets and what is chosen over them ─────────────────────────────────────
 
 
-def test_settings_of_functions_are_those_that_presets_drop():
-    known = {name.partition(".")[2] for name in leaves(Config) if name.startswith("algo.")}
-    renamed = {"kl_coef": "cov_kl_coef", "weights": "part_weights"}
-    taken = {
-        kind: {renamed.get(name, name) for function in table.values() for name in settings_of(function)} & known
-        for kind, table in (("loss", LOSSES | SELECTIONS), ("advantage", ADVANTAGES))
+def test_settings_that_go_with_a_function_are_its_parameters():
+    assert read_by("loss", "kl_cov") == {"algo.cov_ratio", "algo.cov_kl_coef", "algo.aggregation"}
+    assert read_by("loss", "gmpo") == {"algo.clip_low", "algo.clip_high"}, "its aggregation is its own"
+    assert read_by("advantage", "prime") == {
+        *("algo.gamma", "process_reward.process_coef", "process_reward.outcome_coef")
     }
-    assert taken["loss"] == set(OF_LOSS) - {"aggregation"}
-    assert taken["advantage"] == set(OF_ADVANTAGE)
+    assert read_by("advantage", "gdpo") == {"algo.part_weights"}
+    assert only_of("loss") & only_of("advantage") == set()
+    assert "process_reward.process_coef" not in only_of("advantage"), "the process reward model's stays"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algos import LOSSES, SELECTIONS, Selecting
-from spmdrl.algos.estimators import settings_of
+from spmdrl.algos import LOSSES, Selecting
+from spmdrl.algos.rows import settings_of
 
-NAMES = pytest.mark.parametrize("name", SELECTIONS)
+NAMES = pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.select])
 LOOSE = {"kl_cov": {"cov_ratio": 0.1}, "clip_cov": {"cov_ratio": 0.1, "cov_low": 0.0, "cov_high": 2.0}}
 
 
@@ -68,7 +68,7 @@ def on_ranks(name: str, x: Selecting, rank_of: list[int], ranks: int, **options)
 
         columns = (v[index] for v in (x.logp, x.old_logp, x.advantages, x.mask))
         try:
-            selected[index] = SELECTIONS[name](Selecting(*columns, seq, len(mine), x.draw[index], gather), **options)
+            selected[index] = LOSSES[name].select(Selecting(*columns, seq, len(mine), x.draw[index], gather), **options)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -87,7 +87,7 @@ def on_ranks(name: str, x: Selecting, rank_of: list[int], ranks: int, **options)
 @given(seed=st.integers(0, 2**31), lengths=st.lists(st.integers(1, 12), min_size=1, max_size=10))
 def test_selection_is_the_formula_over_the_whole_batch(name, seed, lengths):
     x = whole(seed, lengths)
-    selected = SELECTIONS[name](x, **LOOSE[name])
+    selected = LOSSES[name].select(x, **LOOSE[name])
     expected = written_out(name, x, **LOOSE[name]) if x.mask.any() else set()
     assert set(torch.nonzero(selected).flatten().tolist()) == expected
 
@@ -106,7 +106,7 @@ def test_layout_selection_spread_over_ranks_is_the_single_one(name, seed, length
     options = LOOSE[name] | {"cov_ratio": cov_ratio}
     rank_of = torch.randint(ranks, (len(lengths),), generator=torch.Generator().manual_seed(seed)).tolist()
     selected, calls = on_ranks(name, x, rank_of, ranks, **options)  # some ranks have nothing
-    assert torch.equal(selected, SELECTIONS[name](x, **options))
+    assert torch.equal(selected, LOSSES[name].select(x, **options))
     assert calls == [2] * ranks
 
 
@@ -127,23 +127,23 @@ def test_clip_cov_takes_no_token_that_ppo_has_clipped():
     draw = torch.zeros(4, dtype=torch.float64)
     x = Selecting(logp, old, adv, mask, torch.zeros(4, dtype=torch.int64), 1, draw)
     # Covariances are all 1. Token 0 has gone up by more than 20 % with A > 0; token 3 as well, but with A < 0.
-    selected = SELECTIONS["clip_cov"](x, cov_ratio=1.0, cov_low=0.5)
+    selected = LOSSES["clip_cov"].select(x, cov_ratio=1.0, cov_low=0.5)
     assert selected.tolist() == [False, True, True, True]
-    assert SELECTIONS["clip_cov"](x, cov_ratio=1.0).tolist() == [False] * 4  # 1 is not above 1
-    assert SELECTIONS["clip_cov"](x, cov_ratio=1.0, cov_low=0.5, clip_high=1.0).tolist() == [True] * 4
+    assert LOSSES["clip_cov"].select(x, cov_ratio=1.0).tolist() == [False] * 4  # 1 is not above 1
+    assert LOSSES["clip_cov"].select(x, cov_ratio=1.0, cov_low=0.5, clip_high=1.0).tolist() == [True] * 4
 
 
 @NAMES
 def test_selections_take_the_settings_of_their_loss_and_say_what_is_wrong(name):
-    assert settings_of(SELECTIONS[name]) == settings_of(LOSSES[name])
+    assert settings_of(LOSSES[name].select) == settings_of(LOSSES[name].function)
     x = whole(0, [3, 2])
     with pytest.raises(ValueError, match="cov_ratio"):
-        SELECTIONS[name](x, cov_ratio=-0.1)
+        LOSSES[name].select(x, cov_ratio=-0.1)
     if name == "clip_cov":
         with pytest.raises(ValueError, match="draw"):
-            SELECTIONS[name](Selecting(x.logp, x.old_logp, x.advantages, x.mask, x.seq, 2))
+            LOSSES[name].select(Selecting(x.logp, x.old_logp, x.advantages, x.mask, x.seq, 2))
         with pytest.raises(ValueError, match="cov_low"):
-            SELECTIONS[name](x, cov_low=5.0, cov_high=1.0)
+            LOSSES[name].select(x, cov_low=5.0, cov_high=1.0)
     empty = whole(0, [])
-    assert SELECTIONS[name](empty).shape == (0,)
-    assert not SELECTIONS[name](Selecting(**vars(x) | {"mask": x.mask & False})).any()
+    assert LOSSES[name].select(empty).shape == (0,)
+    assert not LOSSES[name].select(Selecting(**vars(x) | {"mask": x.mask & False})).any()

@@ -212,7 +212,7 @@ class Process:
     ) -> torch.Tensor:
         """The expected gradient of an estimator over all pairs of episodes, its loss aggregated as `mode` says."""
         pairs = list(product(range(len(self.played)), repeat=2))
-        function = ADVANTAGES[estimator] if isinstance(estimator, str) else estimator
+        function = ADVANTAGES[estimator].function if isinstance(estimator, str) else estimator
         chance = self.probability.detach()
         # Estimators that look beyond a group see each pair as a step of its own.
         apart = estimator in WHOLE_STEP or chosen.get("whiten")
@@ -366,7 +366,7 @@ def test_the_mean_of_all_turns_of_an_index_is_a_biased_baseline():
     """With the own return in the mean, the factor depends on how many others get so far; leaving it out is exact."""
 
     def own_in_the_mean(x: Samples):
-        advantages, returns = ADVANTAGES["turn_rloo"](x)
+        advantages, returns = ADVANTAGES["turn_rloo"].function(x)
         # Of a pair both get there, or the one that does is compared with itself.
         return torch.where(advantages == returns, 0.0, advantages / 2), returns
 
@@ -579,7 +579,7 @@ def test_credit_over_trees_matches_recursion(name, chosen, seed, sizes):
     seqs = trees(seed, sizes)
     x = samples(seqs, rubbish=math.nan)
     want = TREE_REFERENCES[name](seqs, [Tree(s) for s in seqs], **chosen)
-    for got_T, rows in zip(ADVANTAGES[name](x, **chosen), want, strict=True):
+    for got_T, rows in zip(ADVANTAGES[name].function(x, **chosen), want, strict=True):
         torch.testing.assert_close(got_T[x.mask], fp64([v for row in rows for v in row]), rtol=1e-9, atol=1e-9)
         assert got_T.shape == x.mask.shape and (got_T[~x.mask] == 0).all(), "a tool's tokens have no advantage"
 
@@ -594,7 +594,7 @@ def test_layout_ranks_do_not_change_credit_over_trees(name, chosen, seed, sizes,
     place = torch.randint(0, ranks, (len(seqs),), generator=torch.Generator().manual_seed(seed)).tolist()
     world = Ranks([[i for i, r in enumerate(place) if r == rank] for rank in range(ranks)])
     got, x = world.run(name, seqs, chosen), samples(seqs)
-    for k, whole_T in enumerate(ADVANTAGES[name](x, **chosen)):
+    for k, whole_T in enumerate(ADVANTAGES[name].function(x, **chosen)):
         for i, both in enumerate(got):
             torch.testing.assert_close(both[k], whole_T[x.seq == i], rtol=1e-12, atol=1e-12)
     assert len(set(world.calls)) == 1
@@ -609,7 +609,7 @@ def test_a_chain_is_the_tree_in_which_every_turn_follows_the_one_before(seed, si
         s["parent"] = s["turn"] - 1
     x = samples(seqs)
     for name in ADVANTAGES:
-        for a, b in zip(ADVANTAGES[name](x), ADVANTAGES[name](replace(x, parent=None)), strict=True):
+        for a, b in zip(ADVANTAGES[name].function(x), ADVANTAGES[name].function(replace(x, parent=None)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -638,17 +638,18 @@ def test_turns_by_hand():
         [-1, 0, 0, -1],
     )
     assert depths(turns.after_n).tolist() == [0, 1, 1, 0] and tokens_follow(by_hand()).tolist() == [-1, 0, 0, -1]
-    advantages, returns = ADVANTAGES["turn_rloo"](by_hand())
+    advantages, returns = ADVANTAGES["turn_rloo"].function(by_hand())
     assert returns.tolist() == [7, 0, 2, 4, 10] and advantages.tolist() == [7 - 10, 0, 2, 4, 10 - 7]
-    advantages, returns = ADVANTAGES["turn_gae"](by_hand(), gamma=0.5, lam=0.5)
+    advantages, returns = ADVANTAGES["turn_gae"].function(by_hand(), gamma=0.5, lam=0.5)
     errors = [1 + 0.5 * (0.25 + 1.0) - 0.5, 2 - 0.25, 4 - 1.0, 10 - 3.0]
     first = errors[0] + 0.25 * (errors[1] + errors[2])
     torch.testing.assert_close(advantages, fp64([first, 0, errors[1], errors[2], errors[3]]))
     torch.testing.assert_close(returns, fp64([first + 0.5, 0, 2, 4, 10]))
     alone = Samples(fp64([1, 5, 2, 9]), torch.ones(4).bool(), torch.arange(4), torch.tensor([0, 0, 0, 3]))
-    torch.testing.assert_close(ADVANTAGES["turn_rloo"](alone), ADVANTAGES["rloo"](alone)[:1] + (alone.rewards,))
+    want = ADVANTAGES["rloo"].function(alone)[:1] + (alone.rewards,)
+    torch.testing.assert_close(ADVANTAGES["turn_rloo"].function(alone), want)
     in_a_row = by_hand(parent=torch.tensor([-1, 0, 0, 1, -1]))
-    assert ADVANTAGES["turn_rloo"](in_a_row)[1].tolist() == [7, 0, 6, 4, 10]
+    assert ADVANTAGES["turn_rloo"].function(in_a_row)[1].tolist() == [7, 0, 6, 4, 10]
 
 
 def test_a_turn_without_a_sampled_token_is_passed_over():
@@ -684,7 +685,7 @@ def test_a_turn_without_a_sampled_token_is_passed_over():
 def test_turns_that_fit_no_order_are_refused(changes, message):
     for name in ("turn_rloo", "turn_gae", "gigpo", "gae") if changes.get("parent") is not None else ("turn_rloo",):
         with pytest.raises(ValueError, match=message):
-            ADVANTAGES[name](by_hand(**changes))
+            ADVANTAGES[name].function(by_hand(**changes))
 
 
 @pytest.mark.parametrize(
@@ -698,7 +699,7 @@ def test_turns_that_fit_no_order_are_refused(changes, message):
 )
 def test_settings_of_turn_estimators(name, chosen, message):
     with pytest.raises(ValueError, match=message):
-        ADVANTAGES[name](by_hand(), **chosen)
+        ADVANTAGES[name].function(by_hand(), **chosen)
 
 
 def test_notebook_takes_trees():
