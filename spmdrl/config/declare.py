@@ -1,6 +1,7 @@
-"""Declares a setting where it stands: its default, the values that are valid, and whether a resume may change it.
+"""Declares a setting where it stands: default, valid values, jobs that do not read it, whether a resume may change it.
 
-A setting that declares nothing takes every value of its type, and a resume must keep it.
+A setting that declares nothing takes every value of its type, every job that has its section reads it, and a resume
+must keep it.
 """
 
 import dataclasses
@@ -8,7 +9,11 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from tyro.conf import Suppress
+
+C = TypeVar("C", bound=type)
 
 # Reasons for which a run may go on with another value: layout, machine and pace do not change the answer.
 WATCHED = "where a run is, how long it goes on, how it is watched"
@@ -42,13 +47,45 @@ def at_least(least: float) -> Rule:
     return Rule(lambda x: least <= x < math.inf, f"must be at least {least:g}")
 
 
-def setting(default: Any, rule: Rule | None = None, free: str = "") -> Any:
+EVALUATE, DISTILL, ONLINE = "evaluate", "distill", "online_preference"
+SUPERVISED, PREFERENCE, REWARD_MODEL = "supervised", "preference", "reward_model"
+"""Jobs whose sections lack some settings of the sections that they derive from; `supervised`: all on given rows."""
+
+
+def setting(default: Any, rule: Rule | None = None, free: str = "", unread_by: tuple[str, ...] = ()) -> Any:
     """Return the field of a setting.
 
     rule: of its values. free: the reason for which a resume may change it; empty: it must keep it. A section whose
-    settings are all free names the reason once, as `FREE`.
+    settings are all free names the reason once, as `FREE`. unread_by: jobs without a flag for it (`hides`).
     """
-    return dataclasses.field(default=default, metadata={"rule": rule, "free": free})
+    return dataclasses.field(default=default, metadata={"rule": rule, "free": free, "unread_by": unread_by})
+
+
+def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **defaults: Any) -> Any:
+    """Return the field of a section. unread_by: as in `setting`. defaults: other values than its own for settings."""
+    make = functools.partial(kind, **defaults) if defaults else kind
+    return dataclasses.field(default_factory=make, metadata={"unread_by": unread_by})
+
+
+def hides(job: str) -> Callable[[C], C]:
+    """Take the flags away from the fields of a dataclass that declare, here or where it derives from, `unread_by` job.
+
+    Files of other jobs may hold them (`load.py`).
+    """
+
+    def hide(cls: C) -> C:
+        bases = [vars(base).get("__dataclass_fields__", {}) for base in cls.__mro__]
+        hints = get_type_hints(cls, include_extras=True)
+        for name in {name for fields in bases for name, each in fields.items() if job in unread_by(each)}:
+            cls.__annotations__[name] = Suppress[hints[name]]
+        return cls
+
+    return hide
+
+
+def unread_by(field: dataclasses.Field) -> tuple[str, ...]:
+    """Return the jobs that have no flag for a setting or a section."""
+    return field.metadata.get("unread_by", ())
 
 
 @dataclass(frozen=True)

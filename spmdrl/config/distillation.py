@@ -1,24 +1,16 @@
 """Settings of on-policy distillation, and the rules for them."""
 
 import math
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
-from tyro.conf import Suppress
-
 from spmdrl.config.checks import run_problems
-from spmdrl.config.declare import SHARE, at_least, setting
+from spmdrl.config.declare import DISTILL, SHARE, at_least, hides, section, setting
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import refuse
 from spmdrl.config.learning import (
     AlgoConfig,
-    CorrectionConfig,
-    CriticConfig,
-    FilterConfig,
-    ProcessRewardConfig,
-    SafetyConfig,
     ShapingConfig,
 )
 from spmdrl.config.plan import plan_lines
@@ -26,11 +18,11 @@ from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
 
 
+@hides(DISTILL)
 @dataclass
 class TeacherConfig(ReferenceConfig):
     """The teacher: a frozen model."""
 
-    enabled: Suppress[Literal["auto", "on", "off"]] = "on"
     path: str = ""
     """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
     mix: float = setting(1.0, SHARE)
@@ -117,21 +109,16 @@ def _values(section: str) -> dict:
     return {name.partition(".")[2]: value for name, value in named if name.startswith(f"{section}.")}
 
 
+@hides(DISTILL)
 @dataclass
 class DistillationConfig(Config):
     """On-policy distillation of a language model. Every rank runs this same program."""
 
-    run: RunConfig = field(default_factory=partial(RunConfig, name="distill"))
-    env: Suppress[str] = Config.env
-    reference: TeacherConfig = field(default_factory=TeacherConfig)
-    distill: DistillSection = field(default_factory=DistillSection)
-    algo: Suppress[AlgoConfig] = field(default_factory=partial(AlgoConfig, preset="distill", **_values("algo")))
-    correction: Suppress[CorrectionConfig] = field(default_factory=CorrectionConfig)
-    shaping: Suppress[ShapingConfig] = field(default_factory=partial(ShapingConfig, **_values("shaping")))
-    filter: Suppress[FilterConfig] = field(default_factory=FilterConfig)
-    critic: Suppress[CriticConfig] = field(default_factory=CriticConfig)
-    process_reward: Suppress[ProcessRewardConfig] = field(default_factory=ProcessRewardConfig)
-    safety: Suppress[SafetyConfig] = field(default_factory=SafetyConfig)
+    run: RunConfig = section(RunConfig, name="distill")
+    reference: TeacherConfig = section(TeacherConfig, enabled="on")
+    distill: DistillSection = section(DistillSection)
+    algo: AlgoConfig = section(AlgoConfig, preset="distill", **_values("algo"))
+    shaping: ShapingConfig = section(ShapingConfig, **_values("shaping"))
 
 
 def check_distillation(config: DistillationConfig, world_size: int) -> None:

@@ -1,16 +1,15 @@
 """Settings of an evaluation, its plan, and the run that they make.
 
-A setting of a shared section that an evaluation does not read is suppressed here: files may hold it, flags may not.
+Settings of shared sections that an evaluation does not read declare so (`unread_by`): files may hold them, flags may
+not.
 """
 
 import dataclasses
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
-from tyro.conf import Suppress
-
 from spmdrl.config.checks import check
+from spmdrl.config.declare import EVALUATE, hides, section
 from spmdrl.config.environment import check_reward_is_chosen
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
@@ -34,30 +33,14 @@ from spmdrl.config.schema import (
 )
 
 
-@dataclass
+@hides(EVALUATE)
 class EvaluationRunConfig(RunConfig):
     """The evaluation as a whole."""
 
-    steps: Suppress[int] = RunConfig.steps
-    fresh: Suppress[bool] = RunConfig.fresh
-    allow_changes: Suppress[bool] = RunConfig.allow_changes
-    spike_factor: Suppress[float] = RunConfig.spike_factor
 
-
-@dataclass
+@hides(EVALUATE)
 class EvaluationRolloutConfig(RolloutConfig):
     """The engine."""
-
-    prompts_per_step: Suppress[int] = RolloutConfig.prompts_per_step
-    samples_per_prompt: Suppress[int] = RolloutConfig.samples_per_prompt
-    temperature: Suppress[float] = RolloutConfig.temperature
-    top_p: Suppress[float] = RolloutConfig.top_p
-    oversample: Suppress[float] = RolloutConfig.oversample
-    partial_steps: Suppress[int] = RolloutConfig.partial_steps
-    staleness: Suppress[int] = RolloutConfig.staleness
-    routing_replay: Suppress[bool] = RolloutConfig.routing_replay
-    logp_diff_warn: Suppress[float | None] = RolloutConfig.logp_diff_warn
-    logp_diff_stop: Suppress[float] = RolloutConfig.logp_diff_stop
 
 
 @dataclass
@@ -69,48 +52,38 @@ class BadSampleConfig:
     counted."""
 
 
-@dataclass
+@hides(EVALUATE)
 class EvaluationDataConfig(DataConfig):
     """Prompts."""
 
-    train: Suppress[str] = DataConfig.train
-    limit: Suppress[int] = DataConfig.limit
-    shuffle: Suppress[bool] = DataConfig.shuffle
 
-
-@dataclass
+@hides(EVALUATE)
 class EvaluationEvalConfig(EvalConfig):
     """Prompts, and how they are sampled."""
 
-    every: Suppress[int] = EvalConfig.every
 
-
-@dataclass
+@hides(EVALUATE)
 class EvaluationTrackingConfig(TrackingConfig):
     """Numbers that are shown."""
-
-    trackers: Suppress[tuple[str, ...]] = ()
-    project: Suppress[str] = TrackingConfig.project
-    samples: Suppress[int] = TrackingConfig.samples
 
 
 @dataclass
 class EvaluationConfig:
     """Accuracy and pass@k of a model, by the settings that an evaluation reads."""
 
-    run: EvaluationRunConfig = field(default_factory=EvaluationRunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    rollout: EvaluationRolloutConfig = field(default_factory=EvaluationRolloutConfig)
-    filter: BadSampleConfig = field(default_factory=BadSampleConfig)
-    data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
+    run: EvaluationRunConfig = section(EvaluationRunConfig)
+    model: ModelConfig = section(ModelConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    policy: PolicyConfig = section(PolicyConfig)
+    rollout: EvaluationRolloutConfig = section(EvaluationRolloutConfig)
+    filter: BadSampleConfig = section(BadSampleConfig)
+    data: EvaluationDataConfig = section(EvaluationDataConfig)
     env: str = Config.env
     """The environment of the samples, as in a training."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    eval: EvaluationEvalConfig = field(default_factory=partial(EvaluationEvalConfig, prompts=0))
-    tracking: EvaluationTrackingConfig = field(default_factory=EvaluationTrackingConfig)
+    reward: RewardConfig = section(RewardConfig)
+    sandbox: SandboxConfig = section(SandboxConfig)
+    eval: EvaluationEvalConfig = section(EvaluationEvalConfig, prompts=0)
+    tracking: EvaluationTrackingConfig = section(EvaluationTrackingConfig, trackers=())
 
 
 def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:

@@ -16,7 +16,7 @@ class ConfigError(ValueError):
 def leaves(schema: type) -> dict[str, Any]:
     """Dotted name -> type of every setting of a dataclass of dataclasses, in the order of the schema.
 
-    A field with an annotation (`tyro.conf.Suppress[int]`) is no setting of that schema.
+    A field that is hidden from the schema's job (`declare.hides`) is no setting of it.
     """
     hints = get_type_hints(schema, include_extras=True)
     found: dict[str, Any] = {}

@@ -1,15 +1,12 @@
 """Settings of preference learning on the policy's own samples, and the rules for them."""
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
-from tyro.conf import Suppress
-
 from spmdrl.config.checks import run_problems
-from spmdrl.config.declare import FINITE, NOT_NEGATIVE, SHARE, setting
+from spmdrl.config.declare import FINITE, NOT_NEGATIVE, ONLINE, SHARE, hides, section, setting
 from spmdrl.config.fields import flag, get, refuse
-from spmdrl.config.learning import AlgoConfig, CorrectionConfig, CriticConfig, ProcessRewardConfig, SafetyConfig
+from spmdrl.config.learning import AlgoConfig
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import (
     UNPAIRED,
@@ -22,17 +19,18 @@ from spmdrl.config.preference import (
 from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunConfig
 
 
+@hides(ONLINE)
 @dataclass
 class OnlineReferenceConfig(ReferenceConfig):
     """The frozen model that the policy is held to."""
 
-    enabled: Suppress[Literal["auto", "on", "off"]] = "auto"
     path: str = ""
     """The model, as `--model.path`. Empty: the starting model."""
     mix: float = setting(1.0, SHARE)
     """Share of the policy in it when it moves (`refresh_every`); 1 takes the policy's weights."""
 
 
+@hides(ONLINE)
 @dataclass
 class OnlineMethod(PreferenceMethod):
     """The loss, and the samples that it compares: the best and the worst of each prompt."""
@@ -43,25 +41,19 @@ class OnlineMethod(PreferenceMethod):
     """A prompt is left out unless the rewards of its best and its worst sample differ by more than this."""
     least_reward: float | None = setting(None, FINITE)
     """A prompt is left out unless its best sample has at least this reward. None: no bound."""
-    wanted_weight: Suppress[float] = 1.0
-    unwanted_weight: Suppress[float] = 1.0
 
 
+@hides(ONLINE)
 @dataclass
 class OnlinePreferenceConfig(Config):
     """Preference learning on the policy's own samples. Every rank runs this same program."""
 
-    run: RunConfig = field(default_factory=partial(RunConfig, name="online"))
-    env: Suppress[str] = Config.env
-    optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-6))
-    reference: OnlineReferenceConfig = field(default_factory=OnlineReferenceConfig)
-    preference: OnlineMethod = field(default_factory=OnlineMethod)
+    run: RunConfig = section(RunConfig, name="online")
+    optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
+    reference: OnlineReferenceConfig = section(OnlineReferenceConfig)
+    preference: OnlineMethod = section(OnlineMethod)
     # No sample has an advantage, and none is compared by one.
-    algo: Suppress[AlgoConfig] = field(default_factory=partial(AlgoConfig, advantage="reinforce"))
-    correction: Suppress[CorrectionConfig] = field(default_factory=CorrectionConfig)
-    critic: Suppress[CriticConfig] = field(default_factory=CriticConfig)
-    process_reward: Suppress[ProcessRewardConfig] = field(default_factory=ProcessRewardConfig)
-    safety: Suppress[SafetyConfig] = field(default_factory=SafetyConfig)
+    algo: AlgoConfig = section(AlgoConfig, advantage="reinforce")
 
     @property
     def has_reference(self) -> bool:

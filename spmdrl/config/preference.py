@@ -1,12 +1,21 @@
 """Settings of preference learning, and the rules for them."""
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from tyro.conf import Suppress
-
-from spmdrl.config.declare import NOT_NEGATIVE, POSITIVE, SHARE, UNIT, Rule, setting
+from spmdrl.config.declare import (
+    NOT_NEGATIVE,
+    ONLINE,
+    POSITIVE,
+    PREFERENCE,
+    REWARD_MODEL,
+    SHARE,
+    UNIT,
+    Rule,
+    hides,
+    section,
+    setting,
+)
 from spmdrl.config.fields import flag, refuse, shown
 from spmdrl.config.schema import OptimizerConfig, is_average
 from spmdrl.config.supervised import (
@@ -60,6 +69,7 @@ WITHOUT_REFERENCE = frozenset({"simpo", "cpo", "orpo", "sft"})
 """Losses without a reference; `sft` is the cross-entropy of the chosen responses."""
 
 
+@hides(PREFERENCE)
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
     """Rows: pairs of responses, or responses with a label."""
@@ -68,13 +78,11 @@ class PreferenceDataConfig(SupervisedDataConfig):
     """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
     `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
     (read while it trains), `builtin:<task>`."""
-    messages_column: Suppress[str] = ""
-    text_column: Suppress[str] = ""
     chosen_column: str = "chosen"
     """Column with the better response, text or messages; with no column for the prompt, the dialogue that ends so."""
     rejected_column: str = "rejected"
     """Column with the worse response."""
-    label_column: str = "label"
+    label_column: str = setting("label", unread_by=(REWARD_MODEL,))
     """Column that says of a completion without a counterpart whether it is wanted: true or false (kto, bco)."""
 
 
@@ -119,9 +127,9 @@ class PreferenceMethod:
     """Weight of log p behind the length of the shorter response (LD-DPO, https://arxiv.org/abs/2409.06411)."""
     weighted: bool = False
     """Weigh each pair by how likely the policy itself makes it (WPO, https://arxiv.org/abs/2406.11827)."""
-    wanted_weight: float = setting(1.0, NOT_NEGATIVE)
+    wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,))
     """kto, bco: weight of responses that are wanted."""
-    unwanted_weight: float = setting(1.0, NOT_NEGATIVE)
+    unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,))
     """kto, bco: weight of those that are not."""
 
 
@@ -129,11 +137,11 @@ class PreferenceMethod:
 class PreferenceConfig(SupervisedConfig):
     """Preference learning of a language model. Every rank runs this same program."""
 
-    run: SupervisedRunConfig = field(default_factory=partial(SupervisedRunConfig, name="preference"))
-    optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-6))
-    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)  # type: ignore[assignment]
-    reference: FixedModelConfig = field(default_factory=FixedModelConfig)
-    preference: PreferenceMethod = field(default_factory=PreferenceMethod)
+    run: SupervisedRunConfig = section(SupervisedRunConfig, name="preference")
+    optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
+    data: PreferenceDataConfig = section(PreferenceDataConfig)  # type: ignore[assignment]
+    reference: FixedModelConfig = section(FixedModelConfig)
+    preference: PreferenceMethod = section(PreferenceMethod)
 
 
 def losses_of(method: PreferenceMethod) -> dict[str, float]:

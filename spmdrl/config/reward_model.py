@@ -1,23 +1,20 @@
 """Settings of the training of a reward model, and the rules for them."""
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
-from tyro.conf import Suppress
-
-from spmdrl.config.declare import NOT_NEGATIVE, setting
+from spmdrl.config.declare import NOT_NEGATIVE, REWARD_MODEL, hides, section, setting
 from spmdrl.config.fields import flag, refuse, shown
 from spmdrl.config.preference import PreferenceDataConfig
-from spmdrl.config.schema import LoraConfig, OptimizerConfig
-from spmdrl.config.supervised import GenerateConfig, SupervisedConfig, SupervisedRunConfig, supervised_problems
+from spmdrl.config.schema import OptimizerConfig
+from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supervised_problems
 
 
+@hides(REWARD_MODEL)
 @dataclass
 class ScoredDataConfig(PreferenceDataConfig):
     """Rows: pairs of responses, or responses whose steps have labels."""
 
-    label_column: Suppress[str] = "label"
     margin_column: str = "margin"
     """Column with the number by which the better response is better, if there is one."""
     output_column: str = "output"
@@ -44,16 +41,15 @@ class RewardModelMethod:
     """Weight of the squared sum of both scores of a pair, which keeps scores around 0 (0.01 is usual)."""
 
 
+@hides(REWARD_MODEL)
 @dataclass
 class RewardModelConfig(SupervisedConfig):
     """Training of a reward model on preferences. Every rank runs this same program."""
 
-    run: SupervisedRunConfig = field(default_factory=partial(SupervisedRunConfig, name="reward_model"))
-    optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-5))
-    lora: Suppress[LoraConfig] = field(default_factory=LoraConfig)
-    data: ScoredDataConfig = field(default_factory=ScoredDataConfig)  # type: ignore[assignment]
-    generate: Suppress[GenerateConfig] = field(default_factory=GenerateConfig)
-    reward_model: RewardModelMethod = field(default_factory=RewardModelMethod)
+    run: SupervisedRunConfig = section(SupervisedRunConfig, name="reward_model")
+    optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-5)
+    data: ScoredDataConfig = section(ScoredDataConfig)  # type: ignore[assignment]
+    reward_model: RewardModelMethod = section(RewardModelMethod)
 
 
 def check_reward_model(config: RewardModelConfig, world_size: int) -> None:

@@ -6,24 +6,30 @@ together is in `checks.py`; how YAML and flags become a `Config` is in `load.py`
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from spmdrl.config.declare import (
     COMPUTED,
     COUNT,
+    DISTILL,
     DRAWN,
+    EVALUATE,
     FINITE,
     KEPT,
     LAYOUT,
     LIMIT,
     NOT_NEGATIVE,
+    ONLINE,
     POSITIVE,
+    REWARD_MODEL,
     SHARE,
+    SUPERVISED,
     UNIT,
     WATCHED,
     Rule,
     at_least,
+    section,
     setting,
 )
 from spmdrl.config.learning import (
@@ -45,7 +51,7 @@ class RunConfig:
     """Run folder (resolved config, metrics, samples, logs, checkpoints). Empty: `runs/<name>`."""
     name: str = setting("demo", free=WATCHED)
     """Name shown in trackers and used for the default run folder."""
-    steps: int = setting(60, COUNT, free=WATCHED)
+    steps: int = setting(60, COUNT, free=WATCHED, unread_by=(EVALUATE,))
     """Steps to train: each is one round of experience and its optimizer updates."""
     seed: int = setting(0, NOT_NEGATIVE)
     """Every draw is keyed by (seed, step, prompt, sample, turn), so the world size does not change it."""
@@ -60,13 +66,16 @@ class RunConfig:
     the static assignment, batch-invariant kernels in vLLM and SGLang on GPU. Slower."""
     lockstep_debug: bool = setting(False, free=WATCHED)
     """Compare (call site, op, shape) of every collective across ranks before it runs: slow, but names the rank."""
-    fresh: bool = setting(False, free=WATCHED)
+    fresh: bool = setting(False, free=WATCHED, unread_by=(EVALUATE,))
     """Start over in a run folder that is there: it moves to `<dir>.old-1`, `.old-2`, ... Once for a job: what
     torchrun or SLURM starts again goes on."""
-    allow_changes: bool = setting(False, free=WATCHED)
+    allow_changes: bool = setting(False, free=WATCHED, unread_by=(EVALUATE,))
     """Go on in a run folder that was begun with settings which change the answer; without it they are refused."""
     spike_factor: float = setting(
-        20.0, Rule(lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for off"), free=WATCHED
+        20.0,
+        Rule(lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for off"),
+        free=WATCHED,
+        unread_by=(EVALUATE,),
     )
     """Keep the batch of an optimizer step whose gradient norm is above so many times the median of the last 32, for
     `python -m spmdrl.replay`; of a run the first 3, and 3 that are not finite. 0: only those."""
@@ -95,12 +104,12 @@ class ParallelConfig:
 
     FREE: ClassVar[str] = LAYOUT
 
-    placement: Literal["colocated", "split"] = "colocated"
+    placement: Literal["colocated", "split"] = setting("colocated", unread_by=(SUPERVISED,))
     """`colocated`: every rank trains and samples in turn (sleep and wake). `split`: the last ranks sample while the
     others train."""
-    rollout_ranks: int = setting(0, NOT_NEGATIVE)
+    rollout_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(SUPERVISED,))
     """Ranks that sample under `split`."""
-    scoring_ranks: int = setting(0, NOT_NEGATIVE)
+    scoring_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(SUPERVISED,))
     """Ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the trainers do.
     Megatron's axes divide them too."""
 
@@ -226,7 +235,7 @@ class LoraConfig:
 class ReferenceConfig:
     """The model of the KL term: the start, a teacher, or the policy of some steps ago."""
 
-    enabled: Literal["auto", "on", "off"] = "auto"
+    enabled: Literal["auto", "on", "off"] = setting("auto", unread_by=(DISTILL, ONLINE))
     """Frozen model for KL. `auto`: on when a KL coefficient is not zero."""
     path: str = ""
     """The model, as `--model.path`; a teacher, for distillation. Empty: the starting model."""
@@ -256,26 +265,26 @@ class RolloutConfig:
     ep: int = setting(1, COUNT, free=DRAWN)
     """Mixture of experts: ranks of an engine over which whole experts are spread (vllm, sglang): tp x dp, or 1 for a
     slice of every expert on each rank."""
-    prompts_per_step: int = setting(32, COUNT)
+    prompts_per_step: int = setting(32, COUNT, unread_by=(EVALUATE,))
     """Prompts in one step over all ranks."""
-    samples_per_prompt: int = setting(8, COUNT)
+    samples_per_prompt: int = setting(8, COUNT, unread_by=(EVALUATE,))
     """Group size: samples of one prompt."""
     max_prompt_tokens: int = setting(512, COUNT)
     """Longer prompts are dropped when the prompts are read, and counted."""
     max_new_tokens: int = setting(8, COUNT)
     """Longest response, as the demo needs it. Another model on rows of your own: 1024."""
-    temperature: float = setting(1.0, POSITIVE)
+    temperature: float = setting(1.0, POSITIVE, unread_by=(EVALUATE,))
     """Sampling temperature; logp is taken at the same temperature everywhere."""
-    top_p: float = setting(1.0, SHARE)
+    top_p: float = setting(1.0, SHARE, unread_by=(EVALUATE,))
     """Nucleus sampling. Training takes 1 only: an engine's logp is of the set that it sampled from, the trainer's of
     the whole vocabulary. Evaluation has `--eval.top-p`."""
     assignment: Literal["queue", "static"] = setting("queue", free=DRAWN)
     """How prompts are handed to engines: by an atomic queue (a rank that ends early takes more), or fixed by index (for
     bit-exact runs)."""
-    oversample: float = setting(1.0, at_least(1))
+    oversample: float = setting(1.0, at_least(1), unread_by=(EVALUATE,))
     """Sample so many times prompts_per_step and stop when prompts_per_step groups are complete: the slowest are cut.
     Prompts that nobody has begun by then are left for the next step."""
-    partial_steps: int = setting(0, NOT_NEGATIVE)
+    partial_steps: int = setting(0, NOT_NEGATIVE, unread_by=(EVALUATE,))
     """Groups that were cut short go on in the next step, for at most so many steps, after which they are waited for.
     0: they are dropped, and so is what a static assignment leaves unbegun between others (rollout/unbegun_prompts).
     Checkpoints hold them."""
@@ -286,11 +295,11 @@ class RolloutConfig:
     gpu_memory_utilization on GPU."""
     gpu_memory_utilization: float = setting(0.5, SHARE, free=DRAWN)
     """Share of a GPU that vLLM or SGLang may take while awake."""
-    staleness: int = setting(0, NOT_NEGATIVE)
+    staleness: int = setting(0, NOT_NEGATIVE, unread_by=(EVALUATE,))
     """Under `split`: steps that sampling runs ahead, which bounds the age of its weights. 1: the experience of step k+1
     is sampled while step k trains, by the weights that step k began with. More evens out
     single slow steps only: all ranks end every step together."""
-    routing_replay: bool = False
+    routing_replay: bool = setting(False, unread_by=(EVALUATE,))
     """Mixture of experts: train every token with the experts that the engine sent it to (R3); not with sglang, nor with
     vLLM on a CPU."""
     sleep_level: Literal["auto", 0, 1, 2] = setting("auto", free=DRAWN)
@@ -302,11 +311,11 @@ class RolloutConfig:
     quantization: Literal["none", "int8", "fp8"] = "none"
     """8-bit weights in the engine: `fp8` in vLLM and SGLang (GPU), either one in the HF engine."""
     logp_diff_warn: float | None = setting(
-        None, Rule(lambda x: 0 <= x < math.inf, "must be 0 or more, or None"), free=LIMIT
+        None, Rule(lambda x: 0 <= x < math.inf, "must be 0 or more, or None"), free=LIMIT, unread_by=(EVALUATE,)
     )
     """Warn when the engine's logp is off the trainer's by more, in the mean of a step. 0: never; None: 0.001 where no
     setting sets them apart, as in float32 with the newest weights, and 0.1 elsewhere."""
-    logp_diff_stop: float = setting(1.0, NOT_NEGATIVE, free=LIMIT)
+    logp_diff_stop: float = setting(1.0, NOT_NEGATIVE, free=LIMIT, unread_by=(EVALUATE,))
     """End the job when it is off by more: engine and trainer do not hold the same model. 0: never."""
     push_bucket_mib: int = setting(256, COUNT, free=DRAWN)
     """Largest bucket of a weight push."""
@@ -321,7 +330,7 @@ class RolloutConfig:
 class DataConfig:
     """Prompts."""
 
-    train: str = "builtin:reverse"
+    train: str = setting("builtin:reverse", unread_by=(EVALUATE,))
     """`builtin:<task>`, a .jsonl or verl .parquet path, `hf:<dataset>[:config[:split]]`, `ms:<dataset>` (ModelScope),
     or `reasoning-gym:<task>`."""
     eval: str = setting("builtin:reverse:eval", free=KEPT)
@@ -343,9 +352,9 @@ class DataConfig:
     text."""
     template_kwargs: str = ""
     """JSON object of variables of the chat template, such as {"enable_thinking": false}; those of a row go first."""
-    limit: int = setting(0, NOT_NEGATIVE)
+    limit: int = setting(0, NOT_NEGATIVE, unread_by=(EVALUATE,))
     """Read at most so many training prompts; 0: all."""
-    shuffle: bool = True
+    shuffle: bool = setting(True, unread_by=(EVALUATE,))
     """Every epoch has an order of its own, by `--run.seed`. Off: the order of the file, as for a curriculum."""
 
 
@@ -407,7 +416,7 @@ class EvalConfig:
 
     FREE: ClassVar[str] = KEPT
 
-    every: int = setting(20, NOT_NEGATIVE)
+    every: int = setting(20, NOT_NEGATIVE, unread_by=(EVALUATE,))
     """Evaluate before the first step, every N steps, and at the end. 0: never."""
     prompts: int = setting(256, NOT_NEGATIVE)
     """Evaluation prompts; 0: all."""
@@ -448,11 +457,11 @@ class TrackingConfig:
 
     FREE: ClassVar[str] = KEPT
 
-    trackers: tuple[str, ...] = ("jsonl", "tensorboard")
+    trackers: tuple[str, ...] = setting(("jsonl", "tensorboard"), unread_by=(EVALUATE,))
     """Any of `jsonl`, `tensorboard`, `wandb`."""
-    project: str = "spmdrl"
+    project: str = setting("spmdrl", unread_by=(EVALUATE,))
     """wandb project."""
-    samples: int = setting(4, NOT_NEGATIVE)
+    samples: int = setting(4, NOT_NEGATIVE, unread_by=(EVALUATE,))
     """Sample completions shown and written to samples.jsonl each step."""
     console: Literal["auto", "live", "plain"] = "auto"
     """Live panel on a terminal, or one line a step."""
@@ -462,37 +471,37 @@ class TrackingConfig:
 class TrainingConfig:
     """Sections of every job that trains a model. Each entry point adds its own."""
 
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    run: RunConfig = section(RunConfig)
+    model: ModelConfig = section(ModelConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    policy: PolicyConfig = section(PolicyConfig)
+    lora: LoraConfig = section(LoraConfig, unread_by=(REWARD_MODEL,))
+    data: DataConfig = section(DataConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    tracking: TrackingConfig = section(TrackingConfig)
 
 
 @dataclass
 class Config(TrainingConfig):
     """Reinforcement learning of a language model. Every rank runs this same program."""
 
-    env: str = ""
+    env: str = setting("", unread_by=(DISTILL, ONLINE))
     """The environment in which samples act over several turns: `file.py:Class`, `builtin:NAME`, `file.py:TOOLS` (a list
     of functions), `env.yaml` (with limits), verl's tool YAML, or `rows` (each row names its own): docs/agents.md.
     Empty: a sample is one response."""
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)
-    filter: FilterConfig = field(default_factory=FilterConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
-    safety: SafetyConfig = field(default_factory=SafetyConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    reference: ReferenceConfig = section(ReferenceConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    algo: AlgoConfig = section(AlgoConfig, unread_by=(DISTILL, ONLINE))
+    correction: CorrectionConfig = section(CorrectionConfig, unread_by=(DISTILL, ONLINE))
+    shaping: ShapingConfig = section(ShapingConfig, unread_by=(DISTILL,))
+    filter: FilterConfig = section(FilterConfig, unread_by=(DISTILL,))
+    critic: CriticConfig = section(CriticConfig, unread_by=(DISTILL, ONLINE))
+    process_reward: ProcessRewardConfig = section(ProcessRewardConfig, unread_by=(DISTILL, ONLINE))
+    safety: SafetyConfig = section(SafetyConfig, unread_by=(DISTILL, ONLINE))
+    reward: RewardConfig = section(RewardConfig)
+    sandbox: SandboxConfig = section(SandboxConfig)
+    eval: EvalConfig = section(EvalConfig)
 
     @property
     def has_reference(self) -> bool:

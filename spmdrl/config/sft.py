@@ -1,10 +1,9 @@
 """Settings of supervised fine-tuning, and the rules for them."""
 
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from spmdrl.config.declare import NOT_NEGATIVE, POSITIVE, UNIT, setting
+from spmdrl.config.declare import NOT_NEGATIVE, POSITIVE, UNIT, section, setting
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.fields import refuse, shown
 from spmdrl.config.supervised import (
@@ -55,9 +54,9 @@ class SFTTeacher(DivergenceConfig):
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning of a language model. Every rank runs this same program."""
 
-    run: SupervisedRunConfig = field(default_factory=partial(SupervisedRunConfig, name="sft"))
-    sft: SFTMethod = field(default_factory=SFTMethod)
-    teacher: SFTTeacher = field(default_factory=SFTTeacher)
+    run: SupervisedRunConfig = section(SupervisedRunConfig, name="sft")
+    sft: SFTMethod = section(SFTMethod)
+    teacher: SFTTeacher = section(SFTTeacher)
 
 
 def check_sft(config: SFTConfig, world_size: int) -> None:

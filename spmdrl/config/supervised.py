@@ -1,10 +1,8 @@
 """Settings that jobs on given rows share: the rows, the evaluation, sampled answers, and the rules for them."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
-
-from tyro.conf import Suppress
 
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.declare import (
@@ -13,10 +11,15 @@ from spmdrl.config.declare import (
     LIMIT,
     NOT_NEGATIVE,
     POSITIVE,
+    PREFERENCE,
+    REWARD_MODEL,
     SHARE,
+    SUPERVISED,
     UNIT,
     WATCHED,
     at_least,
+    hides,
+    section,
     setting,
 )
 from spmdrl.config.fields import shown
@@ -43,13 +46,9 @@ class SupervisedRunConfig(RunConfig):
     """Optimizer steps. 0: as many as `--data.epochs` take."""
 
 
-@dataclass
+@hides(SUPERVISED)
 class SupervisedParallelConfig(ParallelConfig):
     """How the ranks divide the model; all sizes but ep multiply to their number."""
-
-    placement: Suppress[Literal["colocated", "split"]] = "colocated"
-    rollout_ranks: Suppress[int] = 0
-    scoring_ranks: Suppress[int] = 0
 
 
 @dataclass
@@ -73,13 +72,13 @@ class SupervisedDataConfig:
     (read while it trains), `builtin:<task>`."""
     eval: str = setting("", free=KEPT)
     """A source whose loss is measured. Empty: none."""
-    messages_column: str = ""
+    messages_column: str = setting("", unread_by=(PREFERENCE,))
     """Column with messages. Empty: `messages`, `conversations` or the like."""
     prompt_column: str = ""
     """Column with the prompt, text or messages. Empty: `prompt`, `instruction`, `question` or the like."""
     completion_column: str = ""
     """Column with the completion, text or messages. Empty: `completion`, `response`, `output` or `answer`."""
-    text_column: str = ""
+    text_column: str = setting("", unread_by=(PREFERENCE,))
     """Column with plain text, which is trained whole. Empty: `text`."""
     tools_column: str = "tools"
     """Column with JSON schemas of tools, a list or its JSON."""
@@ -144,12 +143,12 @@ class GenerateConfig:
 class SupervisedConfig(TrainingConfig):
     """A job that learns from given rows. Every rank runs this same program."""
 
-    run: SupervisedRunConfig = field(default_factory=SupervisedRunConfig)
-    parallel: SupervisedParallelConfig = field(default_factory=SupervisedParallelConfig)
-    optimizer: SupervisedOptimizerConfig = field(default_factory=SupervisedOptimizerConfig)
-    data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)  # type: ignore[assignment]
-    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
-    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    run: SupervisedRunConfig = section(SupervisedRunConfig)
+    parallel: SupervisedParallelConfig = section(SupervisedParallelConfig)
+    optimizer: SupervisedOptimizerConfig = section(SupervisedOptimizerConfig)
+    data: SupervisedDataConfig = section(SupervisedDataConfig)  # type: ignore[assignment]
+    eval: HeldOutConfig = section(HeldOutConfig)
+    generate: GenerateConfig = section(GenerateConfig, unread_by=(REWARD_MODEL,))
 
 
 def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | None]:
