@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spmdrl.config.dump import LEAST, REDACTED, redact, redact_text
-from spmdrl.health import in_child
+from spmdrl.workers import in_child
 
 SHOWN = 300
 """Characters of a server's complaints that are shown."""

@@ -9,12 +9,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from spmdrl.env.base import Opening, PoolSettings, Reply, Said
-from spmdrl.env.processes import START_SECONDS, PoolError, Process, Processes
+from spmdrl.env.processes import Host, Hosts, PoolError
 from spmdrl.env.records import Record, wired
+from spmdrl.workers.processes import START_SECONDS
 
 DEATHS = 2
 """Times that a process may die during one request before the environment counts as the cause."""
@@ -45,7 +45,7 @@ class Pool:
         self._suspect: Record | None = None  # the one that runs
         self._done: list[tuple[Any, Reply]] = []
         self._unsaved: set[str] = set()  # names of environments whose state could not be saved
-        self._processes = Processes(workers, asdict(settings or PoolSettings()), self)
+        self._processes = Hosts(workers, settings or PoolSettings(), self)
 
     # ── requests ─────────────────────────────────────────────────────────────
 
@@ -157,7 +157,7 @@ class Pool:
             return self._fail(record, f"got a turn that is no JSON: {e}")
         self._run(record)
 
-    def _run(self, record: Record, process: Process | None = None) -> None:
+    def _run(self, record: Record, process: Host | None = None) -> None:
         """Send a record's request; where it is in no process, to this one, or to that with the fewest environments."""
         self._asked.pop(record.request, None)
         record.request, record.begun, record.run_at = self._next, [], time.monotonic()
@@ -200,7 +200,7 @@ class Pool:
 
     # ── what processes say and do ────────────────────────────────────────────
 
-    def hear(self, process: Process, message: dict[str, Any]) -> None:
+    def hear(self, process: Host, message: dict[str, Any]) -> None:
         """Take a line of a process."""
         if "hangs" in message:
             self._retire(process, message["hangs"])
@@ -217,11 +217,11 @@ class Pool:
         else:
             self._answer(record, message["reply"])
 
-    def deadline(self, process: Process) -> float:
+    def deadline(self, process: Host) -> float:
         """When a process should have answered the first of its requests."""
         return min((record.end for record in self._asked.values() if record.worker is process), default=float("inf"))
 
-    def stuck(self, process: Process) -> None:
+    def stuck(self, process: Host) -> None:
         """Replace a process whose loop stands still: an async function blocks, or a call lets no other thread run."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
@@ -243,7 +243,7 @@ class Pool:
         for record in innocent:
             self._run(record, aside)
 
-    def died(self, process: Process, how: str) -> None:
+    def died(self, process: Host, how: str) -> None:
         """Replace a process that ended by itself, and run its requests again one by one."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
@@ -281,7 +281,7 @@ class Pool:
         self._done.append((record.key, Reply(**reply)))
         self._settle(record)
 
-    def _retire(self, process: Process, what: str) -> None:
+    def _retire(self, process: Host, what: str) -> None:
         """Let a process end in which a call hangs, with the requests that are under way there."""
         if not process.hung:
             log.warning("a process of environments takes no more of them and ends: %s goes on beyond its limit", what)
@@ -290,7 +290,7 @@ class Pool:
                 if record.worker is process and record.request < 0:
                     self._leave(record)
 
-    def _replace(self, process: Process) -> list[Record]:
+    def _replace(self, process: Host) -> list[Record]:
         """Put a fresh process in the place of one, and return the records whose requests were under way there."""
         self._processes.replace(process)
         lost = [record for record in self._asked.values() if record.worker is process]

@@ -1,176 +1,61 @@
-"""The processes of a pool: started, spoken to in JSON lines, watched by a clock, and replaced."""
+"""The processes of environments: which of them an environment goes to, and those that take no more of them."""
 
-import json
-import selectors
-import time
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
 
-from spmdrl.health.child import LEAVES_WITHIN, Child, spawn
-from spmdrl.health.status import tick
+from spmdrl.env.base import PoolSettings
+from spmdrl.workers.processes import Listener, Process, Processes
 
-START_SECONDS = 120.0
-"""Longest a process may take to start, or to import an environment's file (a cold file system is slow)."""
-
-
-SILENT_FOR = 1.0
-"""Seconds that a process may be silent after its deadline. They count from the first look at its pipe, which after a
-long absence of the caller may hold less than the process has to say."""
+GRACE = 1.0
+"""Seconds that a process may be silent after its deadline."""
 
 
 class PoolError(RuntimeError):
     """Processes for environments cannot be started."""
 
 
-LOOK_EVERY = 0.05
-"""Seconds after which a caller that does not wait looks at the deadlines of all requests again: it may come between two
-steps of an engine, thousands of times, with hundreds of requests under way."""
-
-
 @dataclass(eq=False)
-class Process(Child):
+class Host(Process):
     """A process of environments."""
 
     holds: int = 0
     """Environments in it."""
-    retired: bool = False
-    """It ends with the requests that are under way in it, and gets no others."""
     hung: bool = False
     """A call in it goes on beyond its limit."""
-    silent: float | None = None
-    """When it was listened to in vain after its deadline; None once it said anything (time.monotonic())."""
 
 
-class Listener(Protocol):
-    """The pool, as its processes know it."""
+class Hosts(Processes[Host]):
+    """A fixed number of processes for environments, and those that end with the environments that they hold."""
 
-    def hear(self, process: Process, message: dict[str, Any]) -> None:
-        """Take a line of a process."""
-        ...
-
-    def deadline(self, process: Process) -> float:
-        """When a process should have answered (time.monotonic())."""
-        ...
-
-    def stuck(self, process: Process) -> None:
-        """Take that a process says nothing for `SILENT_FOR` seconds after its deadline. It must be replaced."""
-        ...
-
-    def died(self, process: Process, how: str) -> None:
-        """Take that a process ended by itself. It must be replaced."""
-        ...
-
-
-class Processes:
-    """A fixed number of processes."""
-
-    def __init__(self, count: int, hello: dict[str, Any], listener: Listener):
-        """hello: the first line for each. The processes are not waited for."""
-        self._hello, self._listener = hello, listener
-        self._selector = selectors.DefaultSelector()
-        self._look_at = 0.0
-        self._all = [self._spawn() for _ in range(count)]
-
-    def _spawn(self) -> Process:
+    def __init__(self, count: int, settings: PoolSettings, listener: Listener):
+        """Start the processes, without waiting for them."""
         # Sets of texts have one order in all processes, and a replay meets the order that it met before.
         fixed = {"PYTHONHASHSEED": "0"}
-        return spawn(Process, "spmdrl.env.worker", self._selector, self._hello, fixed, self._hello["python"])
+        super().__init__(count, Host, "spmdrl.env.worker", asdict(settings), listener, GRACE, fixed, settings.python)
 
-    def enter(self, process: Process | None) -> Process:
+    def enter(self, process: Host | None) -> Host:
         """Count an environment in, of this process or else of that with the fewest, and return the process."""
-        process = process or min((each for each in self._all if not each.retired), key=lambda each: each.holds)
+        process = process or min((each for each in self.all if not each.retired), key=lambda each: each.holds)
         process.holds += 1
         return process
 
-    def leave(self, process: Process) -> None:
+    def leave(self, process: Host) -> None:
         """Count an environment out. A retired process is killed with the last."""
         process.holds -= 1
         if process.retired and not process.holds:
             self.replace(process)
 
-    def send(self, process: Process, message: dict[str, Any]) -> None:
-        """Send a line, without waiting."""
-        process.to_send += (json.dumps(message) + "\n").encode()
-        process.flush()
-
-    def retire(self, process: Process) -> None:
+    def retire(self, process: Host) -> None:
         """Put a fresh process in the place of one in which a call hangs. It is killed once it holds no environment."""
         if not process.retired:
-            self._all[self._all.index(process)] = self._spawn()
-            self._all.append(process)
+            self.all[self.all.index(process)] = self._spawn()
+            self.all.append(process)
         process.retired = process.hung = True
         if not process.holds:
             self.replace(process)
 
-    def aside(self) -> Process:
+    def aside(self) -> Host:
         """Start a further process, which is retired from the beginning."""
         process = self._spawn()
         process.retired = True
-        self._all.append(process)
+        self.all.append(process)
         return process
-
-    def replace(self, process: Process) -> None:
-        """Kill a process, and put a fresh one in its place unless it is retired."""
-        process.kill()
-        place = self._all.index(process)
-        self._all[place : place + 1] = [] if process.retired else [self._spawn()]
-
-    def turn(self, wait: float) -> None:
-        """Hear what the processes say, waiting up to `wait` seconds for the first; replace those that answer nothing.
-
-        Raises:
-            PoolError: a process that has nothing to do does not start.
-        """
-        tick()  # a sign of life: an environment that hangs is ended by the clocks of its process and of this one
-        if wait > 0:
-            due = min(self._due(process) for process in self._all)
-            wait = min(wait, 1.0, max(0.0, due - time.monotonic()))
-        for key, events in self._selector.select(max(0.0, wait)):
-            process: Process = key.data
-            if events & selectors.EVENT_WRITE and process in self._all:
-                process.flush()
-            if events & selectors.EVENT_READ:
-                self._read(process)
-        if wait <= 0 and time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + LOOK_EVERY
-        for process in list(self._all):
-            if process in self._all and time.monotonic() >= self._due(process):
-                if process.silent is None:
-                    process.silent = time.monotonic()
-                else:
-                    self._listener.stuck(process)
-
-    def _due(self, process: Process) -> float:
-        """When the silence of a process must be looked at."""
-        if process.silent is not None:
-            return process.silent + SILENT_FOR
-        return self._listener.deadline(process) if process.ready else process.spawned + START_SECONDS
-
-    def _read(self, process: Process) -> None:
-        if process not in self._all:  # replaced earlier in this turn
-            return
-        lines, ended = process.read_lines()
-        process.silent = None
-        for line in lines:
-            message = json.loads(line)
-            if "ready" in message:
-                process.ready = True
-            elif "loading" in message:
-                process.ready, process.spawned = not message["loading"], time.monotonic()
-            elif process in self._all and "alive" not in message:
-                self._listener.hear(process, message)
-        if ended and process in self._all:
-            self._listener.died(process, process.end())
-
-    def shutdown(self) -> None:
-        """End the processes: environments get a moment to clear up. May be called twice."""
-        for process in self._all:
-            process.hang_up()
-        until = time.monotonic() + LEAVES_WITHIN
-        for process in self._all:
-            if process.ready:
-                process.leave(max(0.0, until - time.monotonic()))
-            process.kill()
-        self._all = []
-        self._selector.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmdrl.data.keys import describe
 from spmdrl.env.base import Opening, Said, digest
-from spmdrl.env.processes import Process
+from spmdrl.env.processes import Host
 
 
 @dataclass(eq=False)
@@ -16,7 +16,7 @@ class Record:
     key: Hashable
     number: int
     opening: Opening
-    worker: Process | None = None
+    worker: Host | None = None
     """The process that it is open in; None where it is to be opened at the next request."""
     state: str | None = None
     """Its newest state that could be saved, as JSON text."""

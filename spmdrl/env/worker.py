@@ -43,7 +43,7 @@ from spmdrl.env.hosted import Hosted
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.env.messages import FailedError
 from spmdrl.env.turn import AnewError
-from spmdrl.health.in_child import die_with, take_pipes, write_all
+from spmdrl.workers.in_child import die_with, take_pipes, write_all
 
 ALIVE_EVERY = 0.4
 """Seconds between two signs of life."""

@@ -7,6 +7,5 @@ failure.py        ends the whole job when one rank fails; one rank prints the ca
 exit_message.py   the last line: an error, its place and advice
 preempt.py        on a signal, the run finishes its step and saves
 flight_record.py  the last collectives of every rank, written when a job fails
-child.py          a child process that works for this one, from its parent's side; in_child.py is the child's
 causes.py         recognises causes of errors: memory, disks, devices, other ranks
 """

@@ -3,7 +3,6 @@
 base.py        types of a reward's inputs and result; the interface of a grader
 load.py        makes a grader from --reward.function
 pool.py        graders in processes that can be killed
-process.py     one worker of the pool, from the parent's side
 worker.py      the program that a worker runs
 several.py     several rewards as one: weights and gates
 forms.py       functions of users, in the forms of verl and TRL

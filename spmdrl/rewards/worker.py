@@ -4,8 +4,8 @@ In:  {"function": f, "settings": {...}, "finite": b}
                                            first line: what to load (`builtin:math`, or `/path/file.py:name`), settings
                                            of a built-in reward or arguments of a user's, whether scores must be finite
      {"id": n, "item": [data_source, solution, ground_truth, extra, prompt, prefill]}
-Out: {"ready": true, "note": text} or {"failed": text}     after loading; the note is for the log
-     {"id": n, "load": t}                  before what this grading needs is loaded, which is not the grading's time
+Out: {"note": text} and {"ready": true}, or {"failed": text}     after loading; the note is for the log
+     {"loading": b}                        before and after what a grading needs is loaded, which is not its time
      {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), one clock for all processes; s is
                                            how long it may take where the reward has clocks of its own, else 0
      {"id": n, "seconds": s, "score": x, "parts": {...}, "applies": b}
@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from spmdrl.config.user_code import import_file, said
-from spmdrl.health.in_child import die_with, take_pipes, write_all
 from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
 from spmdrl.rewards.forms import adapted
+from spmdrl.workers.in_child import die_with, take_pipes, write_all
 
 POOLED = {
     "auto": "spmdrl.rewards.route",
@@ -96,12 +96,15 @@ def main() -> None:
         return
     route = cast(Any, function) if hasattr(function, "needs") else None
     may_take = getattr(function, "may_take", None)
-    send({"ready": True, "note": getattr(function, "note", "")})
+    send({"note": getattr(function, "note", "")})
+    send({"ready": True})
     for line in requests:
         message = json.loads(line)
         if route is not None and route.needs(item := RewardInput(*message["item"])):
-            send({"id": message["id"], "load": time.monotonic()})
-            if failed := _loaded(route, item):
+            send({"loading": True})
+            failed = _loaded(route, item)
+            send({"loading": False})
+            if failed:
                 send({"id": message["id"], "start": time.monotonic(), "may_take": 0.0})
                 send({"id": message["id"], "seconds": 0.0, **failed})
                 continue

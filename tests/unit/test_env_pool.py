@@ -363,7 +363,7 @@ class Room:
         return [message["content"] for message in reply.messages]
 
     def pids(self) -> list[int]:
-        return [process.process.pid for process in self.pool._processes._all]
+        return [process.process.pid for process in self.pool._processes.all]
 
 
 def acts(*what: str, tool: str = "act") -> list[Call]:
@@ -645,7 +645,7 @@ def test_check_tells_at_start(room):
     ]:
         with pytest.raises(ValueError, match=says):
             room.pool.check(name, settings)
-    assert [process.holds for process in room.pool._processes._all] == [0]
+    assert [process.holds for process in room.pool._processes.all] == [0]
     for name, says in [("Checked", "offers tools that cannot be used"), ("CheckedSlow", "has the timeout_s 0")]:
         mark = room.folder / name
         with pytest.raises(ValueError, match=says):
@@ -992,7 +992,7 @@ def test_processes_die_with_their_parent(tmp_path):
         f"pool.open(0, Opening('{tmp_path / 'mine.py'}:Tools', {{'prompt': 'x'}}, 0))\n"
         "pool.poll(30.0)\n"
         "pool.say(0, Said('', [Call('act', {'what': 'hang'})]))\n"
-        "print(*(p.process.pid for p in pool._processes._all), flush=True)\n"
+        "print(*(p.process.pid for p in pool._processes.all), flush=True)\n"
         "time.sleep(100)\n"
     )
     env = os.environ | {"PYTHONPATH": str(REPO)}

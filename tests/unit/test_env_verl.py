@@ -344,7 +344,7 @@ def test_ids_belong_to_the_episode_and_come_again_with_it(users):
         answers(first, 2)
         ids = texts(first, keys)
         assert len(set(ids)) == 2, "samples of one seed share the tool"
-        os.kill(first._processes._all[0].process.pid, signal.SIGKILL)
+        os.kill(first._processes.all[0].process.pid, signal.SIGKILL)
         assert texts(first, keys) == ids
         # The same episode is opened while its earlier opening is still released, which takes a while.
         first.close(keys[0])

@@ -17,7 +17,7 @@ FLOORS = [
     ["algos", "spmdrl_kernels", "spmdrl_sandbox"],
     ["config"],
     ["health", "tracking"],
-    ["spmd"],
+    ["spmd", "workers"],
     ["data", "hub", "weights"],
     ["rewards", "policy", "rollout", "env"],
     ["checkpoint"],

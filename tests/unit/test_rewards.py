@@ -13,7 +13,7 @@ import pytest
 
 from spmdrl.config import judge, rewards
 from spmdrl.config.schema import RewardConfig, SandboxConfig
-from spmdrl.rewards import pool, route
+from spmdrl.rewards import route
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward, left_out
 from spmdrl.rewards.forms import adapted
 from spmdrl.rewards.load import check_cost, check_ungraded, load_reward
@@ -22,6 +22,7 @@ from spmdrl.rewards.pool import PREFETCH, Pool
 from spmdrl.rewards.prefilled import divided
 from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.worker import POOLED
+from spmdrl.workers import processes
 
 REPO = Path(__file__).resolve().parents[2]
 SHARED = REPO.parent / "shared" / "data"
@@ -587,7 +588,7 @@ def test_workers_die_with_their_parent(user_file):
         "from spmdrl.rewards.base import RewardInput\n"
         f"p = Pool('{user_file}:compute_score', 2, 60.0, 'error')\n"
         "p.submit(0, RewardInput('s', 'hang', '1', {}))\n"
-        "print(*(w.process.pid for w in p._workers), flush=True)\n"
+        "print(*(w.process.pid for w in p._processes.all), flush=True)\n"
         "time.sleep(100)\n"
     )
     env = os.environ | {"PYTHONPATH": str(REPO)}
@@ -603,7 +604,7 @@ def test_workers_die_with_their_parent(user_file):
 
 def test_close_ends_the_processes(user_file):
     pool = Pool(f"{user_file}:compute_score", 2, 5.0, "error")
-    pids = [w.process.pid for w in pool._workers]
+    pids = [w.process.pid for w in pool._processes.all]
     pool.submit(0, item("hang"))
     pool.close()
     pool.close()
@@ -633,7 +634,7 @@ def test_what_cannot_travel_is_refused(user_file, started):
 )
 def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says, monkeypatch):
     if "sleep" in text:
-        monkeypatch.setattr(pool, "START_SECONDS", 2.0)
+        monkeypatch.setattr(processes, "START_SECONDS", 2.0)
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(ValueError, match=says) as caught:
         load_reward(RewardConfig(function=f"{tmp_path / 'bad.py'}{name}"), SandboxConfig())
