@@ -18,45 +18,56 @@ SCORE = "score"
 
 
 def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
-    """GRPO: (reward - group mean) / (group std + eps), unbiased std.
+    """GRPO: the reward against its group, in units of the group's spread.
 
     Source: https://arxiv.org/abs/2402.03300
 
-    A group of one has no spread: its mean is taken as 0 and its std as 1. A group of equal rewards gives exactly 0.
+        A = (r - mean of the group) / (std of the group + eps)
+
+    Group of one: the mean counts as 0 and the std as 1, so A is `r / (1 + eps)`. Equal rewards: A is exactly 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(normalise(score_N, groups, eps)[mine])
 
 
 def dr_grpo(x: Samples) -> Result:
-    """Dr. GRPO: reward - group mean, without the division by std.
+    """Dr. GRPO: the reward minus the group's mean, without the division by std, which weighs easy and hard prompts
+    more.
 
     Source: https://arxiv.org/abs/2503.20783
 
-    A group of one keeps its raw reward.
+        A = r - mean of the group
+
+    Group of one: A is `r`. Equal rewards: A is 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(subtract_mean(score_N, groups)[mine])
 
 
 def rloo(x: Samples) -> Result:
-    """RLOO: reward - mean reward of the other samples of the group.
+    """RLOO: the reward minus the mean of the others.
 
     Source: https://arxiv.org/abs/2402.14740
 
-    A group of one has no others and keeps its raw reward.
+        A = r - mean of the other samples of the group
+
+    Group of one: A is `r`. Equal rewards: A is 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(leave_one_out(score_N, groups)[mine])
 
 
 def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
-    """Plain REINFORCE: reward - baseline, groups ignored.
+    """REINFORCE: the reward minus a baseline over the step.
 
     Source: https://doi.org/10.1007/BF00992696
 
-    baseline: `batch`, the mean reward of all N sequences, or `none`, 0. No division by a std and no whitening: this is
-    not REINFORCE++.
+        A = r - baseline
+
+    `baseline`: `batch`, the mean reward of the step, or `none`, 0. Nothing is divided by a std or whitened: this is not
+    REINFORCE++.
+
+    Groups are not looked at. Equal rewards in the whole step: A is 0.
     """
     if baseline == "none":
         return x.outcome(x.scores)
@@ -67,22 +78,27 @@ def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
 
 
 def reinforce_plus_plus_baseline(x: Samples) -> Result:
-    """REINFORCE++-baseline: reward - group mean, whitened over all sampled tokens of the step.
+    """REINFORCE++-baseline: the reward minus the group's mean, whitened over the step.
 
     Source: https://arxiv.org/abs/2501.03262
 
-    A group of one enters the whitening with its raw reward.
+        A = (r - mean of the group), whitened
+
+    Group of one: its raw reward enters the whitening. Equal rewards: 0 before the whitening, which then subtracts the
+    step's mean; where every group agrees, A is exactly 0.
     """
     advantages_T = x.whiten(dr_grpo(x)[0])
     return advantages_T, advantages_T
 
 
 def opo(x: Samples) -> Result:
-    """OPO: reward - group mean weighted by length (in sampled tokens).
+    """OPO: the reward minus the group's mean weighted by length, in sampled tokens.
 
     Source: https://arxiv.org/abs/2505.23585
 
-    A group of one keeps its raw reward.
+        A = r - (sum over the group of length * r) / (sum over the group of length)
+
+    Group of one: A is `r`. Equal rewards: A is 0.
     """
     score_N, length_N, group_N, mine = x.everyone(x.scores, x.lengths, x.group)
     groups = Groups.of([group_N], score_N, length_N)
@@ -92,13 +108,17 @@ def opo(x: Samples) -> Result:
 
 
 def gpg(x: Samples, *, f_norm: float = 1.0, count: str = "rewarded") -> Result:
-    """GPG: alpha * (reward - group mean) / f_norm, alpha = N / samples that count.
+    """GPG: the reward minus the group's mean, scaled up for samples that do not count.
 
     Source: https://arxiv.org/abs/2504.02546
 
-    count: `rewarded`, samples whose reward is not 0, as common implementations have it; or `mixed`, samples of groups
-    whose rewards differ, as the paper has it: alpha then makes up for the groups without a gradient. No sample counts:
-    alpha is N. A group of one keeps its raw reward (times alpha).
+        A = alpha * (r - mean of the group) / f_norm          alpha = samples of the step / samples that count
+
+    `count`: `rewarded` counts samples whose reward is not 0, as common implementations do; `mixed` those of groups
+    whose rewards differ, as the paper does, so that alpha makes up for groups without a gradient. If no sample counts,
+    alpha is the number of samples.
+
+    Group of one: A is `alpha * r / f_norm`. Equal rewards: A is 0.
     """
     if f_norm == 0:
         raise ValueError("f_norm divides the advantages: it cannot be 0")
@@ -111,12 +131,15 @@ def gpg(x: Samples, *, f_norm: float = 1.0, count: str = "rewarded") -> Result:
 
 
 def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
-    """GRPO for pass@k with k the group size: the best sample of a group gets best - second best, all others 0.
+    """GRPO for pass@k with k the group size: only the best sample of a group has an advantage.
 
     Source: https://arxiv.org/abs/2503.19595
 
-    std: divide by (group std + eps), unbiased. Where two samples or more are best, the difference is 0 and so is every
-    advantage of the group. A group of one has no second best and gets 0.
+        A of the best sample of a group = (best - second best) / (std of the group + eps), all others 0
+
+    `std` False divides by nothing. If two or more samples are best, the whole group gets 0.
+
+    Group of one: A is 0. Equal rewards: A is 0.
     """
     in_range("eps", eps, 0)
     score_N, groups, mine = _scores(x)
@@ -130,14 +153,21 @@ def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
 
 
 def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = None, eps: float = 1e-6) -> Result:
-    """GDPO: the score and each of `parts` normalised in the group as by GRPO, their weighted sum whitened over tokens.
+    """GDPO: each part of the reward normalised by itself, so that a large part does not drown the others.
 
     Source: https://arxiv.org/abs/2601.05242
 
-    The part named `score` is the total reward. weights: by name (one not named does not count); or a list, one for each
-    of `parts` in their order, which leaves the score out; None: the score and all parts count 1. A total that is the
-    sum of its parts would count them twice: leave it out then. Whitening is over all sampled tokens of the step.
-    ValueError: weights that fit no part, a part that is not finite or is named `score`.
+        A = sum over the score and its parts of weight * (part - mean of the group) / (std of the group + eps), whitened
+
+    The part `score` is the reward that other estimators see, with the reward model's score, shaping and KL in it.
+    `weights`: by name, where a part that is not named does not count; or a list, one for each part in their order,
+    which leaves the score out. None: the score and every part count 1. A score that is the sum of its parts then counts
+    them twice: name the parts alone, as in `--algo.part-weights right=1 format=0.5`.
+
+    A part that some sample lacks, that is not finite or is named `score` is an error that names it. A grading that
+    timed out has 0 in all parts.
+
+    Group of one: a part becomes `part / (1 + eps)` before the whitening. A part that is equal in a group adds 0 there.
     """
     if SCORE in x.parts:
         raise ValueError(f"a part of the reward is named {SCORE!r}, which stands for the total reward: rename the part")
@@ -156,11 +186,15 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
 
 
 def win_rate(x: Samples) -> Result:
-    """Share of the other samples of the group with a lower reward, ties counting half, minus 1/2: in [-1/2, 1/2].
+    """Win rate: SPPO's estimate of how often a response beats the policy's own.
 
-    Source: https://arxiv.org/abs/2405.00675 (SPPO's estimate of how often a response beats the policy's own)
+    Source: https://arxiv.org/abs/2405.00675
 
-    A group of one gets 0.
+        A = share of the other samples of the group with a lower reward, ties half, - 1/2            in [-1/2, 1/2]
+
+    The score of a judge of pairs (docs/judge.md#pairs) is such a share already: take `dr_grpo` for it.
+
+    Group of one: A is 0. Equal rewards: A is 0.
     """
     score_N, groups, mine = _scores(x)
     # Rows in order of (group, reward): below a sample stand those of its group that come before its first equal.

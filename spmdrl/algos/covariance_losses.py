@@ -21,13 +21,16 @@ from spmdrl.algos.loss_inputs import (
 
 
 def kl_cov(x: LossInputs, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> LossResult:
-    """KL-Cov: -A r, plus kl_coef |logp - old_logp| at the selected tokens.
+    """KL-Cov: a penalty at the few tokens that collapse the entropy.
 
     Source: https://arxiv.org/abs/2505.22617; defaults of https://github.com/PRIME-RL/Entropy-Mechanism-of-RL
 
-    cov_ratio: the share of tokens to select, used by the selection alone.
+        covariance of a token = (A - mean A) (logp - mean logp), means over the tokens of the optimizer step, all ranks
+        loss = -A r + kl_coef |logp - old_logp| at the cov_ratio of tokens with the largest covariance; -A r elsewhere
 
-    Stats: `ratio`, `old_kl`; `selected_fraction`.
+    At least one token is selected.
+
+    Further stat: `selected_fraction`.
     """
     selected = _selected(x, "kl_cov")
     check_share(cov_ratio)
@@ -48,14 +51,16 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> LossResult:
-    """Clip-Cov: PPO's clipped loss, and 0 at the selected tokens.
+    """Clip-Cov: PPO's clipped loss, and 0 at a random choice of the tokens that collapse the entropy.
 
     Source: https://arxiv.org/abs/2505.22617; defaults of https://github.com/PRIME-RL/Entropy-Mechanism-of-RL
 
-    cov_ratio, cov_low, cov_high: the share of tokens to select and the covariances between which they lie, used by the
-    selection alone.
+        loss = PPO's; 0 at cov_ratio of the tokens, drawn from those with cov_low < covariance < cov_high
+               that PPO did not clip
 
-    Stats: `ratio`, `old_kl`; `clip_fraction`, where PPO's clip decided; `selected_fraction`.
+    The covariance is that of `kl_cov`. The draw is keyed by the sample and the token's place, not by the rank.
+
+    Further stat: `selected_fraction`. `clip_fraction` is the share of tokens where PPO's clip decided.
     """
     selected = _selected(x, "clip_cov")
     check_share(cov_ratio)

@@ -22,16 +22,20 @@ def gae(
     critic_lam: float | None = None,
     whiten: bool = True,
 ) -> Result:
-    """GAE: sum over later tokens of (gamma lam)^k * TD error, where the TD error is r + gamma V(next) - V.
+    """GAE: a sum over later tokens of the errors of a critic.
 
-    Source: https://arxiv.org/abs/1506.02438; length-adaptive and decoupled lambda: VAPO, https://arxiv.org/abs/2504.05118
+    Source: https://arxiv.org/abs/1506.02438
 
-    Needs `values`; the value after the last sampled token is 0. The default lam, 1, is the return minus the value;
-    0.95 is usual for short responses.
+        error_t  = reward_t + gamma * V_(t+1) - V_t                    V after the last sampled token is 0
+        A_t      = sum over k of (gamma * lam)^k * error_(t+k)         then whitened
+        return_t = the same sum with critic_lam, not whitened, + V_t
 
-    length_adaptive: alpha of lambda = 1 - 1 / (alpha * sampled tokens of the sequence), not below 0, for the advantages
-    in place of lam; VAPO takes 0.05. critic_lam: lambda of the returns (GAE + value); None: lam. whiten: advantages get
-    mean 0 and variance 1 over all sampled tokens of the step; returns never do.
+    It needs a critic. Time counts sampled tokens only, so the tokens that a tool wrote neither bootstrap nor decay
+    anything. With `lam` 1 the advantage is the return minus the value; 0.95 is usual for short responses.
+    `length_adaptive` is VAPO's alpha (https://arxiv.org/abs/2504.05118, with 0.05): it sets `lam = 1 - 1 / (alpha *
+    sampled tokens)`, not below 0, for the advantages alone. `critic_lam` None takes `lam`.
+
+    Groups are not looked at.
     """
     in_range("gamma", gamma, 0, 1)
     for name, value in (("lam", lam), ("critic_lam", critic_lam)):
@@ -60,7 +64,13 @@ def remax(x: Samples) -> Result:
 
     Source: https://arxiv.org/abs/2310.10505
 
-    Needs `baseline`. Returns are the reward-to-go.
+        A_t = sum of the rewards from t on - reward of the greedy response to the same prompt
+
+    The engine samples one more response to every prompt, greedily. It is graded, and the policy does not learn from it.
+    Returns are the reward-to-go.
+
+    Groups are not looked at, so `--rollout.samples-per-prompt 1` is the usual choice. A response as good as the greedy
+    one: A is 0.
     """
     baseline_B = x.need("baseline")
     returns_T = to_go(x, x.rewards, 1.0)
@@ -68,34 +78,50 @@ def remax(x: Samples) -> Result:
 
 
 def reinforce_plus_plus(x: Samples, *, gamma: float = 1.0) -> Result:
-    """REINFORCE++: discounted reward-to-go, whitened over all sampled tokens of the step.
+    """REINFORCE++: discounted reward-to-go, whitened over the step.
 
     Source: https://arxiv.org/abs/2501.03262
 
-    Returns are the reward-to-go before whitening.
+        G_t = reward_t + gamma * G_(t+1)
+        A_t = G_t, whitened
+
+    It is meant with KL in the reward (`k1`). Returns are `G_t`.
+
+    Groups are not looked at. Equal values at all tokens of the step: A is exactly 0.
     """
     return per_token(x, gamma=gamma, whiten=True)
 
 
 def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result:
-    """Discounted reward-to-go of token rewards without a baseline; with gamma 0 each token's own reward.
+    """Reward-to-go of token rewards without a baseline, as for the teacher's logp minus the policy's own in on-policy
+    distillation.
 
-    For rewards that say what a single token is worth, such as teacher logp - own logp in on-policy distillation,
-    https://arxiv.org/abs/2306.13649. Returns are the reward-to-go before whitening.
+    Source: https://arxiv.org/abs/2306.13649
+
+        A_t = reward_t + gamma * A_(t+1)
+
+    `gamma` 0 makes each token answer for its own reward. Returns are the sums before `whiten`.
+
+    Groups are not looked at.
     """
     returns_T = to_go(x, x.rewards, in_range("gamma", gamma, 0, 1))
     return x.whiten(returns_T) if whiten else returns_T, returns_T
 
 
 def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_coef: float = 1.0) -> Result:
-    """PRIME: discounted return-to-go of process rewards minus their baseline, plus RLOO of the outcome.
+    """PRIME: return-to-go of process rewards minus their baseline, plus RLOO of the outcome.
 
     Source: https://arxiv.org/abs/2502.01456
 
-    Needs `process`. The baseline is one number for each sequence: the mean over the other samples of the group of their
-    mean process reward per token. It is taken from every token before the sum, so a long rest of average tokens adds
-    nothing. A group of one has baseline 0 and its raw outcome. Coefficients multiply the two terms (1 in the paper).
-    No whitening.
+        A_t = process_coef * sum from t on of gamma^k * (process reward - baseline) + outcome_coef * RLOO of the outcome
+
+    This is eq. 5. The baseline of a sequence is the mean, over the other samples of its group, of their mean process
+    reward per token. It is taken from every token before the sum, so a long rest of average tokens adds nothing.
+    Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file) the process rewards are
+    its scores of steps, and no implicit model is built.
+
+    Group of one: the baseline is 0 and the outcome is raw. Equal rewards: the outcome's term is 0, and the process term
+    stays.
     """
     in_range("gamma", gamma, 0, 1)
     process_T = x.need("process")
@@ -113,13 +139,19 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
 
 
 def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
-    """GRPO with process supervision: the sum of the normalised rewards of all steps that end at the token or later.
+    """GRPO with process supervision: the sum of the normalised scores of all steps that end at the token or later.
 
-    Source: https://arxiv.org/abs/2402.03300, section 4.1.3
+    Source: https://arxiv.org/abs/2402.03300
 
-    Needs `process`, the reward of a step at the token where it ends, and `ends`, which marks these tokens. A step's
-    reward is normalised over all steps of all samples of its group: (reward - mean) / (std + eps), unbiased std. A
-    group of one step has mean 0 and std 1, as in `grpo`; equal rewards give exactly 0. The outcome is not looked at.
+        A_t = sum over the steps that end at t or later of
+              (score - mean of the group's steps) / (std of the group's steps + eps)
+
+    This is section 4.1.3. It needs a process reward model, which scores each step
+    (docs/rewards.md#a-reward-model-in-a-file). Mean and std are of all steps of all samples of the group. The outcome,
+    and what shapes it, is not looked at.
+
+    Group of one: its steps are compared with each other; a single step has mean 0 and std 1. Equal scores: A is exactly
+    0.
     """
     process_S, ends_S = x.need("process")[x.mask], x.need("ends")[x.mask] != 0
     seq_n = x.seq[x.mask][ends_S]
@@ -131,17 +163,19 @@ def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
 
 
 def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
-    """Reward-to-go minus, at each time, the group's mean of it weighted by the energy spent until then.
+    """Optimal token baseline: the group's mean return at each time, weighted by the energy spent until then.
 
     Source: https://arxiv.org/abs/2602.07078
 
-    Baseline at time t: sum of G_t W_t / (sum of W_t + eps) over the samples of the group that reach t, with G_t the
-    reward-to-go and W_t the sum up to t of 1 - 2 p + sum over the vocabulary of p^2 (squared norm of the gradient with
-    respect to the logits). A time that one sample alone reaches has baseline 0: its own return would take all credit
-    away. Returns are the reward-to-go.
+        W_t = sum up to t of (1 - 2 p + sum over the vocabulary of p^2)            G_t = sum of the rewards from t on
+        A_t = G_t - (sum over the group of W_t * G_t) / (sum over the group of W_t + eps)
 
-    Needs `logp` and `collision`. Memory: every rank holds 4 fp64 columns of the sampled tokens of all ranks, and a few
-    more while it works.
+    `p` is the probability of the sampled token when the step began; `W_t` sums the squared norms of the gradient with
+    respect to the logits. The sums run over the samples that reach time `t`. Returns are `G_t`. It costs one more pass
+    of the policy, for the sum over the vocabulary. Every rank holds 4 fp64 columns of the sampled tokens of all ranks.
+
+    A time that one sample alone reaches has baseline 0, as its own return would take all credit away, and so has every
+    time of a group of one, where A is `G_t`. Equal rewards: A is 0 up to `eps` where at least two samples are left.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]

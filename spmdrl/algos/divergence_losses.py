@@ -22,17 +22,19 @@ REST_FLOOR = 1e-8
 
 
 def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_cap: float = 20.0) -> LossResult:
-    """DPPO-Binary-TV: a token is dropped where its probability has moved too far in the direction of its advantage.
+    """DPPO with total variation: a token is dropped where its probability has moved too far in the direction of its
+    advantage.
 
     Source: https://arxiv.org/abs/2602.04879; threshold of its launch script
     (https://verl.readthedocs.io/en/latest/algo/dppo.html)
 
-    loss = -A sg(min(r, ratio_cap)) logp, and 0 where A > 0 and p - p_old > clip_high, or A <= 0 and p_old - p >
-    clip_low. clip_low, clip_high: differences of probability, in [0, 1]. ratio_cap: > 0; section 5.4 of the paper asks
-    for a large one.
+        loss = -A sg(min(r, ratio_cap)) logp
+               0 where A > 0 and p - p_old > clip_high, or A <= 0 and p_old - p > clip_low
 
-    Stats: `ratio`, not capped; `old_kl`; `clip_fraction`, dropped tokens; `cap_fraction`, kept ones with the ratio
-    capped.
+    The clip widths are differences of probability, in [0, 1]. Section 5.4 of the paper asks for a large `ratio_cap`.
+
+    `ratio` is not capped; `clip_fraction` is the share of dropped tokens. Further stat: `cap_fraction`, kept tokens
+    with a capped ratio.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     moved = _probability(x.logp, x) - _probability(x.old_logp, x)
@@ -41,16 +43,16 @@ def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, r
 
 
 def dppo_kl(x: LossInputs, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0) -> LossResult:
-    """DPPO-Binary-KL: as `dppo_tv`, with KL(old || current) of (sampled token, any other) as the measure.
+    """DPPO with KL: as `dppo_tv`, with KL(old || current) of the sampled token against all others as the measure.
 
     Source: https://arxiv.org/abs/2602.04879; threshold of its launch script
     (https://verl.readthedocs.io/en/latest/algo/dppo.html)
 
-    loss = -A sg(min(r, ratio_cap)) logp, and 0 where the divergence is above its threshold and the token has moved in
-    the direction of its advantage: A > 0, p > p_old and KL > clip_high, or A <= 0, p < p_old and KL > clip_low.
-    clip_low, clip_high: nats.
+        D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
+        loss = as dppo_tv
+               0 where A > 0, p > p_old and D > clip_high, or A <= 0, p < p_old and D > clip_low
 
-    Stats: as `dppo_tv`.
+    The clip widths are in nats.
     """
     check_clip(clip_low, clip_high)
     p, old_p = _probability(x.logp, x), _probability(x.old_logp, x)

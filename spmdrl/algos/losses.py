@@ -41,11 +41,12 @@ def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_cl
 
     Source: https://arxiv.org/abs/1707.06347
 
-    loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logp - old_logp). clip_high > clip_low is
-    DAPO's clip-higher (https://arxiv.org/abs/2503.14476). dual_clip: for A < 0 the loss is at most -A dual_clip
-    (https://arxiv.org/abs/1912.09729), None for no such bound.
+        loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          for A < 0 at most -A dual_clip
 
-    Stats: `ratio`, `old_kl`, `clip_fraction`; `dual_clip_fraction` (only with dual_clip), 1 where that bound decided.
+    `clip_high` above `clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). The dual clip is that of
+    https://arxiv.org/abs/1912.09729; 3 is usual, None is off.
+
+    Further stat: `dual_clip_fraction` (with `dual_clip`), the share of tokens where that bound decided.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     if dual_clip is not None and not dual_clip > 1:
@@ -65,15 +66,17 @@ def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_cl
 
 
 def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> LossResult:
-    """CISPO: REINFORCE with a clipped importance weight that carries no gradient, so no token is ever dropped.
+    """CISPO: REINFORCE with a clipped importance weight that carries no gradient, so no token is dropped.
 
     Source: https://arxiv.org/abs/2506.13585
 
-    loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp. The paper sets no lower bound, which is clip_low = 1 or
-    more, and does not publish its clip_high: 0.28 is the value of
+        loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp
+
+    The paper sets no lower bound, which is `clip_low` 1 or more, and does not publish its `clip_high`: 0.28 is the
+    value of
     https://modelscope.github.io/Trinity-RFT/en/main/_modules/trinity/algorithm/policy_loss_fn/cispo_policy_loss.html.
 
-    Stats: `ratio`, `old_kl`; `clip_fraction`, 1 where the weight was clipped.
+    `clip_fraction` is the share of tokens whose weight was clipped.
     """
     check_clip(clip_low, clip_high)
     log_ratio = log_ratio_of(x).detach()
@@ -89,10 +92,12 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossR
 
     Source: https://arxiv.org/abs/2511.20347
 
-    loss = -A (4 / tau) sigmoid(tau (r - 1)) with tau = tau_pos where A > 0, else tau_neg. The gradient with respect to
-    logp is -A at r = 1 for any tau and fades as r leaves 1, faster for a larger tau.
+        loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
 
-    Stats: `ratio`, `old_kl`; `gate`, the gradient's factor, 4 p (1 - p) with p the sigmoid: 1 at r = 1.
+    The gradient is that of the plain policy gradient at `r = 1` for any tau, and fades as `r` leaves 1, faster for a
+    larger tau.
+
+    Further stat: `gate`, the factor on the gradient, 4 p (1 - p) with p the sigmoid.
     """
     if not tau_pos > 0 or not tau_neg > 0:
         raise ValueError(f"tau_pos and tau_neg must be above 0, got {tau_pos} and {tau_neg}")
@@ -111,11 +116,13 @@ def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
 
     Source: https://arxiv.org/abs/2405.19107
 
-    loss = -(A logp - beta / 2 (logp - old_logp)^2), token by token; a token is pulled towards logp = old_logp + A /
-    beta. The paper writes it for whole responses, with a reference in the place of old_logp; the token form and its
-    beta are those of https://tinker-docs.thinkingmachines.ai/tinker/losses/dro. beta: > 0.
+        loss = -A logp + beta / 2 (logp - old_logp)^2
 
-    Stats: `old_kl`; `penalty`, the quadratic term with its beta / 2.
+    It pulls each token towards `logp = old_logp + A / beta`. The paper writes it for whole responses, with a reference
+    in the place of `old_logp`; the token form and its `beta` are those of
+    https://tinker-docs.thinkingmachines.ai/tinker/losses/dro.
+
+    Stats: `old_kl`; `penalty`, the quadratic term.
     """
     if not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}")
@@ -126,11 +133,15 @@ def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
 
 
 def reinforce(x: LossInputs) -> LossResult:
-    """REINFORCE: the score-function loss -A logp, with no ratio and no clip.
+    """REINFORCE: the score-function loss, with no ratio and no clip.
 
     Source: https://doi.org/10.1007/BF00992696
 
-    On-policy: right for one optimizer step per rollout. Stats: `old_kl`, which shows how far off-policy it is.
+        loss = -A logp
+
+    It is right for one optimizer step per rollout.
+
+    Stat: `old_kl`, which shows how far off-policy the samples are.
     """
     logp = masked(x.logp, x.mask)
     loss = -masked(x.advantages, x.mask) * logp
@@ -138,7 +149,7 @@ def reinforce(x: LossInputs) -> LossResult:
 
 
 def gpg(x: LossInputs) -> LossResult:
-    """GPG: -A logp, as `reinforce`; what differs is its advantage and that it is a mean over tokens.
+    """GPG: the loss of `reinforce` as a mean over tokens, for GPG's advantage.
 
     Source: https://arxiv.org/abs/2504.02546
     """

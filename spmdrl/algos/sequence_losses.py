@@ -22,27 +22,28 @@ from spmdrl.algos.loss_inputs import (
 
 
 def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
-    """GSPO: PPO's clip on the ratio of the whole sequence, s = exp(mean of logp - old_logp over its tokens).
+    """GSPO: PPO's clip on the ratio of the whole sequence.
 
     Source: https://arxiv.org/abs/2507.18071
 
-    loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), always averaged over sequences. In the paper all tokens
-    of a sequence have one advantage; the gradient is then that of s, -A s / tokens for each of its tokens. With
-    advantages that differ, each token's gradient has its own, which is the paper's GSPO-token.
+        s = exp(mean over the sequence of logp - old_logp)
+        loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), a mean over sequences
 
-    Stats: `ratio`, the sequence's; `old_kl`; `clip_fraction`.
+    In the paper all tokens of a sequence have one advantage; the gradient is then that of `s`. With advantages that
+    differ each token's gradient has its own, which is the paper's GSPO-token. A mean of log ratios moves far less than
+    one ratio, so the clip is narrow.
+
+    `ratio` is the sequence's.
     """
     return gspo_token(x, clip_low=clip_low, clip_high=clip_high)
 
 
 def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
-    """GSPO-token: as `gspo`, for advantages that differ within a sequence and for any aggregation.
+    """GSPO-token: the numbers of `gspo`, for advantages that differ within a sequence and for any aggregation.
 
     Source: https://arxiv.org/abs/2507.18071
 
-    The ratio of a token is s_t = sg(s) p / sg(p): the value of the sequence's ratio, the gradient of the token's own.
-
-    Stats: as `gspo`.
+    The ratio of a token is `sg(s) p / sg(p)`: the value of the sequence's ratio, the gradient of the token's own.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     advantages = masked(x.advantages, x.mask)
@@ -57,14 +58,15 @@ def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossResult:
     """GMPO: the geometric mean of the tokens' clipped ratios, where GRPO takes the arithmetic mean.
 
-    Source: https://arxiv.org/abs/2507.20673 (clip range (e^-0.4, e^0.4))
+    Source: https://arxiv.org/abs/2507.20673
 
-    loss = -A exp(mean of the clipped log ratios), one number per sequence, always averaged over sequences; A is the
-    mean advantage of the sequence. clip_low and clip_high are in log space and work per token, against the advantage as
-    in PPO: log r is at most clip_high where A_t > 0, at least -clip_low where A_t < 0, and counts as 0 where A_t = 0.
-    Importance weights multiply by their geometric mean over the sequence.
+        loss = -A exp(mean over the sequence of the clipped log ratios), a mean over sequences
+        log r is at most clip_high where A > 0, at least -clip_low where A < 0, and counts as 0 where A = 0
 
-    Stats: `ratio`, the sequence's geometric mean after clipping; `old_kl`; `clip_fraction`, tokens that were clipped.
+    `A` in the loss is the mean advantage of the sequence, in the clip the token's. The clip widths are in log space.
+    Importance weights multiply by their geometric mean, so a token whose weight is 0 takes its whole sequence out.
+
+    `ratio` is the sequence's geometric mean after clipping.
     """
     check_clip(clip_low, clip_high)
     advantages = masked(x.advantages, x.mask)
@@ -80,14 +82,17 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Los
 
 
 def sppo(x: LossInputs, *, eta: float = 1.0) -> LossResult:
-    """SPPO: regress the sequence's log ratio on how much it is preferred.
+    """SPPO: a regression of the sequence's log ratio on how much it is preferred.
 
     Source: https://arxiv.org/abs/2405.00675
 
-    loss = (sum over tokens of (logp - old_logp) - eta A)^2, one number per sequence, always averaged over sequences. A
-    is the mean advantage of the sequence, and should hold P(it beats the current policy) - 1/2. The paper has eta =
-    1000; the default is that of the online form, https://verl.readthedocs.io/en/latest/algo/sppo.html. Importance
-    weights multiply by their geometric mean over the sequence.
+        loss = (sum over the sequence of (logp - old_logp) - eta A)^2, a mean over sequences
+
+    `A` is the mean advantage of the sequence and should be P(it beats the current policy) - 1/2, as of the advantage
+    `win_rate`. The default of `eta` is for rewards on the scale of a log ratio, as in
+    https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper has 1000. The first optimizer step of a step has a
+    log ratio of 0, so `eta` is all the pull there is. Importance weights multiply by their geometric mean over the
+    sequence.
 
     Stats: `old_kl`; `sequence_log_ratio`, the sum; `sequence_error`, the sum less its target.
     """

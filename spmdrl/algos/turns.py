@@ -15,13 +15,20 @@ from spmdrl.algos.tree import Turns, depths, discount, td_errors
 
 
 def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
-    """RLOO turn by turn: return of the turn - mean return of the turns at the same depth in other samples of the group.
+    """RLOO turn by turn: the return of a turn minus the mean return of the turns at its depth.
 
-    Source: https://arxiv.org/abs/2402.14740 (the leave-one-out mean, there over whole responses)
+    Source: https://arxiv.org/abs/2402.14740
 
-    The depth of a turn is the number of turns before it on its path; in a chain that is its number. Turns of the same
-    sample are left out of the mean, as the return of a later one depends on what this one did. A turn at a depth that
-    no other sample reaches keeps its raw return. Returns are the returns of the turns.
+        G_n = reward of turn n + gamma * sum of G over the turns that follow it
+        A   = G_n - mean of G over the turns at the same depth in the other samples of the group
+
+    All sampled tokens of a turn have its advantage. Returns are `G_n`. The depth of a turn is the number of turns
+    before it on its path; without a fork that is its number. Turns of the same sample are left out of the mean, as the
+    return of a later one depends on what this one did. With one turn in each sample it is `rloo`; without turns in the
+    data a turn is a run of sampled tokens.
+
+    A turn at a depth that no other sample reaches keeps `G_n`, and so does every turn of a group of one. Equal returns
+    at a depth: A is exactly 0.
     """
     turns = Turns.of(x)
     return_n, depth_n = _returns(x, turns, gamma), depths(turns.after_n)
@@ -40,16 +47,19 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
 def turn_gae(
     x: Samples, *, gamma: float = 1.0, lam: float = 1.0, critic_lam: float | None = None, whiten: bool = False
 ) -> Result:
-    """GAE with turns as the steps of time: sum over later turns of (gamma lam)^k * TD error.
+    """GAE with turns as the steps of time, as in Turn-PPO.
 
-    Source: https://arxiv.org/abs/2512.17008 (Turn-PPO, with gamma 0.99 and lam 0.9; its clipping by turn is a loss)
+    Source: https://arxiv.org/abs/2512.17008
 
-    Needs `values`; that of a turn is the critic's before its first sampled token. The TD error of a turn is its reward
-    + gamma * the values of the turns that follow - its own value; after a turn that none follows it is 0. The default
-    lam, 1, is the return minus the value.
+        error_n  = reward of turn n + gamma * sum of V over the turns that follow it - V_n
+        A_n      = error_n + gamma * lam * sum of A over the turns that follow it
+        return_n = the same sum with critic_lam, + V_n
 
-    critic_lam: lambda of the returns (GAE + value), which the critic learns at all tokens of the turn; None: lam.
-    whiten: advantages get mean 0 and variance 1 over all sampled tokens of the step; returns never do.
+    It needs a critic. `V_n` is the value before the first sampled token of the turn. The paper takes `gamma` 0.99 and
+    `lam` 0.9; its clipping by turn is a loss and is not in it. `critic_lam` None takes `lam`. All sampled tokens of a
+    turn have its advantage, and the critic learns `return_n` at all of them. `whiten` is of the advantages alone.
+
+    Groups are not looked at.
     """
     in_range("gamma", gamma, 0, 1)
     lams = [in_range("lam", lam, 0, 1), in_range("critic_lam", lam if critic_lam is None else critic_lam, 0, 1)]
@@ -62,15 +72,20 @@ def turn_gae(
 
 
 def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: bool = True, eps: float = 1e-6) -> Result:
-    """GiGPO: advantage of the episode within the group + step_weight * advantage of the turn within its state.
+    """GiGPO: the episode against its group, plus each turn against the turns of the group in the same state.
 
     Source: https://arxiv.org/abs/2505.10978
 
-    The episode's is GRPO's (a group of one: reward / (1 + eps)). The turn's compares returns of all turns of the group
-    that share `state`, of the same sequence too; a state met once gives 0.
+        A = GRPO's of the episode
+            + step_weight * GRPO's of the turn's return among the turns of the group with the same state
 
-    std: divide by (std + eps), unbiased, in both; False subtracts means alone. Without `turn` and `state` see Samples.
-    ValueError: a turn of two states.
+    The return of a turn is the sum of its rewards plus `gamma` times the returns of the turns that follow it: the next
+    one, or several after a fork (docs/credit.md#trees). `std` False subtracts means alone. Without turns in the data a
+    turn is a run of sampled tokens. Without states all first turns of a prompt share one state, and every later turn
+    has its own. A state that occurs once adds 0. An environment names its state by `state_key` (docs/credit.md#states);
+    else the history is the state. A turn of two states is an error.
+
+    Group of one: the episode's part is `r / (1 + eps)`. Equal rewards: A is 0.
     """
     turns = Turns.of(x)
     return_n = _returns(x, turns, gamma)

@@ -1,7 +1,7 @@
 """Published methods by name: the settings that make one, as a layer below YAML files and flags.
 
 Only what differs from the defaults of `schema.py` stands here; a method's own constants (clip ranges, temperatures) are
-the defaults of its functions in `algos/`. docs/algorithms.md gives formulas, papers and tests.
+the defaults of its functions in `algos/`. docs/algorithms.md shows all of them (docs/generate.py).
 """
 
 import dataclasses
@@ -16,79 +16,89 @@ from spmdrl.config.schema import Config
 class Preset:
     """One published method."""
 
+    title: str
+    """Name of the method or of its paper."""
     paper: str
     """URL."""
     settings: dict[str, Any]
     """Dotted name of a setting -> its value."""
 
 
-def _preset(paper: str, advantage: str, loss: str, **settings: Any) -> Preset:
+def _preset(title: str, paper: str, advantage: str, loss: str, aggregation: str, **settings: Any) -> Preset:
     """`algo.x` is written `x`, any other section's `section__x`."""
-    named = {"advantage": advantage, "loss": loss} | settings
-    return Preset(paper, {(k.replace("__", ".") if "__" in k else f"algo.{k}"): v for k, v in named.items()})
+    named = {"advantage": advantage, "loss": loss, "aggregation": aggregation} | settings
+    return Preset(title, paper, {(k.replace("__", ".") if "__" in k else f"algo.{k}"): v for k, v in named.items()})
 
 
 PRESETS: dict[str, Preset] = {
     # The paper adds a k3 penalty of 0.04 to the loss, which asks for a reference model: turn it on with --algo.kl-coef.
-    "grpo": _preset("https://arxiv.org/abs/2402.03300", "grpo", "ppo", aggregation="seq-mean-token-mean"),
-    "dr_grpo": _preset("https://arxiv.org/abs/2503.20783", "dr_grpo", "ppo", aggregation="seq-mean-token-sum-norm"),
-    "rloo": _preset("https://arxiv.org/abs/2402.14740", "rloo", "reinforce", aggregation="seq-mean-token-sum"),
+    "grpo": _preset("DeepSeekMath", "https://arxiv.org/abs/2402.03300", "grpo", "ppo", "seq-mean-token-mean"),
+    "dr_grpo": _preset("Dr. GRPO", "https://arxiv.org/abs/2503.20783", "dr_grpo", "ppo", "seq-mean-token-sum-norm"),
+    "rloo": _preset("RLOO", "https://arxiv.org/abs/2402.14740", "rloo", "reinforce", "seq-mean-token-sum"),
     "reinforce": _preset(
-        "https://doi.org/10.1007/BF00992696", "reinforce", "reinforce", aggregation="seq-mean-token-sum"
+        "Williams 1992", "https://doi.org/10.1007/BF00992696", "reinforce", "reinforce", "seq-mean-token-sum"
     ),
-    "ppo": _preset("https://arxiv.org/abs/1707.06347", "gae", "ppo", aggregation="token-mean", gamma=1.0, lam=0.95),
+    "ppo": _preset("PPO", "https://arxiv.org/abs/1707.06347", "gae", "ppo", "token-mean", gamma=1.0, lam=0.95),
     # overlong_buffer depends on max_new_tokens (a fifth of it in the paper), so a run sets it.
     "dapo": _preset(
+        "DAPO",
         "https://arxiv.org/abs/2503.14476",
         "grpo",
         "ppo",
-        aggregation="token-mean",
+        "token-mean",
         clip_low=0.2,
         clip_high=0.28,
         filter__keep="mixed",
     ),
-    "gspo": _preset("https://arxiv.org/abs/2507.18071", "grpo", "gspo", aggregation="seq-mean-token-mean"),
-    "gspo_token": _preset("https://arxiv.org/abs/2507.18071", "grpo", "gspo_token", aggregation="seq-mean-token-mean"),
-    "cispo": _preset("https://arxiv.org/abs/2506.13585", "grpo", "cispo", aggregation="token-mean"),
-    "sapo": _preset("https://arxiv.org/abs/2511.20347", "grpo", "sapo", aggregation="seq-mean-token-mean"),
-    "gmpo": _preset("https://arxiv.org/abs/2507.20673", "grpo", "gmpo", aggregation="seq-mean-token-mean"),
-    "kl_cov": _preset("https://arxiv.org/abs/2505.22617", "grpo", "kl_cov", aggregation="token-mean"),
-    "clip_cov": _preset("https://arxiv.org/abs/2505.22617", "grpo", "clip_cov", aggregation="token-mean"),
-    "dppo_tv": _preset("https://arxiv.org/abs/2602.04879", "dr_grpo", "dppo_tv", aggregation="seq-mean-token-sum-norm"),
-    "dppo_kl": _preset("https://arxiv.org/abs/2602.04879", "dr_grpo", "dppo_kl", aggregation="seq-mean-token-sum-norm"),
-    "dro": _preset("https://arxiv.org/abs/2405.19107", "rloo", "dro", aggregation="seq-mean-token-sum"),
-    "gpg": _preset("https://arxiv.org/abs/2504.02546", "gpg", "gpg", aggregation="token-mean"),
-    "sppo": _preset("https://arxiv.org/abs/2405.00675", "win_rate", "sppo", aggregation="seq-mean-token-mean"),
-    "remax": _preset("https://arxiv.org/abs/2310.10505", "remax", "reinforce", aggregation="seq-mean-token-sum"),
+    "gspo": _preset("GSPO", "https://arxiv.org/abs/2507.18071", "grpo", "gspo", "seq-mean-token-mean"),
+    "gspo_token": _preset("GSPO", "https://arxiv.org/abs/2507.18071", "grpo", "gspo_token", "seq-mean-token-mean"),
+    "cispo": _preset("MiniMax-M1", "https://arxiv.org/abs/2506.13585", "grpo", "cispo", "token-mean"),
+    "sapo": _preset("SAPO", "https://arxiv.org/abs/2511.20347", "grpo", "sapo", "seq-mean-token-mean"),
+    "gmpo": _preset("GMPO", "https://arxiv.org/abs/2507.20673", "grpo", "gmpo", "seq-mean-token-mean"),
+    "kl_cov": _preset("Entropy mechanism", "https://arxiv.org/abs/2505.22617", "grpo", "kl_cov", "token-mean"),
+    "clip_cov": _preset("Entropy mechanism", "https://arxiv.org/abs/2505.22617", "grpo", "clip_cov", "token-mean"),
+    "dppo_tv": _preset("DPPO", "https://arxiv.org/abs/2602.04879", "dr_grpo", "dppo_tv", "seq-mean-token-sum-norm"),
+    "dppo_kl": _preset("DPPO", "https://arxiv.org/abs/2602.04879", "dr_grpo", "dppo_kl", "seq-mean-token-sum-norm"),
+    "dro": _preset("DRO", "https://arxiv.org/abs/2405.19107", "rloo", "dro", "seq-mean-token-sum"),
+    "gpg": _preset("GPG", "https://arxiv.org/abs/2504.02546", "gpg", "gpg", "token-mean"),
+    "sppo": _preset("SPPO", "https://arxiv.org/abs/2405.00675", "win_rate", "sppo", "seq-mean-token-mean"),
+    "remax": _preset("ReMax", "https://arxiv.org/abs/2310.10505", "remax", "reinforce", "seq-mean-token-sum"),
     "reinforce_pp": _preset(
+        "REINFORCE++",
         "https://arxiv.org/abs/2501.03262",
         "reinforce_plus_plus",
         "ppo",
-        aggregation="token-mean",
+        "token-mean",
         kl_coef=0.01,
         kl_in="reward",
         kl_estimator="k1",
     ),
     "reinforce_pp_baseline": _preset(
+        "REINFORCE++",
         "https://arxiv.org/abs/2501.03262",
         "reinforce_plus_plus_baseline",
         "ppo",
-        aggregation="token-mean",
+        "token-mean",
         kl_coef=0.01,
         kl_estimator="k2",
     ),
-    "opo": _preset("https://arxiv.org/abs/2505.23585", "opo", "reinforce", aggregation="token-mean"),
-    "grpo_pass_k": _preset("https://arxiv.org/abs/2503.19595", "grpo_pass_k", "ppo", aggregation="token-mean"),
-    "gdpo": _preset("https://arxiv.org/abs/2601.05242", "gdpo", "ppo", aggregation="token-mean"),
+    "opo": _preset("OPO", "https://arxiv.org/abs/2505.23585", "opo", "reinforce", "token-mean"),
+    "grpo_pass_k": _preset("pass@k", "https://arxiv.org/abs/2503.19595", "grpo_pass_k", "ppo", "token-mean"),
+    "gdpo": _preset("GDPO", "https://arxiv.org/abs/2601.05242", "gdpo", "ppo", "token-mean"),
     "otb": _preset(
-        "https://arxiv.org/abs/2602.07078", "optimal_token_baseline", "reinforce", aggregation="seq-mean-token-sum"
+        "Optimal token baseline",
+        "https://arxiv.org/abs/2602.07078",
+        "optimal_token_baseline",
+        "reinforce",
+        "seq-mean-token-sum",
     ),
-    "gigpo": _preset("https://arxiv.org/abs/2505.10978", "gigpo", "ppo", aggregation="seq-mean-token-mean"),
+    "gigpo": _preset("GiGPO", "https://arxiv.org/abs/2505.10978", "gigpo", "ppo", "seq-mean-token-mean"),
     "vapo": _preset(
+        "VAPO",
         "https://arxiv.org/abs/2504.05118",
         "gae",
         "ppo",
-        aggregation="token-mean",
+        "token-mean",
         gamma=1.0,
         critic_lam=1.0,
         length_adaptive=0.05,
@@ -98,32 +108,35 @@ PRESETS: dict[str, Preset] = {
         critic__warmup_steps=50,
     ),
     "pf_ppo": _preset(
+        "PF-PPO",
         "https://arxiv.org/abs/2409.06957",
         "gae",
         "ppo",
-        aggregation="token-mean",
+        "token-mean",
         gamma=1.0,
         lam=0.95,
         filter__resample="best_random",
     ),
     "prime": _preset(
-        "https://arxiv.org/abs/2502.01456", "prime", "ppo", aggregation="token-mean", filter__keep="accuracy_range"
+        "PRIME", "https://arxiv.org/abs/2502.01456", "prime", "ppo", "token-mean", filter__keep="accuracy_range"
     ),
     "safe_rlhf": _preset(
+        "Safe RLHF",
         "https://arxiv.org/abs/2310.12773",
         "gae",
         "ppo",
-        aggregation="token-mean",
+        "token-mean",
         gamma=1.0,
         lam=0.95,
         safety__cost="cost",
     ),
     # The teacher is --reference.path. Reverse KL by its k1 estimate on sampled tokens; the task's reward is left out.
     "distill": _preset(
+        "GKD",
         "https://arxiv.org/abs/2306.13649",
         "per_token",
         "reinforce",
-        aggregation="token-mean",
+        "token-mean",
         kl_coef=1.0,
         kl_in="reward",
         kl_estimator="k1",
