@@ -151,14 +151,14 @@ class Rollouts:
 
     def time(self, plan, environment=None) -> dict:
         """Run a rollout; returns its seconds, the engine's, the tools', and those of the slowest episode."""
-        from spmdrl.rl.rollout import collect
         from spmdrl.tracking.metrics import Timer
 
-        s, self.names = self.sampler, self.names + 1
+        self.names += 1
         plan = replace(plan, name=f"benchmark/{self.names}")
         self.watched.clear()
         began = time.perf_counter()
-        done = collect(plan, s.engine, s.grader, s.tokenizer, s.world, Timer(), environment or self.agents)
+        self.sampler.environment = environment or self.agents
+        done = self.sampler.rollout(plan, Timer())
         wall = time.perf_counter() - began
         assert len(done.episodes) == len(plan.prompts)
         for e in done.episodes:

@@ -119,7 +119,6 @@ def side(folder: Path, args) -> None:
     from spmdrl.config.load import Loaded, from_command_line
     from spmdrl.config.plan import plan_lines
     from spmdrl.rl.build import build_run
-    from spmdrl.rl.prefetch import RolloutPrefetcher
     from spmdrl.session.open import open_run
     from spmdrl.train import train
 
@@ -166,8 +165,8 @@ def side(folder: Path, args) -> None:
             # Each turn draws the same prompts from the first on; its steps have numbers of their own.
             first, last = turn * args.steps, (turn + 1) * args.steps
             run.checkpoints.start_step, run.cfg.run.steps, run.state.draws = first, last, 0
-            run.sampler.start_step = first
-            run.prefetcher = RolloutPrefetcher(run.sampler, 0, first, last, 0)
+            run.sampler.start_step = run.sampler.step = first
+            run.sampler.draws, run.sampler.carried = 0, []
             train(run)
         (folder / f"rank_{run.world.rank}.json").write_text(json.dumps(rows))
         torch.distributed.barrier(group=run.world.host_group)

@@ -2,7 +2,7 @@
 
 run.py           runs the steps of one run
 build.py         builds a run: prompts, models, checkpoints, engine
-sampler.py       samples a step's experience: plan, rollout, quota
+sampler.py       samples a step's experience, also ahead: plan, rollout, grade, fill the batch
 rollout_plan.py  plans and results of rollouts
 rollout.py       one rollout: prompts, samples of the engine, observations, rewards
 engine_judges.py judges on the run's own engine
@@ -13,8 +13,7 @@ agents.py        conversations with environments in worker processes
 talks.py         conversations that are taken up again in a later step
 tool_forms.py    the form in which the policy calls tools, and whether its prompt shows them
 shared_environment.py  the environment of an engine of several ranks
-quota.py         runs rollouts until a step has its prompts
-prefetch.py      samples steps ahead
+fill_batch.py    counts what the rollouts of a step bring until it has its prompts
 replay_buffer.py sequences of earlier steps, and resampling
 batching.py      makes the batch that a step learns from out of episodes
 evaluation.py    measures the policy on a prompt set

@@ -25,7 +25,6 @@ from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment
 from spmdrl.rl.evaluation import Evaluation, is_evaluated
-from spmdrl.rl.prefetch import RolloutPrefetcher
 from spmdrl.rl.rank_state import RankState
 from spmdrl.rl.reading import at_last, reading_of
 from spmdrl.rl.replay_buffer import ReplayBuffer
@@ -95,8 +94,8 @@ def build_run(session: Session[Config]) -> Run:
     if engine and grader:
         sampler = Sampler(cfg, world, session.timer, prompts, engine, grader, tokenizer, first, keep, greedy)
         sampler.judges, sampler.environment = judges, environment
+        sampler.step, sampler.draws = first, state.draws
     replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
-    prefetcher = RolloutPrefetcher(sampler, cfg.rollout.staleness, first, cfg.run.steps, state.draws)
     memory = Memory(cfg, models, engine, session.timer, world)
     memory.check = EngineCheck(cfg, world, models.policy, engine, experts_width)
     if judges:
@@ -108,7 +107,7 @@ def build_run(session: Session[Config]) -> Run:
         spikes=spikes,
         state=state,
         checkpoints=checkpoints,
-        prefetcher=prefetcher,
+        sampler=sampler,
         replay=replay,
         evaluation=Evaluation(cfg, world, asked, sampler, models),
         memory=memory,
@@ -117,7 +116,7 @@ def build_run(session: Session[Config]) -> Run:
         prompts=prompts,
         experts_width=experts_width,
     )
-    checkpoints.begin(RankState(cfg, world, prompts, prefetcher, replay, greedy))
+    checkpoints.begin(RankState(cfg, world, prompts, sampler, replay, greedy))
     return run
 
 

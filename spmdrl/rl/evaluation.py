@@ -15,7 +15,6 @@ from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
 from spmdrl.rl.describe import rows_of_first
 from spmdrl.rl.reading import AtLast
-from spmdrl.rl.rollout import collect, raise_if_abandoned
 from spmdrl.rl.rollout_plan import RolloutPlan
 from spmdrl.rl.sampler import Sampler, may_end
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
@@ -123,10 +122,9 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     Raises:
         AbandonedError: on every rank that samples.
     """
-    world, s = sampler.world, sampler
+    world, cfg = sampler.world, sampler.cfg
     # Its time is the evaluation's.
-    result = collect(plan, s.engine, s.grader, s.tokenizer, world, Timer(), s.environment, s.judges)
-    done = (result if plan.keeps_graded else raise_if_abandoned(result, world)).episodes
+    done = sampler.rollout(plan, Timer()).episodes
     # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded says nothing.
     scores = [
         [
@@ -142,13 +140,13 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     rows = torch.cat(all_gather_rows(scores_n5, world.rollout_group))
     ungraded = rows[:, 2] > 0
     why = next((e.why for e in done if e.why), "")
-    check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples, s.cfg.env, why)
+    check_ungraded(int(ungraded.sum()), len(rows), cfg.reward, "the evaluation", plan.samples, cfg.env, why)
     measured, rows = len(rows), rows[~ungraded]
     right, position, prompts = rows[:, 4], rows[:, 0].long(), len(plan.prompts)
     right_P = torch.zeros(prompts, dtype=torch.float64).index_add_(0, position, right).tolist()
     graded_P = torch.bincount(position, minlength=prompts).tolist()
     out = {"eval/accuracy": right.mean().item(), "eval/score": rows[:, 1].mean().item()}
-    if s.environment:
+    if sampler.environment:
         out["eval/turns"] = rows[:, 3].mean().item()
     k = 2
     while k <= plan.samples:

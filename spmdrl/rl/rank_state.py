@@ -23,9 +23,9 @@ from spmdrl.config.schema import Config
 from spmdrl.data import treefile
 from spmdrl.data.batch import Batch
 from spmdrl.data.prompts import PromptSet
-from spmdrl.rl.prefetch import RolloutPrefetcher
-from spmdrl.rl.quota import Experience
+from spmdrl.rl.fill_batch import Experience
 from spmdrl.rl.replay_buffer import ReplayBuffer
+from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.trees import experience, experience_tree, fields_of, group, group_tree
 from spmdrl.session.generators import generator_states, set_generator_states
 from spmdrl.spmd.world import World
@@ -38,14 +38,15 @@ class RankState:
     cfg: Config
     world: World
     prompts: PromptSet
-    prefetcher: RolloutPrefetcher
+    sampler: Sampler | None
+    """None on a rank that does not sample."""
     replay: ReplayBuffer
     greedy: bool
     """A greedy response is sampled to every prompt (`RolloutPlan.greedy`)."""
 
     def tree(self) -> dict:
         """See the contract. No later step writes into its tensors."""
-        world, ahead, buffer = self.world, self.prefetcher, self.replay.buffer
+        world, ahead, buffer = self.world, self.sampler, self.replay.buffer
         samplers = world.roles.samplers
         # An engine's ranks hold the same groups, and its first one the episodes.
         leads = world.samples and world.engine_tp_rank == 0
@@ -59,7 +60,7 @@ class RankState:
                 "carried": [group_tree(g) for g in ahead.carried],
                 "ready": [experience_tree(done) for done in ahead.ready],
             }
-            if leads
+            if ahead and leads
             else None,
             "replay": [(step, fields_of(batch)) for step, batch in buffer.entries()] if buffer else [],
             "generators": generator_states(world.device),
@@ -91,8 +92,8 @@ class RankState:
         if changed:
             return "; ".join([*lost, *([_lost(f"other {', '.join(changed)}", held)] if held else [])])
         try:
-            if world.samples:
-                self._restore_ahead(read, layout["leaders"])
+            if self.sampler:
+                self._restore_ahead(read, layout["leaders"], self.sampler)
             if self.replay.buffer is not None:
                 self._restore_replay(read, len(files))
         except (KeyError, TypeError, AttributeError) as error:
@@ -118,8 +119,8 @@ class RankState:
             "greedy baseline": self.greedy,
         }
 
-    def _restore_ahead(self, read: Callable[[int], dict], leaders: list[int]) -> None:
-        world, ahead = self.world, self.prefetcher
+    def _restore_ahead(self, read: Callable[[int], dict], leaders: list[int], ahead: Sampler) -> None:
+        world = self.world
         numbers, share, shares = dealt(world.engine_index, world.engine_count, len(leaders))
         trees = [read(leaders[i])["ahead"] for i in numbers]
         first, steps_ready = trees[0], len(trees[0]["ready"])

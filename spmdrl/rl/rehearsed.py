@@ -111,7 +111,7 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
 
     from spmdrl.data.batch import from_episodes
     from spmdrl.data.dealing import share_out
-    from spmdrl.rl.quota import Quota
+    from spmdrl.rl.fill_batch import Filling
     from spmdrl.rl.replay_buffer import ReplayBuffer
     from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
 
@@ -123,13 +123,14 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
         plain, filter=cfg.filter, rollout=dataclasses.replace(plain.rollout, prompts_per_step=prompts, oversample=1.0)
     )
     everything = (lambda score_B, group_B, **_: torch.ones_like(group_B, dtype=torch.bool)) if cfg.filter.keep else None
-    quota = Quota(sampling, world, everything, 0, [])
-    for _ in range(quota.most_rounds):
-        quota.take(quota.order(RolloutPlan("rehearsal", [], 1, (0, 0), 0, 1, 1.0)), RolloutResult(made, []))
-        if quota.is_full:
+    filling = Filling(sampling, world, everything, 0, [])
+    for _ in range(filling.most_rounds):
+        filling.order(plan := RolloutPlan("rehearsal", [], 1, (0, 0), 0, 1, 1.0))
+        filling.take(plan, RolloutResult(made, []))
+        if filling.is_full:
             break
     names = tuple(sorted({name for e in made for name in e.parts}))
-    batch = from_episodes(quota.experience().episodes, names, turns="turns" in algo.needs)
+    batch = from_episodes(filling.experience().episodes, names, turns="turns" in algo.needs)
     batch.seq["seed"] = torch.arange(len(batch))
     batch = ReplayBuffer(cfg.filter, prompts).mix(batch, 0, 0, peers)
     return share_out(batch, cfg.algo.updates_per_step, prompts, list(range(prompts)))

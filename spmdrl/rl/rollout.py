@@ -6,11 +6,10 @@ import time
 import torch
 
 from spmdrl.data.episode import Episode, prompt_segment
-from spmdrl.health.preempt import AbandonedError, agreed
 from spmdrl.health.status import tick
-from spmdrl.rewards.base import Grader, Reward
-from spmdrl.rl.engine_judges import EngineJudges, is_abandoned
-from spmdrl.rl.environment import AtOnce, Environment, Observation, Place, SingleTurn
+from spmdrl.rewards.base import Reward
+from spmdrl.rl.engine_judges import is_abandoned
+from spmdrl.rl.environment import Environment, Observation, Place
 from spmdrl.rl.grading import Grading
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, enough_here, request_key
 from spmdrl.rollout.engine import Completion, Engine, StaleEngineError
@@ -20,43 +19,6 @@ from spmdrl.tracking.metrics import Timer
 
 PATIENCE = 0.2
 """Seconds that a rank waits at a time for environments, where its engine has nothing to do."""
-
-
-def collect(
-    plan: RolloutPlan,
-    engine: Engine,
-    grader: Grader,
-    tokenizer,
-    world: World,
-    timer: Timer,
-    environment: Environment | None = None,
-    judges: EngineJudges | None = None,
-) -> RolloutResult:
-    """Sample and grade what a plan asks for. Collective over the ranks of an engine; engines work on their own.
-
-    environment: None: every episode is a single turn. judges: those on the engine; with them it is collective over all
-    who sample.
-
-    Raises:
-        StaleEngineError: the engine does not hold `plan.version`.
-        RewardError: a grading failed.
-        ValueError: the engine reported a logp that is not a number (unless `plan.bad_sample` is `skip`).
-    """
-    if judges:
-        judges.begin(plan)
-    grading = Grading(grader, tokenizer, world.engine_tp_rank == 0)
-    return Rollout(plan, engine, grading, world, environment or AtOnce(SingleTurn())).run(timer)
-
-
-def raise_if_abandoned(result: RolloutResult, world: World) -> RolloutResult:
-    """The result, if no engine has abandoned its part. Collective over those who sample.
-
-    Raises:
-        AbandonedError: on every rank that samples.
-    """
-    if agreed(result.abandoned, world.rollout_group):
-        raise AbandonedError("the rollout was abandoned")
-    return result
 
 
 class Rollout:
@@ -100,7 +62,7 @@ class Rollout:
         unfinished = [g for g in self.groups.values() if not g.done]
         done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
         if (self.abandoned and not plan.keeps_graded) or not self.grading.finish(done, plan, timer):
-            # Of a grading that was abandoned the engine's other ranks hear in `raise_if_abandoned`.
+            # Of a grading that was abandoned the engine's other ranks hear in `Sampler.rollout`.
             self.abandoned = True
         if self.abandoned:
             done = [group for group in done if plan.keeps_graded and self.grading.has(group)]

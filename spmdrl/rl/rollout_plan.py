@@ -1,7 +1,7 @@
 """Plans of rollouts, the groups of episodes that they are made of, and their results."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from spmdrl.data.episode import Episode
@@ -32,6 +32,10 @@ class PromptGroup:
     def open(self) -> list[Episode]:
         """Episodes that are not finished."""
         return [e for e in self.episodes if not e.finish]
+
+    def copy(self) -> "PromptGroup":
+        """Returns a group to go on with, apart from this one; segments are never written into."""
+        return replace(self, episodes=[replace(e, segments=list(e.segments)) for e in self.episodes])
 
 
 @dataclass

@@ -21,8 +21,7 @@ from spmdrl.rl.algorithm import Algorithm
 from spmdrl.rl.batching import pack
 from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_rows, with_rates
 from spmdrl.rl.evaluation import Evaluation
-from spmdrl.rl.prefetch import RolloutPrefetcher
-from spmdrl.rl.quota import Experience
+from spmdrl.rl.fill_batch import Experience
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
@@ -50,7 +49,8 @@ class Run:
     spikes: Spikes
     state: RunState
     checkpoints: Checkpoints
-    prefetcher: RolloutPrefetcher
+    sampler: Sampler | None
+    """None on a rank that does not sample."""
     replay: ReplayBuffer
     evaluation: Evaluation
     memory: Memory
@@ -82,11 +82,6 @@ class Run:
         """Data positions."""
         return self.world.data_peers
 
-    @property
-    def sampler(self) -> Sampler | None:
-        """None on a rank that does not sample."""
-        return self.prefetcher.sampler
-
     @cached_property
     def reader(self) -> CallReader | None:
         """Reads the calls of turns; None without an environment."""
@@ -108,9 +103,9 @@ class Run:
         Raises:
             PreemptedError: on every rank, where sampling was abandoned.
         """
-        done, world = None, self.world
+        done = None
         with suppress(AbandonedError):
-            done = self.prefetcher.take(step, self.memory.version) if world.samples else Experience([])
+            done = self.sampler.take(step, self.memory.version) if self.sampler else Experience([])
         with self.timer("exchange"):
             self._unless(done is None, step, f"step {step + 1} was abandoned while it sampled")
         assert done is not None
@@ -136,9 +131,9 @@ class Run:
         It samples the steps to come, or answers for the frozen models; `log` adds its numbers. answer: what those who
         train call with the batch to ask them; None: `score`.
         """
-        if self.world.samples:
+        if self.sampler:
             with suppress(AbandonedError):
-                self.prefetcher.look_ahead(step, self.memory.version)
+                self.sampler.look_ahead(step, self.memory.version)
         else:
             with self.timer("logp"):
                 if answer is not None:

@@ -1,17 +1,19 @@
-"""Samples the experience of a step: rollouts are planned, sampled and graded until the step has enough."""
+"""Samples the experience of a step, some steps ahead where that is allowed: plan, rollout, grade, fill the batch."""
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spmdrl.config.schema import Config
 from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import PromptSet
-from spmdrl.health.preempt import preemption
+from spmdrl.health.preempt import AbandonedError, agreed, preemption
 from spmdrl.rewards.base import Grader
 from spmdrl.rl.engine_judges import EngineJudges
-from spmdrl.rl.environment import Environment
-from spmdrl.rl.quota import Experience, Quota
-from spmdrl.rl.rollout import collect, raise_if_abandoned
+from spmdrl.rl.environment import AtOnce, Environment, SingleTurn
+from spmdrl.rl.fill_batch import Experience, Filling
+from spmdrl.rl.grading import Grading
+from spmdrl.rl.rollout import Rollout
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult
 from spmdrl.rollout.engine import Engine
 from spmdrl.spmd.world import World
@@ -20,7 +22,11 @@ from spmdrl.tracking.metrics import Timer
 
 @dataclass
 class Sampler:
-    """Samples the steps of a run, on a rank that has an engine. Methods are collective over the ranks that sample."""
+    """Samples the steps of a run, on a rank that has an engine. Methods are collective over the ranks that sample.
+
+    It counts the prompts drawn and holds what was cut short and what is sampled ahead, up to `staleness` steps: the
+    experience of step k comes from the weights that step max(k - staleness, first) began with.
+    """
 
     cfg: Config
     world: World
@@ -36,8 +42,63 @@ class Sampler:
     greedy: bool = False
     """True to sample a greedy response to every prompt too."""
     environment: Environment | None = None
+    """None: every episode is a single turn."""
     judges: EngineJudges | None = None
-    """Judges on the engine; None: there are none."""
+    """Judges on the engine, with which every rollout is collective; None: there are none."""
+    step: int = 0
+    """The next step to sample."""
+    draws: int = 0
+    """Prompts that the steps before it have drawn."""
+    carried: list[PromptGroup] = field(default_factory=list)
+    """Groups that the last step cut short on this rank's engine."""
+    ready: deque[Experience] = field(default_factory=deque)
+    """Experience of the steps before `step` that nobody has taken."""
+
+    def take(self, step: int, version: int) -> Experience:
+        """Returns this step's experience, sampled by the weights of `version` unless it is ready.
+
+        Raises:
+            AbandonedError: on every rank that samples.
+        """
+        if not self.ready:
+            self._next(version)
+        assert self.step - len(self.ready) == step, "one step after the other"
+        return self.ready.popleft()
+
+    def look_ahead(self, step: int, version: int) -> None:
+        """Samples what may be sampled by the weights of this step."""
+        while self.step <= step + self.cfg.rollout.staleness and self.step < self.cfg.run.steps:
+            self._next(version)
+
+    def _next(self, version: int) -> None:
+        # A copy: sampling that is abandoned leaves them as they were.
+        done = self.fill_batch(self.step, self.draws, version, [group.copy() for group in self.carried])
+        self.step += 1
+        self.draws += done.drawn
+        self.carried = done.carried
+        self.ready.append(done)
+
+    def fill_batch(self, step: int, drawn: int, version: int, carried: list[PromptGroup]) -> Experience:
+        """Samples until a step has its prompts; without a filter, once.
+
+        Args:
+            step: counted from 0.
+            drawn: prompts that the steps before have drawn.
+            version: of the weights that the engines hold.
+            carried: groups that the step before cut short on this rank's engine; they come first.
+
+        Raises:
+            AbandonedError: on every rank that samples.
+            ValueError: `--filter.max-rounds` rollouts did not fill the step; with the acceptance rate.
+        """
+        filling = Filling(self.cfg, self.world, self.keep, step, carried)
+        for _ in range(filling.most_rounds):
+            plan = self.plan(step, drawn + filling.drawn, filling.next_prompts, version, filling.drawn)
+            filling.order(plan)
+            filling.take(plan, self.rollout(plan))
+            if filling.is_full:
+                return filling.experience()
+        raise filling.shortage()
 
     def plan(self, step: int, first: int, prompts: int, version: int, before: int = 0) -> RolloutPlan:
         """A rollout of `prompts` prompts, the same on every rank and for every world size.
@@ -68,40 +129,28 @@ class Sampler:
             may_end=may_end,
         )
 
-    def rollout(self, plan: RolloutPlan) -> RolloutResult:
-        """Samples and grades the plan.
+    def rollout(self, plan: RolloutPlan, timer: Timer | None = None) -> RolloutResult:
+        """Samples and grades what a plan asks for; engines work on their own. timer: None: that of the run.
 
         Raises:
-            AbandonedError: on every rank that samples.
+            AbandonedError: on every rank that samples, unless the plan keeps what is graded.
+            StaleEngineError: the engine does not hold `plan.version`.
+            RewardError: a grading failed.
+            ValueError: the engine reported a logp that is not a number (unless `plan.bad_sample` is `skip`).
         """
-        asked = self.engine, self.grader, self.tokenizer, self.world, self.timer, self.environment, self.judges
-        result = collect(plan, *asked)
+        timer = timer or self.timer
+        if self.judges:
+            self.judges.begin(plan)
+        grading = Grading(self.grader, self.tokenizer, self.world.engine_tp_rank == 0)
+        result = Rollout(plan, self.engine, grading, self.world, self.environment or AtOnce(SingleTurn())).run(timer)
         # Engines wait for the slowest one here.
-        with self.timer("exchange"):
-            return raise_if_abandoned(result, self.world)
-
-    def collect_step(self, step: int, drawn: int, version: int, carried: list[PromptGroup]) -> Experience:
-        """Samples until a step has its prompts; without a filter, once.
-
-        Args:
-            step: counted from 0.
-            drawn: prompts that the steps before have drawn.
-            version: of the weights that the engines hold.
-            carried: groups that the step before cut short on this rank's engine; they come first.
-
-        Raises:
-            ValueError: `--filter.max-rounds` rollouts did not fill the step; with the acceptance rate.
-        """
-        quota = Quota(self.cfg, self.world, self.keep, step, carried)
-        for _ in range(quota.most_rounds):
-            plan = quota.order(self.plan(step, drawn + quota.drawn, quota.next_prompts, version, quota.drawn))
-            quota.take(plan, self.rollout(plan))
-            if quota.is_full:
-                return quota.experience()
-        raise quota.shortage()
+        with timer("exchange"):
+            if not plan.keeps_graded and agreed(result.abandoned, self.world.rollout_group):
+                raise AbandonedError("the rollout was abandoned")
+        return result
 
     def close(self) -> None:
-        """End the processes of rewards and environments."""
+        """Ends the processes of rewards and environments."""
         self.grader.close()
         if self.environment:
             self.environment.close()

@@ -10,7 +10,7 @@ import torch
 
 from spmdrl.data.episode import Episode, Segment, episode_of, prompt_segment, segments_of
 from spmdrl.data.prompts import Prompt
-from spmdrl.rl.quota import Experience
+from spmdrl.rl.fill_batch import Experience
 from spmdrl.rl.rollout_plan import PromptGroup
 
 
@@ -47,7 +47,7 @@ def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
 
 
 def experience_tree(done: Experience) -> dict:
-    """A step's. `carried` is left out: the newest one's is the prefetcher's, an older one's is over."""
+    """A step's. `carried` is left out: the newest one's is the sampler's, an older one's is over."""
     return {
         "episodes": [episode_tree(e) for e in done.episodes],
         "drawn": done.drawn,

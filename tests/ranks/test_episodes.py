@@ -160,7 +160,7 @@ def echoed(world, folder: str, stop_after: int = 0) -> dict | None:
     """Trains with the mock; returns weights on rank 0."""
     run = with_echo(world, folder, PARTIAL, stop_after)
     if run.checkpoints.start_step:
-        carried = [e for g in run.prefetcher.carried for e in g.open]
+        carried = [e for g in run.sampler.carried for e in g.open]
         assert world.rank or any(e.turns > 1 for e in carried), "stopped in the middle of an episode"
     with suppress(Interrupted):
         train(run)

@@ -50,7 +50,7 @@ class Made(Sampler):
 def filled(world, cfg: FilterConfig, keep: bool):
     """Prompts that a step got, as (position, prompt, sample) rows over all ranks, and the numbers it reports."""
     run = config(filter=dataclasses.asdict(cfg), rollout={"prompts_per_step": WANTED, "samples_per_prompt": SAMPLES})
-    done = Made(run, world, mixed if keep else None).collect_step(0, 0, 0, [])
+    done = Made(run, world, mixed if keep else None).fill_batch(0, 0, 0, [])
     rows = torch.tensor([[t.position, t.prompt, t.sample] for t in done.episodes]).reshape(-1, 3)
     everyone = torch.cat(all_gather_rows(rows, world.host_group))
     numbers = done.stats.reduce(lambda x, op: dist.all_reduce(x, group=world.host_group) if op == "sum" else None)

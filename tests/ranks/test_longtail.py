@@ -54,7 +54,7 @@ def trained(world, folder, rollout):
     seen, experience = [], run.experience
 
     def watched(step):
-        first = run.prefetcher.draws
+        first = run.sampler.draws
         done = experience(step)
         drawn = drawn_indices(len(run.sampler.prompts), first, done.drawn, run.cfg.run.seed)
         rows = [
@@ -68,7 +68,7 @@ def trained(world, folder, rollout):
     run.experience = watched
     train(run)
     run.close()
-    assert run.state.draws == run.prefetcher.draws, "a resume goes on where the line is"
+    assert run.state.draws == run.sampler.draws, "a resume goes on where the line is"
     return seen
 
 
@@ -185,7 +185,7 @@ def uneven(world, assignment: str, partial: int):
     sampler = Uneven(config(rollout=rollout), world, assignment)
     draws, carried, told = 0, [], []
     for step in range(2):
-        done = sampler.collect_step(step, draws, 0, carried)
+        done = sampler.fill_batch(step, draws, 0, carried)
         draws, carried = draws + done.drawn, done.carried
         reduced = done.stats.reduce(lambda x, op: all_reduce(x, op, world.rollout_group))
         told.append((reduced["rollout/cut_prompts"], reduced["rollout/unbegun_prompts"]))

@@ -33,12 +33,12 @@ def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: i
     Path(folder).mkdir(exist_ok=True)
     run = build_run(Session(demo(folder, **sections | {"parallel": parallel}), world, Timer()))
     seen, save, sampler = [], run.checkpoint, run.sampler
-    collect_step = sampler and sampler.collect_step
+    fill_batch = sampler and sampler.fill_batch
 
     def watched(step, drawn, version, carried):
         if step == fail_at:
             raise ValueError("the reward is broken")
-        done = collect_step(step, drawn, version, carried)
+        done = fill_batch(step, drawn, version, carried)
         versions = {v for t in done.episodes for v in t.versions[t.mask].tolist()}
         prompts = sorted({(t.position, t.prompt) for t in done.episodes})
         seen.append((step, run.memory.version, sorted(versions), prompts))
@@ -51,7 +51,7 @@ def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: i
 
     run.checkpoint = then_die
     if sampler:
-        sampler.collect_step = watched
+        sampler.fill_batch = watched
     with suppress(Interrupted):
         train(run)
     run.close()

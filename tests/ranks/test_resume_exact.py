@@ -20,11 +20,11 @@ from spmdrl.data import treefile
 from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
 from spmdrl.data.prompts import Prompt, PromptSet
-from spmdrl.rl.prefetch import RolloutPrefetcher
-from spmdrl.rl.quota import Experience
+from spmdrl.rl.fill_batch import Experience
 from spmdrl.rl.rank_state import RankState, dealt
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.rollout_plan import PromptGroup
+from spmdrl.rl.sampler import Sampler
 from spmdrl.session import generators
 from spmdrl.train import train
 from tests.ranks.cases import config, full_weights
@@ -223,8 +223,8 @@ def holder(rank: int, size: int, tp: int = 1, **changes):
         device=torch.device("cpu"),
     )
     # Nothing is sampled here.
-    ahead = RolloutPrefetcher(None, 1, 4, 9, 0)
-    return RankState(cfg, world, PROMPTS, ahead, ReplayBuffer(cfg.filter, 8), False)
+    sampler = Sampler(cfg, world, None, PROMPTS, None, None, None, step=4)  # type: ignore[arg-type]
+    return RankState(cfg, world, PROMPTS, sampler, ReplayBuffer(cfg.filter, 8), False)
 
 
 def filled(rank: int, size: int, tp: int):
@@ -240,11 +240,11 @@ def filled(rank: int, size: int, tp: int):
         first.add_sampled([i], [-0.7], 4)
         second.add_sampled([7], [-2.0], 4)
         second.finish = "stop"
-        held.prefetcher.carried.append(PromptGroup(100 + i, prompt, 3, [first, second]))
+        held.sampler.carried.append(PromptGroup(100 + i, prompt, 3, [first, second]))
     mine = [episode(p, s) for p in range(engine, 8, engines) for s in range(2)] if leads else []
     done = Experience(mine, 11, bad_samples=leads)
     done.stats.add("filter/rounds", 2)
-    held.prefetcher.ready, held.prefetcher.step, held.prefetcher.draws = deque([done]), 5, 77
+    held.sampler.ready, held.sampler.step, held.sampler.draws = deque([done]), 5, 77
     for step in (2, 3):
         batch = from_episodes([episode(p, step) for p in range(rank, 8, size)], ("a",))
         held.replay.buffer.append(step, [batch])
@@ -261,15 +261,15 @@ def test_resume_hands_on_whole_groups_to_other_worlds(before, now, tmp_path):
     for one in held:
         said = one.restore(files)
         assert ("states of generators" in said) == (old != new)
-        assert (one.prefetcher.step, one.prefetcher.draws, one.prefetcher.ready[0].drawn) == (5, 77, 11)
-        assert one.prefetcher.ready[0].stats.dump() == [("filter/rounds", "mean", 2.0, 1.0)]
+        assert (one.sampler.step, one.sampler.draws, one.sampler.ready[0].drawn) == (5, 77, 11)
+        assert one.sampler.ready[0].stats.dump() == [("filter/rounds", "mean", 2.0, 1.0)]
     leaders = held[::tp]
     for one in held:
-        same = leaders[one.world.engine_index].prefetcher.carried
-        assert [g.position for g in one.prefetcher.carried] == [g.position for g in same]
+        same = leaders[one.world.engine_index].sampler.carried
+        assert [g.position for g in one.sampler.carried] == [g.position for g in same]
         if one.world.engine_tp_rank:
-            assert not one.prefetcher.ready[0].episodes and not one.prefetcher.ready[0].bad_samples
-    groups = sorted((g for one in leaders for g in one.prefetcher.carried), key=lambda g: g.position)
+            assert not one.sampler.ready[0].episodes and not one.sampler.ready[0].bad_samples
+    groups = sorted((g for one in leaders for g in one.sampler.carried), key=lambda g: g.position)
     assert [(g.position, g.prompt, g.born) for g in groups] == [(100 + i, PROMPTS.prompts[i], 3) for i in range(6)]
     for i, group in enumerate(groups):
         first, second = group.episodes
@@ -285,11 +285,11 @@ def test_resume_hands_on_whole_groups_to_other_worlds(before, now, tmp_path):
         assert torch.equal(first.rollout_logp, torch.tensor([0.0] * len(prompt) + logp))
         assert torch.equal(first.experts, torch.full((4, 2), i, dtype=torch.int16)) and first.finish == ""
         assert (second.response, second.finish, second.experts) == ([7], "stop", None)
-    by_engine = [{t.position for t in one.prefetcher.ready[0].episodes} for one in leaders]
+    by_engine = [{t.position for t in one.sampler.ready[0].episodes} for one in leaders]
     assert sum(map(len, by_engine)) == 8 and set.union(*by_engine) == set(range(8)), "a group is with one engine"
-    ready = [t for one in leaders for t in one.prefetcher.ready[0].episodes]
+    ready = [t for one in leaders for t in one.sampler.ready[0].episodes]
     assert len(ready) == 16 and all(t.parts == {"a": 0.1 * t.position} for t in ready)
-    assert sum(one.prefetcher.ready[0].bad_samples for one in held) == old // old_tp
+    assert sum(one.sampler.ready[0].bad_samples for one in held) == old // old_tp
     for age, step in ((0, 3), (1, 2)):
         rows = [t for one in held for batch in one.replay.buffer.aged(age) for t in to_episodes(batch)]
         assert sorted((t.position, t.sample) for t in rows) == [(p, step) for p in range(8)]
@@ -301,11 +301,11 @@ def test_resume_says_what_does_not_fit(tmp_path):
     other = holder(0, 1, samples_per_prompt=3)
     said = other.restore([file])
     assert said.startswith("not resumed, as other --rollout.samples-per-prompt: groups that were cut short, exp")
-    assert not other.prefetcher.carried and not other.prefetcher.ready and other.prefetcher.step == 4
+    assert not other.sampler.carried and not other.sampler.ready and other.sampler.step == 4
     said = holder(0, 1).restore([])
     assert said.startswith("not resumed, as it holds nothing of its ranks: ") and said.endswith("number generators")
     late = holder(0, 1)
-    late.prefetcher.step = 6
+    late.sampler.step = 6
     with pytest.raises(ValueError, match="experience for step 4 was saved, and the run goes on at 6"):
         late.restore([file])
     with pytest.raises(ValueError, match="holds files of 2 ranks, saved by 1"):

@@ -13,7 +13,7 @@ from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import prompt_segment
 from spmdrl.rl.describe import describe
-from spmdrl.rl.quota import Quota, passing, rewards_by_turn
+from spmdrl.rl.fill_batch import Filling, passing, rewards_by_turn
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult
 from spmdrl.rl.score import shape
 from spmdrl.tracking.metrics import Metrics
@@ -99,10 +99,13 @@ def test_over_sampling_does_not_count_groups_that_failed():
 def test_failures_are_those_of_the_episodes_that_the_step_leaves_out():
     """A rollout hears of a failure in a group that goes on in the next step: it is that step's."""
     cfg = Config()
-    quota = Quota(cfg, ALONE, None, 0, [])
+    filling = Filling(cfg, ALONE, None, 0, [])
     failed, fine = played(0.0), played(1.0, sample=1)
     failed.finish, failed.ungraded, failed.reward = "abort", True, float("nan")
-    quota.take(RolloutPlan("p", [None], 2, (0,), 0, 8, 1.0), RolloutResult([], [], 1, False, {"failures": 1.0}))  # type: ignore[list-item]
-    assert quota.counts["failures"] == 0
-    quota.take(RolloutPlan("p", [], 2, (0,), 0, 8, 1.0), RolloutResult([failed, fine], [], 0, False, {"failures": 0.0}))
-    assert quota.counts["failures"] == 1 == sum(torch.tensor(quota.rewards).isnan()).item()
+    one, none = (RolloutPlan("p", [None] * n, 2, (0,), 0, 8, 1.0) for n in (1, 0))  # type: ignore[list-item]
+    filling.take(one, RolloutResult([], [], 1, False, {"failures": 1.0}))
+    assert filling.counts["failures"] == 0
+    filling.take(
+        RolloutPlan("p", [], 2, (0,), 0, 8, 1.0), RolloutResult([failed, fine], [], 0, False, {"failures": 0.0})
+    )
+    assert filling.counts["failures"] == 1 == sum(torch.tensor(filling.rewards).isnan()).item()

@@ -230,16 +230,18 @@ def test_an_evaluation_that_is_cut_short_keeps_the_prompts_that_are_graded(polls
         ([{"acc": 0.0}] * 4, 0),
     ],
 )
-def test_an_evaluation_counts_the_part_acc_or_a_score_that_rounding_leaves_below_1(parts, accuracy, monkeypatch):
+def test_an_evaluation_counts_the_part_acc_or_a_score_that_rounding_leaves_below_1(parts, accuracy):
     scores = [0.6 + 0.3 + 0.1, 0.5, 1.0, 0.0]
     assert scores[0] < 1.0
     done = [Episode(i, 0, i, [prompt_segment([1])], "stop", score) for i, score in enumerate(scores)]
     for episode, named in zip(done, parts, strict=True):
         episode.parts = named
-    monkeypatch.setattr(evaluation, "collect", lambda *_: RolloutResult(done, [], 4))
-    monkeypatch.setattr(evaluation, "raise_if_abandoned", lambda result, _: result)
     plan = RolloutPlan("eval", [Prompt(i, [1], "b", "", {}, "a") for i in range(4)], 1, (0,), 0, 8, 1.0)
-    fields = dict.fromkeys(("engine", "grader", "tokenizer", "environment", "judges"))
-    alone = SimpleNamespace(rollout_group=None)
-    numbers, *_ = evaluation.evaluate(plan, SimpleNamespace(**fields, cfg=Config(), world=alone))
+    sampler = SimpleNamespace(
+        rollout=lambda *_: RolloutResult(done, [], 4),
+        environment=None,
+        cfg=Config(),
+        world=SimpleNamespace(rollout_group=None),
+    )
+    numbers, *_ = evaluation.evaluate(plan, sampler)  # type: ignore[arg-type]
     assert numbers["eval/accuracy"] == accuracy and numbers["eval/score"] == pytest.approx(0.625)

@@ -1,4 +1,4 @@
-"""The quota of one step: rollouts until the filter has kept enough prompts."""
+"""Fills the batch of one step: rollouts until the filter has kept enough prompts."""
 
 import math
 from collections import Counter
@@ -44,7 +44,7 @@ def with_others(episodes: list[Episode]) -> list[Episode]:
     return [e for e in episodes if count[e.position] > 1]
 
 
-class Quota:
+class Filling:
     """Counts what the rollouts of a step bring, alike on all ranks that sample, until it is enough.
 
     All of them run as many rollouts: the count is of prompts that any rank kept (law 1). Of those, the ones drawn first
@@ -91,8 +91,8 @@ class Quota:
         over = math.ceil(self.wanted * self.cfg.rollout.oversample)
         return max(over - (self.before if self.rounds == 0 else 0), 0)
 
-    def order(self, plan: RolloutPlan) -> RolloutPlan:
-        """Returns the plan with the groups that this step's next rollout goes on with, and its condition to end."""
+    def order(self, plan: RolloutPlan) -> None:
+        """Gives the step's next plan the groups that it goes on with, and its condition to end."""
         # A rollout before this one may have begun no prompt.
         plan.name += f"/{self.rounds}"
         if self.oversampled:
@@ -101,7 +101,6 @@ class Quota:
             plan.carried, plan.carried_by = self.carried, self.carried_by
             plan.must_end = self.step - self.partial if self.partial else -1
         plan.keeps_cut = bool(self.partial)
-        return plan
 
     def take(self, plan: RolloutPlan, result: RolloutResult) -> None:
         """Counts the result of a rollout. Collective over the ranks that sample."""
