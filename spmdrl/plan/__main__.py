@@ -1,15 +1,15 @@
-"""Plans a job before a GPU is asked for: `python -m spmdrl.plan --config FILE --world 512 --gpu h100`.
+"""Plans a job before any GPU is used: `python -m spmdrl.plan --config FILE --world 512 --gpu h100`.
 
-Options beside the settings of a run, which stand as for `spmdrl.train`:
+Options beside the settings of a run, which are those of `spmdrl.train`:
 
     --world N        ranks of the job
     --gpu NAME|FILE  h100, h200, h20, b200, a100, or a file that describes another (docs/scale.md)
     --json FILE      write the plan as JSON, `-` for the standard output
     --picture FILE   draw the memory of each phase as an SVG
     --sweep          try other layouts, and rank those that fit
-    --no-nearest     of a job that does not fit, look for no settings that do
+    --no-nearest     if the job does not fit, do not search for settings that do
 
-Ends with exit code 0 if the job fits, 1 if it does not, 2 for a mistake in the settings, 3 for a fault of the planner.
+The exit code is 0 if the job fits, 1 if it does not, 2 for a mistake in the settings, 3 for a fault of the planner.
 """
 
 import argparse
@@ -39,10 +39,10 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_writable(name: str, file: str | None) -> None:
-    """Refuse a file that cannot be written, before minutes of planning.
+    """Check that a file can be written, before minutes of planning.
 
     Raises:
-        ValueError: names the option.
+        ValueError: it cannot; the message names the option.
     """
     if not file or (name == "json" and file == "-"):
         return

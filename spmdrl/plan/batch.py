@@ -1,4 +1,4 @@
-"""The batch of one data position on paper: sequences of full length, with the columns of a real step."""
+"""Builds the batch of one data position on paper: sequences of full length, with the columns of a real step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ from spmdrl.rl.algorithm import Algorithm
 
 
 def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int) -> Batch:
-    """Make `groups` prompts with `samples` responses each, prompts and responses of the greatest length.
+    """Make `groups` prompts with `samples` responses each; prompts and responses have the greatest length.
 
-    Rewards differ within each group, so that every sequence is learnt from. vocab: tokens lie below it.
+    Rewards differ within each group, so that every sequence gets a gradient. vocab: tokens lie below it.
     """
     rollout = cfg.rollout
     response = [1 % vocab] * rollout.max_new_tokens
@@ -37,7 +37,7 @@ def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: i
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Take micro-batches of as many sequences, as many of them of one prompt, from the batch once: they are alike."""
+    """Select micro-batches of equal lengths and prompts from a batch only once, because they are alike."""
     found: dict[tuple, Batch] = {}
     split, select = learner.microbatches, Batch.select
 
@@ -49,7 +49,7 @@ def alike() -> Iterator[None]:
         return found[key]
 
     def microbatches(*args) -> list[Batch]:
-        # The id of a batch that has ended may be given to another one.
+        # The id of a batch that no longer exists may be given to another one.
         found.clear()
         with patch.object(Batch, "select", chosen):
             return split(*args)

@@ -1,7 +1,7 @@
-"""The boxes that all ranks of a job hold and need, found on one of them.
+"""Finds the boxes of weights that all ranks of a job hold and need, on one simulated rank.
 
-A push is planned from the boxes of every rank, which a real job gathers. On paper there is one rank: it asks its own
-models and engines which boxes they would have in the place of every other rank.
+A push is planned from the boxes of every rank, which a real job gathers. On paper there is one rank: its own models and
+engines compute the boxes that they would have in the place of every other rank.
 """
 
 import re
@@ -25,10 +25,10 @@ Boxes = list[Piece]
 
 
 class Everyone:
-    """The boxes that each rank of the job holds and needs of one part of the policy."""
+    """The boxes of one part of the policy that each rank of the job holds and needs."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: this rank's, which stands for those of all ranks that train; engine: makes that of any place."""
+        """policy: this rank's, in place of those of all training ranks. engine: makes the engine of any place."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
         """The different sets of pieces that ranks hold; the first one is empty."""
@@ -52,7 +52,7 @@ class Everyone:
         return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
 
     def wanted(self) -> Sets:
-        """Return the boxes that ranks need: engines are alike, so the places of one stand for all."""
+        """Return the boxes that ranks need; all engines are alike, so the places of one are enough."""
         samplers = self.world.roles.samplers
         width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)
@@ -65,9 +65,9 @@ class Everyone:
         return Sets(sets, of)
 
     def _alike(self) -> tuple[np.ndarray, list[int]]:
-        """Number the tensors that differ by their layer alone, which an engine cuts alike.
+        """Number the tensors that differ only in their layer, which an engine cuts alike.
 
-        Returns the number of each entry, int64 [entries], and the first entry of each number.
+        Returns the number of each entry, int64 [entries], and the first entry with each number.
         """
         numbers: dict[tuple, int] = {}
         first, of = [], np.zeros(len(self.entries), dtype=np.int64)
@@ -82,7 +82,7 @@ class Everyone:
         return of, first
 
     def _spread(self, boxes: list[tuple[int, Box]], alike: np.ndarray) -> np.ndarray:
-        """Return the rows of all entries, sorted and unique, from the boxes of the first of each number."""
+        """Return the rows of all entries, sorted and unique, from the boxes of the first entry with each number."""
         few = to_rows(boxes, self.dims)
         parts = []
         order = np.argsort(alike, kind="stable")
@@ -103,32 +103,32 @@ class Everyone:
 
 
 class Known:
-    """The boxes that all ranks hold, of each model found once."""
+    """The boxes that all ranks hold, computed once for each model."""
 
     def __init__(self, world: World, engine_at: Callable, elsewhere: dict[Part, Everyone]):
-        """engine_at: makes the engine of any place. elsewhere: of the policy, on a rank that has none."""
+        """engine_at: makes the engine of any place. elsewhere: the policy's boxes, on a rank that has no policy."""
         self.world, self.engine_at, self.elsewhere = world, engine_at, elsewhere
         self.found: dict[tuple[int, Part], Everyone] = {}
 
     def __call__(self, model: Any, part: Part) -> Everyone:
-        """Return the boxes of a part of a model; model None: of the policy that is on other ranks."""
+        """Return the boxes of a part of a model; None stands for the policy on other ranks."""
         if model is None:
             return self.elsewhere[part]
         if (id(model), part) not in self.found:
-            # Other ranks' models are not on this one.
+            # The models of other ranks do not count on this one.
             with _disable_current_modes():
                 self.found[id(model), part] = Everyone(self.world, model, self.engine_at, part)
         return self.found[id(model), part]
 
 
 def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield the ranks of each shard, and the pieces they hold."""
+    """Yield the ranks that hold each shard, and their pieces."""
     from spmdrl.policy.fsdp import lora
     from spmdrl.weights import shards
 
     count = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     places = np.arange(len(world.roles.trainers)).reshape(*world.mesh.mesh.shape)
-    # dp_shard and sp together are the shards; other axes hold copies.
+    # dp_shard and sp together are the shards; other axes hold replicas.
     places = np.moveaxis(places, (2, 3), (-2, -1)).reshape(-1, count)
     for index in range(count):
 
@@ -160,7 +160,7 @@ def _whole(named: list[tuple[str, Any]], _: World) -> dict[str, torch.Tensor]:
 
 
 class Place(SimpleNamespace):
-    """A group as far as boxes look at it: its size, and a rank."""
+    """Replaces a process group where only its size and a rank are used."""
 
     size: Callable[[], int]
     rank: Callable[[], int]
@@ -171,7 +171,7 @@ def _place(size: int, rank: int) -> Place:
 
 
 def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield ranks and the pieces they hold, stage by stage, for each place on the axes that divide weights."""
+    """Yield ranks and their pieces, stage by stage, for each place on the axes that divide weights."""
     from megatron.core import parallel_state as state
     from megatron.core.pipeline_parallel import utils
     from megatron.core.transformer import transformer_block, transformer_layer

@@ -1,4 +1,4 @@
-"""Changes of the settings that a plan may try: each value by itself, those first that free memory where it lacks."""
+"""Lists changes of the settings that a plan may try: one value at a time, first those that free the missing memory."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ EVERYWHERE = SAMPLING | TRAINING
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that change together, such as stages of a pipeline and the layers of the last one."""
+    """Settings that change together, such as the number of pipeline stages and the layers of the last one."""
 
     values: tuple[tuple[str, Any], ...]
-    """Dotted names and values; the first one is what the change is about."""
+    """Dotted names and values; the first one is the change, the others follow from it."""
     frees: frozenset[str]
-    """Places where it may free memory: phases, `cache` (room for the KV cache), `host`."""
+    """Places where it may free memory: phases, `cache` (the KV cache), `host`."""
 
     @property
     def flags(self) -> str:
-        """The change as words of a command line."""
+        """The change as command line flags."""
         return " ".join(f"{flag(name)} {str(value).lower()}" for name, value in self.values)
 
     def __add__(self, other: "Change") -> "Change":
-        """Both changes."""
+        """Return a change that makes both."""
         return Change(self.values + other.values, self.frees | other.frees)
 
-    def meets(self, other: "Change") -> bool:
-        """True if both change one setting."""
+    def conflicts(self, other: "Change") -> bool:
+        """Return True if both change the same setting."""
         return not {name for name, _ in self.values}.isdisjoint(name for name, _ in other.values)
 
 
 def changed(cfg: Config, change: Change) -> Config:
-    """Return settings with a change; `cfg` stays as it is."""
+    """Return the settings with a change; `cfg` stays unchanged."""
     out = deepcopy(cfg)
     for name, value in change.values:
         section, _, last = name.rpartition(".")
@@ -50,7 +50,7 @@ def changed(cfg: Config, change: Change) -> Config:
 
 
 def allowed(cfg: Config, world: int, change: Change, hf_config: Any) -> bool:
-    """True if the checks of the settings, and the model's divisions, allow a change."""
+    """Return True if the checks of the settings, and the model's divisions, allow a change."""
     made = changed(cfg, change)
     text = hf_config.get_text_config()
     try:
@@ -70,7 +70,7 @@ def allowed(cfg: Config, world: int, change: Change, hf_config: Any) -> bool:
 
 
 def changes_of(cfg: Config, world: int, hf_config: Any) -> list[Change]:
-    """Return the changes of one setting that are allowed: first one for each setting, then each one's next."""
+    """Return the allowed changes of one setting: first one for each setting, then the second one for each."""
     groups = [*([change] for change in _memory(cfg)), *_engine(cfg, world), *_layout(cfg, world, hf_config)]
     tried = [change for several in zip_longest(*groups) for change in several if change is not None]
     news = [c for c in tried if get(cfg, c.values[0][0]) != c.values[0][1]]
@@ -82,7 +82,7 @@ def _one(name: str, value: Any, frees: frozenset[str]) -> Change:
 
 
 def _memory(cfg: Config) -> list[Change]:
-    """Changes that cost time alone."""
+    """Return the changes that cost only time."""
     policy, longest = cfg.policy, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     out = []
     if policy.offload == "none":
@@ -109,7 +109,7 @@ def _memory(cfg: Config) -> list[Change]:
 
 
 def _engine(cfg: Config, world: int) -> list[list[Change]]:
-    """The engine's ranks and its share of the memory."""
+    """Return the changes of the engine's ranks and its share of the memory."""
     rollout, count = cfg.rollout, samplers(cfg, world)
     sizes = [n for n in (rollout.tp * 2, rollout.tp * 4, rollout.tp // 2) if n and count % n == 0]
     groups = [[_one("rollout.tp", n, SAMPLING if n > rollout.tp else frozenset()) for n in sizes]]
@@ -129,11 +129,11 @@ def _engine(cfg: Config, world: int) -> list[list[Change]]:
 
 
 def _layout(cfg: Config, world: int, hf_config: Any) -> list[list[Change]]:
-    """The axes of the ranks that train."""
+    """Return the changes of the axes of the training ranks."""
     axes = cfg.parallel
     rest = (("parallel.dp_shard", -1),) if axes.dp_shard != -1 else ()
     if cfg.policy.backend == "fsdp":
-        # Fewer copies of the sharded model hold less each; more of them send less between nodes.
+        # With fewer replicas of the sharded model each rank holds less; with more, nodes send less to each other.
         copies = [
             Change((("parallel.dp_replicate", n), *rest), EVERYWHERE if n < axes.dp_replicate else frozenset())
             for n in (1, 2)
@@ -165,7 +165,7 @@ def _layout(cfg: Config, world: int, hf_config: Any) -> list[list[Change]]:
 
 
 def _stages(cfg: Config, pp: int, layers: int) -> list[tuple[str, Any]]:
-    """Return the settings that go with a number of stages: layers of the last one that leave the others alike."""
+    """Return the settings that follow from a number of stages: layers of the last one, so that the others are equal."""
     others = pp - 1
     if layers % pp == 0 or pp == 1:
         last = 0

@@ -1,4 +1,4 @@
-"""`--dry-run` of a training: the counts of its settings, and the plan of its memory on the GPUs of this machine."""
+"""`--dry-run` of a training: prints the counts of its settings, and the memory plan on the GPUs of this machine."""
 
 import json
 import math
@@ -25,9 +25,9 @@ HOW = "memory   for GPUs: python -m spmdrl.plan with these settings and --world 
 
 
 def dry_lines(cfg: Config, world: int) -> list[str]:
-    """Return the counts of a run, and on rank 0 what its ranks would hold on GPUs like this machine's.
+    """Return the counts of a run, and on rank 0 its memory plan on GPUs like this machine's.
 
-    Without a GPU, or for a run on the CPU, one line says how to plan for one.
+    Without a GPU, or for a run on the CPU, one line tells how to plan for one.
     """
     lines = plan_lines(cfg, world)
     if os.environ.get("RANK", "0") != "0":
@@ -40,14 +40,14 @@ def dry_lines(cfg: Config, world: int) -> list[str]:
     from spmdrl.plan.run import plan
 
     try:
-        told = text_of(plan(cfg, world, device)).split("\n")
+        planned = text_of(plan(cfg, world, device)).split("\n")
     except (ValueError, OSError, RuntimeError) as error:
         return [*lines, f"memory   not planned: {str(error).strip().splitlines()[-1]}"]
-    return [*lines, *(line for line in told if line not in lines)]
+    return [*lines, *(line for line in planned if line not in lines)]
 
 
 def sandbox_lines(cfg: Config) -> list[str]:
-    """Return which sandbox the rewards of a run would use on this machine; nothing where they run no programs."""
+    """Return the sandbox that the rewards of a run would use on this machine; nothing if they run no programs."""
     if os.environ.get("RANK", "0") != "0" or not runs_programs(cfg.reward):
         return []
     if is_service(cfg.sandbox.provider):
@@ -63,16 +63,16 @@ def sandbox_lines(cfg: Config) -> list[str]:
 def this_gpu() -> Gpu | None:
     """Return this machine's first GPU with the memory that CUDA reports; None without one.
 
-    A process of its own asks, because ranks on paper are forked, and CUDA does not outlive a fork. Rates are known for
-    the GPUs of `gpus.py`; those of others count as endless, so that their plans have no times.
+    A separate process queries CUDA, because simulated ranks are forked, and CUDA does not survive a fork. Rates are
+    known for the GPUs of `gpus.py`; those of others count as infinite, so that their plans have no times.
     """
-    asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
-    found = json.loads(asked.stdout.strip().splitlines()[-1]) if asked.returncode == 0 else None
+    query = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
+    found = json.loads(query.stdout.strip().splitlines()[-1]) if query.returncode == 0 else None
     return device_of(*found) if found else None
 
 
 def device_of(name: str, memory: int, count: int) -> Gpu:
-    """Describe a GPU by what CUDA says of it: its name, its bytes, and how many there are on this node."""
+    """Describe a GPU by the facts that CUDA reports: its name, its bytes, and the number of GPUs on this node."""
     known = next((gpu for key, gpu in GPUS.items() if key.upper() in name.upper().split()), None)
     endless = Gpu(name, 1.0, math.inf, math.inf, math.inf, math.inf)
     return replace(known or endless, name=name, memory_gib=round(memory / GIB, 2), gpus_per_node=count)

@@ -1,4 +1,4 @@
-"""`--dry-run` of jobs that sample: the first rows of their data are read, formatted and counted as at a start."""
+"""`--dry-run` of jobs that sample: reads, formats and counts the first rows of their data as a start would."""
 
 import os
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from spmdrl.data.row_columns import unread_line
 from spmdrl.hub.resolve import MODELSCOPE, is_hub_name, resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.rewards.truths import check_truths
-from spmdrl.rollout.build import prompt_room
+from spmdrl.rollout.build import prompt_limit
 from spmdrl.tracking.console import clean
 
 ROWS = 1000
 """Rows of a source that are read."""
 SHOWN = 300
-"""Characters of the example."""
+"""Characters of the example that are printed."""
 
 
 def with_data(lines: Callable[[Any, int], list[str]], train: bool = True) -> Callable[[Any, int], list[str]]:
-    """Return the lines of a job's plan with those on its data; they end the dry run where the data cannot be used.
+    """Extend the lines of a job's plan by those on its data; the dry run fails where the data cannot be used.
 
     train: False for an evaluation, which reads no training prompts.
     """
@@ -38,9 +38,9 @@ def with_data(lines: Callable[[Any, int], list[str]], train: bool = True) -> Cal
 
 
 def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
-    """Return what the first rows of `--data.train` and `--data.eval` give, and why sources cannot be used; on rank 0.
+    """Return lines on the first rows of `--data.train` and `--data.eval`, and reasons why sources cannot be used.
 
-    Nothing is downloaded: of a model or a data set of a hub that is not on this machine a line says so.
+    Only on rank 0. Nothing is downloaded; a line names each model or data set of a hub that is not on this machine.
     """
     if os.environ.get("RANK", "0") != "0":
         return [], []
@@ -56,10 +56,10 @@ def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
             continue
         try:
             model, trust = resolve(str(folder), cfg.model.trust_remote_code), cfg.model.trust_remote_code
-            tokenizer, room = load_tokenizer(model, trust), prompt_room(cfg, model)
-            prompts = load_prompts(spec, cfg.data, tokenizer, room, _limit(cfg), bool(cfg.env))
+            tokenizer, limit = load_tokenizer(model, trust), prompt_limit(cfg, model)
+            prompts = load_prompts(spec, cfg.data, tokenizer, limit, _limit(cfg), bool(cfg.env))
             check_truths(prompts, cfg.reward)
-            out += _told(prompts, room)
+            out += _source_lines(prompts, limit)
         except (ValueError, OSError) as error:
             problems.append(" ".join(str(error).split()))
     return out, problems
@@ -69,10 +69,10 @@ def _limit(cfg: Config) -> int:
     return min(cfg.data.limit or ROWS, ROWS)
 
 
-def _told(prompts: PromptSet, room: int) -> list[str]:
+def _source_lines(prompts: PromptSet, limit: int) -> list[str]:
     count, lengths = len(prompts), [len(prompt.tokens) for prompt in prompts.prompts]
     size = f", of {max(lengths)} tokens at most" if any(lengths) else ""
-    long = f"; {prompts.dropped} longer than {room} tokens are dropped" if prompts.dropped else ""
+    long = f"; {prompts.dropped} longer than {limit} tokens are dropped" if prompts.dropped else ""
     out = [f"data     {prompts.source}: the first rows give {count} prompts{size}{long}"]
     if prompts.unread:
         out.append(f"columns  {unread_line(prompts.unread)}")
@@ -80,12 +80,12 @@ def _told(prompts: PromptSet, room: int) -> list[str]:
         out.append(f"columns  only rewards and environments get {', '.join(prompts.beside)}")
     out += [f"columns  {line}" for line in prompts.left]
     text = prompts.prompts[0].text
-    shown = "\n         ".join(clean(line, SHOWN) for line in text[:SHOWN].split("\n"))
-    return [*out, f"example  {shown}{' ...' if len(text) > SHOWN else ''}"] if text else out
+    example = "\n         ".join(clean(line, SHOWN) for line in text[:SHOWN].split("\n"))
+    return [*out, f"example  {example}{' ...' if len(text) > SHOWN else ''}"] if text else out
 
 
 def _here(path: str) -> Path | str | None:
-    """Return a model's folder, or its name where it needs no hub; None where it is not on this machine."""
+    """Return a model's folder, or its name if it needs no hub; None if it is not on this machine."""
     if path.startswith(MODELSCOPE):
         return None
     if not is_hub_name(path):

@@ -1,8 +1,8 @@
-"""An engine on paper: the Engine contract as far as memory and weight pushes use it, with a real engine's bytes.
+"""An engine on paper: the Engine contract for memory and weight pushes, with a real engine's bytes.
 
-A plan cannot start vLLM or SGLang, so this class is a stand-in and the only part of a plan that is not the program that
-runs. It samples nothing. It holds one tensor of the meta device for weights and one for the KV cache, with the
-sizes that a real engine allocates, so that whatever follows a program's storages sees them come and go.
+A plan cannot start vLLM or SGLang, so this class replaces them; it is the only part of a plan that is not the program
+itself. It samples nothing. It holds one tensor on the meta device for the weights and one for the KV cache, with the
+sizes that a real engine allocates, so that the planner's memory counter sees them allocated and freed.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,14 +26,14 @@ class PaperEngine:
     """The Engine contract (`rollout/engine.py`) without an engine."""
 
     def __init__(self, cfg: Config, world: Any, hf_config: Any, gpu_memory: int | None, model: Model | None = None):
-        """Size the engine's memory; it is awake and holds no version, as a real engine after its start.
+        """Size the engine's memory; it is awake and holds no version, like a real engine after its start.
 
         Args:
             cfg: the run's settings.
             world: has `engine_tp_rank`, this rank's place in its engine.
             hf_config: transformers' config of the model; its weights are not needed.
             gpu_memory: bytes of one GPU, or None for an engine on a CPU.
-            model: the checkpoint's tensors where they are known already; else they follow from `hf_config`.
+            model: the checkpoint's tensors if they are known already; None derives them from `hf_config`.
 
         Raises:
             ValueError: the engine cannot divide this model over its ranks.
@@ -48,10 +48,10 @@ class PaperEngine:
         model = model or model_of(hf_config, cfg.model.trust_remote_code)
         found = weights_of(cfg, self.layout, model, self.place, self.on_cpu)
         self.weight_bytes, self.packed_bytes, self.unknown = found.bytes, found.packed, found.unknown
-        """Bytes of the parameters, padding included; what vLLM's CPU build adds to them when it first samples; names of
-        tensors that no rule covers, counted whole."""
+        """Bytes of the parameters, padding included; bytes that vLLM's CPU build adds to them when it first samples;
+        names of tensors that no rule covers, counted whole."""
         self.workspace: dict[str, int] = {}
-        """Estimated bytes beside weights and cache while the engine is awake, by what they are for; none on a CPU."""
+        """Estimated bytes beside weights and cache while the engine is awake, by purpose; none on a CPU."""
         if gpu_memory is not None:
             self.workspace = workspace_of(cfg, self.layout, self.longest, gpu_memory)
             if found.beside:
@@ -65,10 +65,10 @@ class PaperEngine:
             cache.sequences,
             cache.lack,
         )
-        """Bytes of the KV cache, tokens and sequences of the longest length that it holds, and bytes that are missing
-        for one such sequence beside weights and workspace (0: it fits)."""
+        """Bytes of the KV cache, the tokens and the sequences of the longest length that it holds, and the bytes that
+        one such sequence lacks beside weights and workspace (0: it fits)."""
         self.grows = self.kind == "hf"
-        """True if the KV cache exists only while sequences are sampled: `cache_bytes` is then its peak."""
+        """True if the KV cache exists only while sequences are sampled; `cache_bytes` is then its peak."""
         self.weights: torch.Tensor | None = None
         self.cache: torch.Tensor | None = None
         self.wake("weights")
@@ -76,15 +76,15 @@ class PaperEngine:
 
     @property
     def workspace_bytes(self) -> int:
-        """Sum of `workspace`: an estimate."""
+        """The sum of `workspace`, an estimate."""
         return sum(self.workspace.values())
 
     def sampling_bytes(self) -> dict[str, int]:
-        """Return the bytes that come while it samples, beside those that `bytes_by_owner` has, by what they are for."""
+        """Return the bytes that exist only while the engine samples, beside those of `bytes_by_owner`, by purpose."""
         return {"engine workspace": self.workspace_bytes, "KV cache": self.cache_bytes if self.grows else 0}
 
     def submit(self, request: Request) -> None:
-        """Refuse a request: nothing is sampled on paper."""
+        """Raise, because nothing is sampled on paper."""
         raise NotImplementedError("a paper engine does not sample")
 
     def poll(self) -> list[Completion]:
@@ -96,7 +96,7 @@ class PaperEngine:
         return []
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """See the contract. vLLM reads adapters whole, and so everything that it rounds."""
+        """See the contract. vLLM reads adapters whole, and all tensors when it quantizes."""
         whole = bool(entries) and are_adapters(entry.name for entry in entries)
         if self.kind == "vllm" and self.cfg.rollout.quantization != "none":
             whole = True
@@ -111,7 +111,7 @@ class PaperEngine:
         return Needs(boxes, [False] * len(boxes), exact=False)
 
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """See the contract. Buckets are asked for one after another, and none is kept."""
+        """See the contract. Takes the buckets one after another and keeps none."""
         self.version = None
         if self.kind == "hf":
             self.wake("weights")
@@ -120,13 +120,13 @@ class PaperEngine:
         self.version = version
 
     def forget_prefixes(self) -> None:
-        """See the contract: nothing is sampled on paper."""
+        """See the contract; does nothing, because nothing is sampled on paper."""
 
     def sleep(self, level: int) -> None:
-        """See the contract; each kind of engine frees what the real one frees on its device."""
+        """See the contract; each kind of engine frees the memory that the real one frees on its device."""
         forgets = level == 2
         if self.kind == "sglang" and level == 1 and not self.on_cpu:
-            # Only at start can SGLang be told to keep a host copy of a GPU's weights.
+            # SGLang keeps a host copy of a GPU's weights only if it was started so.
             forgets = sleep_level(self.cfg, False) != 1
         if forgets:
             self.version = None
@@ -150,7 +150,7 @@ class PaperEngine:
         }
 
     def held_words(self) -> int | None:
-        """See the contract: nothing is summed on paper."""
+        """See the contract; no sums exist on paper."""
         return None
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class PaperEngine:
 
 
 def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
-    """Return a function that makes the engine of any place from one that is asleep, to ask what it reads."""
+    """Return a function that makes the engine of any place from a sleeping one, to compute the boxes that it needs."""
 
     def at(place: int) -> PaperEngine:
         other = copy(engine)

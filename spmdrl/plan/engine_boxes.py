@@ -1,8 +1,8 @@
 """The part of each checkpoint tensor that a rank of an engine holds: how vLLM, SGLang and the HF engine cut a model.
 
-Read in the sources of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`, `layers/fused_moe`,
-`layers/vocab_parallel_embedding.py`), and held against real engines in `tests/engines/test_paper_engine.py`. Attention
-is cut over the tp ranks of each of the dp copies; experts over all tp x dp ranks, or they are spread whole under ep.
+Taken from the sources of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`, `layers/fused_moe`,
+`layers/vocab_parallel_embedding.py`), and compared with real engines in `tests/engines/test_paper_engine.py`. Attention
+is cut over the tp ranks of each of the dp copies; experts over all tp x dp ranks, or spread whole under ep.
 """
 
 import re
@@ -18,14 +18,14 @@ Span = tuple[int, int]
 VOCAB_PADDING = 64
 """vLLM and SGLang round the rows of embedding and head up to a multiple of this before they divide them."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names under which configs give the number of experts in a layer."""
+"""Config fields with the number of experts in a layer."""
 ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
 """Modules of attention whose outputs are cut by heads."""
 WHOLE = (
     *("q_a_proj", "kv_a_proj_with_mqa", "indexer", "gate", "router", "shared_expert_gate"),
     *("e_score_correction_bias", "expert_bias", "score"),
 )
-"""Modules and tensors that every rank holds whole; norms are the others."""
+"""Modules and tensors that every rank holds whole, beside norms."""
 VOCAB = ("embed_tokens", "lm_head")
 
 
@@ -41,7 +41,7 @@ class Cut:
     boxes: list[Box]
     """Ranges of the tensor; empty if the rank holds nothing of it."""
     group: Literal["vocabulary", "linear", "expert", "whole", "unknown"] = "whole"
-    """`unknown`: a name that no rule covers, taken whole."""
+    """The kind of layer, by which bytes follow; `unknown`: no rule covers the name, and the tensor counts whole."""
 
 
 class EngineLayout:
@@ -62,10 +62,10 @@ class EngineLayout:
         self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
 
     def check(self) -> None:
-        """Refuse what vLLM and SGLang refuse: heads, or MLPs of a dense model, that tp does not divide.
+        """Check what vLLM and SGLang check: tp divides the heads, and the MLPs of a dense model.
 
         Raises:
-            ValueError: names the flag and every value that it can have.
+            ValueError: it does not; the message names the flag and every possible value.
         """
         if self.kind != "hf" and (problem := tp_problem(self.config, self.kind, self.tp)):
             raise ValueError(problem)
@@ -80,7 +80,7 @@ class EngineLayout:
         return self.ranks if self.kind == "sglang" and module == "lm_head" else self.tp
 
     def vocab_rows(self, module: str, rows: int) -> int:
-        """Return the rows, padding included, that a rank allocates of an embedding or a head with `rows` rows."""
+        """Return the rows, padding included, that a rank allocates for an embedding or a head with `rows` rows."""
         if self.kind == "hf":
             return rows
         ranks, to = self.vocab_ranks(module), VOCAB_PADDING
@@ -91,7 +91,7 @@ class EngineLayout:
     def cut(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
         """Return the part of a checkpoint tensor that the rank at `place` (0 to tp x dp - 1) of an engine reads.
 
-        name, shape: of the whole tensor. Copy number place // tp holds the attention of part place % tp.
+        name, shape: of the whole tensor. The place belongs to copy place // tp, and in it to part place % tp.
         """
         whole = [tuple((0, n) for n in shape)]
         if self.kind == "hf":
@@ -121,7 +121,7 @@ class EngineLayout:
         return self._mlp(module, shape, at, ranks, bias) or Cut(whole, "unknown")
 
     def _beyond(self, name: str) -> bool:
-        """Return True for layers that predict more than one token, which an engine passes over (DeepSeek-V3's 61st)."""
+        """Return True for layers that predict more than one token, which an engine skips (DeepSeek-V3's 61st)."""
         found = re.search(r"\.layers\.(\d+)\.", name)
         return bool(found and int(found[1]) >= self.layers)
 
@@ -142,7 +142,7 @@ class EngineLayout:
         return None
 
     def _kv_rows(self, rows: int, tp: int) -> Span:
-        """Return the rows of keys or values; where there are more ranks than heads, several ranks hold the same."""
+        """Return the rows of keys or values; if there are more ranks than heads, several ranks hold the same."""
         if self.tp <= self.kv_heads:
             return tp * rows // self.tp, (tp + 1) * rows // self.tp
         head, size = tp * self.kv_heads // self.tp, rows // self.kv_heads
@@ -152,7 +152,7 @@ class EngineLayout:
         """Return the place and the number of the ranks that divide a feed-forward layer or shared experts."""
         if self.kind == "sglang":
             return place, self.ranks
-        # vLLM's `use_sequence_parallel_moe`: where copies have several ranks, each rank has tokens of its own, and
+        # vLLM's `use_sequence_parallel_moe`: if copies have several ranks, each rank has tokens of its own, and
         # DeepSeek's shared experts are then whole.
         apart = self.ep > 1 and self.tp > 1 and self.dp > 1
         if apart and "shared_experts" in name and self.config.model_type.startswith(("deepseek", "kimi")):
@@ -192,7 +192,7 @@ class EngineLayout:
         return Cut([((first, last), *box) for box in boxes] if first < last else [], "expert")
 
     def _held(self, place: int) -> Span:
-        """Return the range of experts on a rank; the first ranks have one more where they do not divide evenly."""
+        """Return the range of experts on a rank; the first ranks have one more if ep does not divide their number."""
         if self.ep == 1:
             return 0, max(self.experts, 1)
         base, more = divmod(self.experts, self.ep)
@@ -219,7 +219,7 @@ def _rows(shape: tuple[int, ...], first: int, last: int) -> Box:
 
 
 def _part(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> Box:
-    """Return part `at` of `ranks` equal ones along a dimension."""
+    """Return part `at` of `ranks` equal parts along a dimension."""
     step = shape[dim] // ranks
     return tuple((at * step, (at + 1) * step) if d == dim else (0, n) for d, n in enumerate(shape))
 

@@ -1,6 +1,6 @@
 """An engine's workspace and KV cache in bytes, from the model's config and the settings.
 
-A token's bytes in the cache are those of the engine itself; the workspace is an estimate, and says of what.
+A token's bytes in the cache are those of the engine itself; the workspace is an estimate from the named buffers.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ GIB = 1 << 30
 MLA_BLOCK = 64
 """Tokens in one KV block of vLLM's kernels for latent attention on Hopper (`v1/attention/backends/mla`)."""
 CPU_MLA_BLOCK = 16
-"""The same of its kernel for CPUs (`platforms/cpu.py`)."""
+"""The same for vLLM's CPU kernel (`platforms/cpu.py`)."""
 OUTSIDE = GIB
-"""Estimate: bytes of a GPU that communication buffers, kernels and graphs of an engine take beside torch's own."""
+"""Estimated bytes of a GPU for an engine's communication buffers, kernels and graphs, beside torch's own."""
 
 
 @dataclass
@@ -35,11 +35,11 @@ class Cache:
     sequences: int
     """Sequences of the longest length that it holds."""
     lack: int = 0
-    """Bytes that the cache lacks for one sequence of the longest length; 0 if it holds one."""
+    """Bytes that are missing for one sequence of the longest length; 0 if it fits."""
 
 
 def kind_of(cfg: Config, on_gpu: bool) -> Kind:
-    """Return the engine that a run would take; on a GPU vLLM need not be installed for a plan."""
+    """Return the engine that a run would use; for a plan of a GPU, vLLM need not be installed."""
     if cfg.rollout.engine == "auto" and on_gpu:
         return "vllm" if cfg.model.dtype != "float64" else "hf"
     name = engine_name(cfg)
@@ -47,13 +47,13 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
 
 
 def longest_of(cfg: Config, config: Any) -> int:
-    """Return `rollout.engine.longest_sequence` from a config that is at hand."""
+    """Return `rollout.engine.longest_sequence` from a config that is already loaded."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
 
 def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> int:
-    """Return the most tokens of one forward of a rank on a GPU, by the engine's own defaults.
+    """Return the largest number of tokens in one forward of a rank on a GPU, by the engine's own defaults.
 
     vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 on GPUs of 70 GiB and more, else 8,192; SGLang's prefill
     chunk, which copies of the attention share, is in `arg_groups/memory_hook.py`.
@@ -68,12 +68,12 @@ def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
 
 
 def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> dict[str, int]:
-    """Estimate the bytes that an engine on a GPU takes beside weights and cache, by what they are for.
+    """Estimate the bytes of an engine on a GPU beside weights and cache, by purpose.
 
     T tokens of a forward, H hidden size, V vocabulary, S sequences, K experts of a token. Logits: float32 [S, V] for
     the logits and their log-probabilities. Hidden states: residual, a layer's input and the widest layer's output,
     [T, ...]. Experts: vLLM's two workspaces [T of all copies, K, max(H, 2I)] (`TritonExperts.workspace_shapes`). Latent
-    attention: keys and values that a prefill of 65,536 cached tokens unpacks (`MLACommonMetadataBuilder`).
+    attention: keys and values that a prefill of up to 65,536 cached tokens unpacks (`MLACommonMetadataBuilder`).
     """
     text, width = layout.config, DTYPES[cfg.model.dtype].itemsize
     tokens = batch_tokens(cfg, layout, longest, gpu_memory)
@@ -108,43 +108,43 @@ def rotary_bytes(text: Any) -> int:
 def cache_of(cfg: Config, layout: EngineLayout, longest: int, held: int, gpu_memory: int | None) -> Cache:
     """Size the KV cache of one rank.
 
-    held: bytes of weights and workspace that come out of the engine's share of a GPU. gpu_memory: bytes of a GPU; None
-    for an engine on a CPU.
+    held: bytes of weights and workspace that count in the engine's share of a GPU. gpu_memory: bytes of a GPU; None for
+    an engine on a CPU.
     """
     text, tp, dtype = layout.config, layout.tp, cfg.model.dtype
     per_token = kv_bytes_per_token(text, dtype, tp)
-    given, sequences = int(cfg.rollout.kv_cache_gib * GIB), cfg.rollout.max_sequences
+    fixed, sequences = int(cfg.rollout.kv_cache_gib * GIB), cfg.rollout.max_sequences
     if layout.kind == "hf":
         return _growing(cfg, text, longest, tp, gpu_memory and gpu_memory - held)
     if layout.kind == "vllm":
         block = _block(text, gpu_memory is None)
         one, spare = -(-longest // block) * block, block
     else:
-        # SGLang pads its pool by one page, of one token.
+        # SGLang pads its pool by one page, which has one token.
         block, one, spare = 1, longest + SPARE_TOKENS, 1
     if gpu_memory is not None:
-        # What `given` takes beyond the GPU shows in the sum of the rollout.
-        room = given or int(gpu_memory * cfg.rollout.gpu_memory_utilization) - held
+        # A fixed size beyond the GPU shows in the sum of the rollout.
+        free = fixed or int(gpu_memory * cfg.rollout.gpu_memory_utilization) - held
     elif layout.kind == "vllm":
-        room = given or cpu_kv_bytes(text, sequences, longest, dtype, tp)
+        free = fixed or cpu_kv_bytes(text, sequences, longest, dtype, tp)
     else:
-        room = max(given or min(CPU_KV_BYTES, sequences * one * per_token), one * per_token)
+        free = max(fixed or min(CPU_KV_BYTES, sequences * one * per_token), one * per_token)
     if layout.kind == "sglang":
-        room += per_token
-    tokens = max(0, room // (block * per_token)) * block
-    lack = max((one + spare) * per_token - room, 0)
+        free += per_token
+    tokens = max(0, free // (block * per_token)) * block
+    lack = max((one + spare) * per_token - free, 0)
     return Cache(tokens * per_token, max(0, tokens - spare), max(0, tokens - spare) // one, lack)
 
 
 def _block(text: Any, on_cpu: bool) -> int:
-    """Return the tokens of one block of vLLM's cache."""
+    """Return the number of tokens in one block of vLLM's cache."""
     if getattr(text, "kv_lora_rank", None):
         return CPU_MLA_BLOCK if on_cpu else MLA_BLOCK
     return CPU_BLOCK if on_cpu else GPU_BLOCK
 
 
-def _growing(cfg: Config, text: Any, longest: int, tp: int, room: int | None) -> Cache:
-    """Size the HF engine's cache when a full group of rows has reached the longest length; it is empty before."""
+def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) -> Cache:
+    """Size the HF engine's cache when a full group of rows has reached the longest length; it starts empty."""
     width = DTYPES[cfg.model.dtype].itemsize
     if getattr(text, "kv_lora_rank", None):
         # transformers caches the keys and values of every head.
@@ -153,6 +153,6 @@ def _growing(cfg: Config, text: Any, longest: int, tp: int, room: int | None) ->
     else:
         per_token = kv_bytes_per_token(text, "float32", tp) * width // 4
     rows = 1 if cfg.rollout.deterministic else cfg.rollout.max_sequences
-    fits = rows if room is None else max(0, min(rows, room // (longest * per_token)))
-    lack = 0 if room is None else max(0, longest * per_token - room)
+    fits = rows if free is None else max(0, min(rows, free // (longest * per_token)))
+    lack = 0 if free is None else max(0, longest * per_token - free)
     return Cache(fits * longest * per_token, fits * longest, fits, lack)

@@ -1,4 +1,4 @@
-"""The parameters of an engine on one rank in bytes, adapters and copies beside them included."""
+"""Counts the parameters of an engine on one rank in bytes, including adapters and copies beside them."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,16 +18,16 @@ from spmdrl.weights.experts import Layout, full_box
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks to which vLLM 0.32 pads adapters (`vllm.config.lora.MaxLoRARanks`)."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM makes one layer of: where one has an adapter, all have its buffers."""
+"""Layers that vLLM fuses into one: if one has an adapter, all have its buffers."""
 
 
 @dataclass
 class Model:
-    """Tensors of a checkpoint, without values."""
+    """The tensors of a checkpoint, without values."""
 
     entries: list[Entry]
     linear: set[str] = field(default_factory=set)
-    """Weights of the linear layers below the head: the HF engine rounds these to 8 bits, and adapters stand by them."""
+    """Weights of the linear layers below the head, which the HF engine quantizes to 8 bits and adapters extend."""
     buffers: set[str] = field(default_factory=set)
     """Persistent buffers (routing biases), which the HF engine does not count."""
 
@@ -37,9 +37,9 @@ class Weights:
     """An engine's parameters on one rank."""
 
     bytes: int = 0
-    """Bytes of parameters and adapters: what `bytes_by_owner` reports of a real engine that has not sampled."""
+    """Bytes of parameters and adapters, as `bytes_by_owner` of a real engine reports before it samples."""
     beside: int = 0
-    """Bytes of matrices that the engine makes of its weights and does not count as parameters."""
+    """Bytes of matrices that the engine derives from its weights and does not count as parameters."""
     packed: int = 0
     """Bytes that vLLM's CPU build adds when it first samples: copies of linear layers in its kernels' layout."""
     unknown: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Weights:
 
 
 def model_of(config: Any, trust_remote_code: bool = False) -> Model:
-    """List the tensors of a model's checkpoints from its config: parameters, tied ones once, and persistent buffers."""
+    """List the tensors of a model's checkpoint from its config: parameters, tied ones once, and persistent buffers."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -80,8 +80,8 @@ def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_c
         if len(entry.shape) == 2 and (layer or (cut.group == "vocabulary" and ("lm_head" in name or tied))):
             out.packed += held
     out.packed = min(out.packed, MOST_PACKED) if layout.kind == "vllm" and on_cpu else 0
-    # Latent attention runs with kv_b_proj cut in two, W_UK and W_UV: vLLM's are views of its weights, copies where
-    # these are rounded, and SGLang's are always copies.
+    # Latent attention splits kv_b_proj into W_UK and W_UV: vLLM's are views of its weights, or copies if these are
+    # quantized, and SGLang's are always copies.
     text = layout.config
     if rank := getattr(text, "kv_lora_rank", None):
         absorbed = text.num_hidden_layers * layout.heads // layout.tp * rank * (text.qk_nope_head_dim + text.v_head_dim)
@@ -93,7 +93,7 @@ def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_c
 
 
 def _bytes_of(cfg: Config, layout: EngineLayout, model: Model, entry: Entry, cut: Cut) -> int:
-    """Return the bytes of one tensor on a rank, in the engine's type or rounded to 8 bits with its scales."""
+    """Return the bytes of one tensor on a rank, in the engine's type or quantized to 8 bits with its scales."""
     numbers = sum(size(box) for box in cut.boxes)
     if cut.group == "vocabulary":
         numbers = math.prod(entry.shape[1:]) * layout.vocab_rows(entry.name.split(".")[-2], entry.shape[0])
@@ -118,5 +118,5 @@ def _adapter_bytes(cfg: Config, layout: EngineLayout, model: Model, name: str, c
         return 0
     if layout.kind == "vllm":
         rank = min(padded for padded in VLLM_RANKS if padded >= rank)
-    sides = [b - a for box in cut.boxes for a, b in box]
-    return rank * sum(sides) * DTYPES[cfg.model.dtype].itemsize
+    widths = [b - a for box in cut.boxes for a, b in box]
+    return rank * sum(widths) * DTYPES[cfg.model.dtype].itemsize

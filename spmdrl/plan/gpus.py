@@ -1,10 +1,10 @@
-"""The GPUs that a plan knows: memory, matrix rate and link speeds of one GPU, and how a file describes another one.
+"""The GPUs that a plan knows: memory, matrix rate and link speeds of one GPU; and reads files that describe others.
 
-Memory is the total that CUDA reports to a process (`torch.cuda.mem_get_info`), which is less than the name on the box:
-an H100 of 80 GB reports 79.1 GiB. A process also pays for its CUDA context and NCCL, which a plan counts by itself.
-Rates are the peaks of NVIDIA's data sheets, dense bfloat16, never the sparse figure: no job reaches them, so times made
-from them are lower bounds. Links are counted in one direction: half of what a data sheet calls the bandwidth of
-NVLink (and of PCIe: 128 GB/s for generation 5, 64 for 4), and one network card for each GPU.
+Memory is the total that CUDA reports to a process (`torch.cuda.mem_get_info`), which is less than the product's name
+says: an H100 of 80 GB reports 79.1 GiB. A plan counts the CUDA context and NCCL of a process separately. Rates are the
+peaks of NVIDIA's data sheets, dense bfloat16, never the sparse figure: no job reaches them, so times from them are
+lower bounds. Links count in one direction: half of a data sheet's bandwidth of NVLink (and of PCIe: 128 GB/s for
+generation 5, 64 for 4), and one network card per GPU.
 
 Sources:
     H100 SXM, https://www.nvidia.com/en-us/data-center/h100/: 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s; DGX H100
@@ -28,10 +28,10 @@ import yaml
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, and the node that it sits in."""
+    """One GPU and its node."""
 
     name: str
-    """Shown in the plan."""
+    """Name in the plan."""
     memory_gib: float
     """Memory that CUDA reports, GiB (2**30 bytes)."""
     matmul_tflops: float
@@ -45,14 +45,14 @@ class Gpu:
     gpus_per_node: int = 8
     """GPUs in a node."""
     host_gb_s: float = 0.0
-    """Bandwidth to the host's memory, one direction, 1e9 bytes a second. 0: not known, and moves take no time."""
+    """Bandwidth to the host's memory, one direction, 1e9 bytes a second. 0: unknown, and moves take no time."""
     host_memory_gib: float = 0.0
-    """Memory of a node's host, GiB. 0: not known, so a plan shows what the host holds and checks no limit."""
+    """Memory of a node's host, GiB. 0: unknown, so a plan shows the bytes on the host and checks no limit."""
 
 
 HOST = 2000.0  # 2 TB in modules of 64 GiB are 2,048 GiB, of which the system keeps some
 NODE: dict[str, Any] = {"host_memory_gib": HOST, "host_gb_s": 64}
-"""What a node of eight GPUs on PCIe 5.0 has."""
+"""A node of eight GPUs on PCIe 5.0."""
 
 GPUS = {
     "h100": Gpu("H100 SXM 80 GB", 79.1, 989, 3.35, 450, 50, **NODE),
@@ -61,7 +61,7 @@ GPUS = {
     "b200": Gpu("B200 180 GB", 178.3, 2250, 7.67, 900, 50, **NODE),
     "a100": Gpu("A100 SXM 80 GB", 79.1, 312, 2.04, 300, 25, host_memory_gib=HOST, host_gb_s=32),
 }
-"""GPUs by the name that `--gpu` takes."""
+"""GPUs by `--gpu` name."""
 
 NEEDED = [f.name for f in fields(Gpu) if f.default is MISSING]
 OPTIONAL = [f.name for f in fields(Gpu) if f.default is not MISSING]
@@ -75,7 +75,7 @@ def gpu(name_or_file: str) -> Gpu:
     """Return a GPU by its name (`h100`, in either case) or by the path of a file that describes one.
 
     Raises:
-        ValueError: an unknown name, or a file that cannot be used; the message says how to add a GPU.
+        ValueError: an unknown name, or a file that cannot be used; the message tells how to add a GPU.
     """
     known = GPUS.get(name_or_file.lower())
     if known:
@@ -93,7 +93,7 @@ def gpu(name_or_file: str) -> Gpu:
 
 
 def _from_file(path: str, values: Any) -> Gpu:
-    """Check the fields of a file, and make a Gpu of them."""
+    """Check the fields of a file and make a Gpu of them."""
     if not isinstance(values, dict):
         raise ValueError(f"--gpu {path}: holds no fields; {HOW_TO_ADD}")
     unknown = [str(key) for key in values if key not in NEEDED + OPTIONAL]
@@ -112,7 +112,7 @@ def _from_file(path: str, values: Any) -> Gpu:
 
 
 def _number(path: str, key: str, value: Any) -> float:
-    """Read a number; YAML takes `1e3` for a text."""
+    """Read a number; YAML reads `1e3` as text."""
     unknown = key in ("host_memory_gib", "host_gb_s")
     try:
         number = float(value if not isinstance(value, bool) else "no")

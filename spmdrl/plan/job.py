@@ -1,4 +1,4 @@
-"""One rank of a job on paper: its models, its engine, and the phases of a step, by the code of the job itself."""
+"""Runs one rank of a job on paper: its models, its engine, and the phases of a step, by the job's own code."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -23,26 +23,26 @@ from spmdrl.spmd.world import World
 
 @dataclass
 class Step:
-    """A step of one rank on paper."""
+    """The counts of one rank's step on paper."""
 
     held: dict[str, int]
     """Bytes by owner while the rank trains, as the device table counts them, before the first gradient."""
     moments: dict[str, Moment]
-    """The most at once in each phase: push, rollout, training."""
+    """The peak of each phase: push, rollout, training."""
     works: list[Work]
     push: Pass | None
     parked: dict[str, int]
     """Bytes off the device while the engine samples, by place."""
     host: dict[str, int]
-    """Bytes in host memory all the time, by what they are for."""
+    """Bytes that are always in host memory, by purpose."""
     numbers: int
-    """Parameters that this rank holds of all its models."""
+    """Parameters that this rank holds, of all its models."""
     models: tuple[str, ...]
-    """Those models."""
+    """The names of these models."""
     moved: tuple[int, int]
-    """Bytes that went to the host, and came back."""
+    """Bytes moved to the host, and back."""
     checkpoint: int
-    """Bytes of a checkpoint of all ranks, 0 on a rank that does not train."""
+    """Bytes of a checkpoint of all ranks; 0 on a rank that does not train."""
 
 
 class PaperRank:
@@ -65,11 +65,11 @@ class PaperRank:
         self.laps: list[Moment] = []
         if models.policy is not None or engine is not None:
             plan_push(paper, self.memory.transfer, lambda part: everyone(models.policy, part))
-            # A rank that only trains or only samples asks the others about their side.
+            # In a real job, a rank that only trains or only samples gets this from the other ranks.
             self.memory._stale = lambda: (0, True)  # type: ignore[method-assign]
 
     def checkpoint(self) -> int:
-        """Return the bytes of a checkpoint, by the models' own count of them."""
+        """Return the bytes of a checkpoint, by the models' own count."""
         from spmdrl.checkpoint.store import of_checkpoint
         from spmdrl.hub.lora import are_adapters
         from spmdrl.policy import learner
@@ -87,14 +87,14 @@ class PaperRank:
         return total
 
     def lap(self) -> tuple[int, int]:
-        """The meter of the device table: bytes at this moment, and the most since the last call."""
+        """Meter of the device table: return the bytes at this moment, and the peak since the last call."""
         self.laps.append(self.paper.lap())
         return self.paper.live, self.laps[-1].live
 
     # ── a step ───────────────────────────────────────────────────────────────
 
     def step(self, rounds: tuple[int, ...] = (1, 2)) -> Step:
-        """Run one step. rounds: numbers of rounds of micro-batches that stand for all of a step's."""
+        """Run one step. rounds: numbers of rounds of micro-batches to measure, from which a whole step is scaled."""
         self._ready()
         moments: dict[str, Moment] = {}
         before, began = self.paper.traffic.copy(), self.paper.flops
@@ -124,7 +124,7 @@ class PaperRank:
         return Step(held, moments, self.works, push, parked, host, numbers, names, moved, self.checkpoint())
 
     def _ready(self) -> None:
-        """Give every optimizer its state, as after a first step."""
+        """Create the state of every optimizer, as after a first step."""
         from spmdrl.policy.optimizer import fill_state
 
         for name, model in self.models.learning().items():
@@ -137,7 +137,7 @@ class PaperRank:
                     model.trainer.zero()
                     model.gradient_norm()
                     model.step(0.0, 1.0)
-            for kind, tensors in model._held().items():
+            for kind, tensors in model.held().items():
                 self.paper.retag([x for x in tensors if x is not None], f"{name} {kind}")
 
     def _train(self, rounds: tuple[int, ...]) -> None:
@@ -157,7 +157,7 @@ class PaperRank:
                 score(batch, self.models, self.algo, self.cfg, peers)
                 batch = self.algo.advantages(batch, peers)
                 if updates > 1:
-                    # Whole groups go to one update.
+                    # Each update gets whole groups.
                     batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
                 one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
                 update(batch, self.models, self.algo, one, 1 << 30, peers)
@@ -166,14 +166,14 @@ class PaperRank:
 
 
 def scorers(models: Any) -> int:
-    """Return the number of shares into which ranks that only score divide a step's sequences."""
+    """Return the number of shares into which scoring ranks divide a step's sequences."""
     return max((len(model.scorers) for _, model in models.named()), default=1)
 
 
 def own_tensors(models: Any) -> list[tuple[str, Any]]:
-    """Return the models of a rank that have tensors of their own, by name: a policy's base has none.
+    """Return the models of a rank that have tensors of their own, by name; a policy's base has none.
 
-    Of a frozen model that other ranks ask, the model itself.
+    For a frozen model that other ranks query, return the model itself.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
     from spmdrl.policy.remote import RemotePolicy
@@ -188,13 +188,13 @@ def parameters_of(model: Any) -> list[Any]:
 
 
 def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | None = None) -> PaperRank:
-    """Build one rank of a job on paper, in this process, which can hold no other afterwards.
+    """Build one rank of a job on paper. This process can hold no other rank afterwards.
 
     Args:
         cfg: settings that passed their checks.
         rank: of `size`.
         size: ranks of the job.
-        kind: `cuda` or `cpu`, the kind of its devices.
+        kind: `cuda` or `cpu`, the type of its devices.
         gpu_memory: bytes of one GPU; None for a CPU.
     """
     from transformers import AutoConfig
@@ -221,19 +221,19 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
     elsewhere: dict[Part, Everyone] = {}
     if samples and rank not in roles.trainers:
-        # Ranks that train say who holds what: in the place of the first one.
+        # The first training rank's place gives the boxes that training ranks hold.
         first = open_world(cfg, roles.trainers[0], size)
         with without_files(folders):
             policy = build_models(cfg, first, algo.needs).policy
         engine_at = at_any_place(engine_of(SimpleNamespace(engine_tp_rank=0)))
         elsewhere = {part: Everyone(first, policy, engine_at, part) for part in pushed_parts(cfg)}
     world = open_world(cfg, rank, size)
-    # One for the whole job: the process ends with it.
+    # One for the whole job, until the process ends.
     paper.__enter__()
     with without_files(folders), paper.tagged("parameters"):
         models = build_models(cfg, world, algo.needs)
     for name, model in own_tensors(models):
-        for owner, tensors_of in model._held().items():
+        for owner, tensors_of in model.held().items():
             paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
     name_axes(paper.traffic, cfg, world)
     made = engine_of(world) if samples else None
@@ -248,7 +248,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
         made.wake = tagged  # type: ignore[method-assign]
         if models.policy is None:
-            # Beside no trainer it never sleeps.
+            # Without a trainer on this rank the engine never sleeps.
             tagged("weights")
             tagged("kv_cache")
     known = Known(world, at_any_place(template), elsewhere)
@@ -259,7 +259,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
 
 def count_numbers(hf_config: Any) -> tuple[int, int]:
-    """Return the number of a model's parameters, and of those that are in routed experts."""
+    """Return the number of a model's parameters, and of those in routed experts."""
     from transformers import AutoModelForCausalLM
 
     with _disable_current_modes(), torch.device("meta"):

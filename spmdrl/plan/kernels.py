@@ -1,4 +1,4 @@
-"""Stand-ins for kernels of a GPU (Triton, flash-attn), which allocate what a kernel allocates and count its work."""
+"""Replaces kernels of a GPU (Triton, flash-attn) by functions that allocate the same memory and count their work."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,11 +10,11 @@ from spmdrl.plan.on_host import as_host
 from spmdrl.plan.paper import Paper
 
 COUNTED: list[Paper] = []
-"""The paper that is told of attention's operations; one for a process."""
+"""The paper that counts attention's operations; one per process."""
 
 
 class Rows:
-    """The row operations of `TritonRows`, which work in place and allocate nothing."""
+    """Replaces the row operations of `TritonRows`, which work in place and allocate nothing."""
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
         """See `TritonRows`."""
@@ -45,7 +45,7 @@ def _tagged(paper: Paper, tag: str, function: Callable) -> Callable:
 
 
 def install(paper: Paper, kind: str) -> None:
-    """Put the substitutes of kernels in place. kind: `cuda` or `cpu`, for which the meta device stands."""
+    """Install the substitutes of kernels. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
     COUNTED[:] = [paper]
     from spmdrl_kernels import blocks, chunked, host, linear
 
@@ -54,7 +54,7 @@ def install(paper: Paper, kind: str) -> None:
             setattr(part, name, staticmethod(_tagged(paper, "logits", getattr(part, name))))
     for module in (linear, chunked):
         module.check_values = lambda *args, **more: None  # type: ignore[attr-defined]
-    # It compares numbers that are unknown on paper.
+    # This check compares numbers that are unknown on paper.
     chunked._Caller.check_separable = lambda *args: None  # type: ignore[method-assign]
     if kind == "cpu":
         blocks.place_of = lambda device: "cpu"
@@ -70,7 +70,7 @@ def install(paper: Paper, kind: str) -> None:
 
 
 def _product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
-    """Count a product that goes into `total` without a buffer between, as by cuBLAS."""
+    """Count a product that goes into `total` without an intermediate buffer, as in cuBLAS."""
     COUNTED[0].flops += 2 * a.numel() * b.shape[1]
 
 
@@ -86,14 +86,14 @@ def _attention() -> None:
 
 
 def attend(kernel, q_QHd, k_NKd, v_NKe, runs, scale, window=None, softcap=None) -> torch.Tensor:
-    """Stands in for `varlen.attend`: allocates and counts as flash-attn does."""
+    """Replaces `varlen.attend`: allocates and counts like flash-attn."""
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
     return _Attention.apply(q_QHd, k_NKd, v_NKe, runs)  # type: ignore[return-value]
 
 
 class _Attention(torch.autograd.Function):
-    """flash-attn over sequences: keeps its inputs, its output and one float32 for each query and head."""
+    """Replaces flash-attn over sequences: keeps its inputs, its output and one float32 per query and head."""
 
     @staticmethod
     def forward(ctx, q, k, v, runs):
@@ -115,11 +115,11 @@ class _Attention(torch.autograd.Function):
 
 def _add_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Any, times: float) -> int:
     """Count causal attention: two products of half the square of each sequence."""
-    ends_q, ends_k = COUNTED[0].numbers.told(runs.ends_q), COUNTED[0].numbers.told(runs.ends_k)
+    ends_q, ends_k = COUNTED[0].numbers.value_of(runs.ends_q), COUNTED[0].numbers.value_of(runs.ends_k)
     if ends_q is None or ends_k is None:
         return 0
     queries, keys = ends_q.diff().double(), ends_k.diff().double()
-    # The last query sees all keys, the first one keys - queries + 1.
+    # The last query attends to all keys, the first one to keys - queries + 1.
     pairs = float((queries * (keys - (queries - 1) / 2)).sum())
     flops = int(2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2]) * times)
     COUNTED[0].flops += flops

@@ -1,4 +1,4 @@
-"""Which ranks of a job are unlike: one of each kind is planned, and stands for all of its kind."""
+"""Groups the ranks of a job into kinds with the same plan; one rank of each kind is planned."""
 
 from dataclasses import dataclass
 
@@ -8,24 +8,24 @@ from spmdrl.spmd.roles import roles_of
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks that hold and send as much as one another, or less than the one that stands for them."""
+    """Ranks that hold and send as much as the planned one, or less."""
 
     name: str
     rank: int
-    """The one that is planned."""
+    """The planned rank."""
     ranks: int
-    """How many there are."""
+    """Number of ranks of this kind."""
     stage: int = 0
     """Its pipeline stage."""
     alike: tuple[int, ...] = (0,)
-    """All pipeline stages of this kind, which have as many ranks each."""
+    """All pipeline stages of this kind, each with the same number of ranks."""
 
 
 def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> list[Kind]:
     """Return the kinds of ranks of a job.
 
-    Of pipeline stages with layers alike the first one is planned, which has most micro-batches in flight. Ranks of one
-    stage hold as much: FSDP pads shards to one length, and its first rank has the most rows.
+    Of pipeline stages with equal layers the first one is planned, which has the most micro-batches in flight. Ranks of
+    one stage hold the same: FSDP pads shards to one length, and its first rank has the most rows.
 
     Args:
         cfg: the run's settings.

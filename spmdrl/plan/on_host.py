@@ -1,4 +1,4 @@
-"""The ways that code and torch take on a CPU, where the meta device stands for one."""
+"""Makes code and torch take their CPU paths while the meta device replaces a CPU."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from spmdrl.plan.numbers import META
 
 
 def as_host() -> None:
-    """Take the ways of a CPU: code asks a tensor whether it is there, and torch chooses attention by that."""
+    """Make the meta device look like a CPU to code that checks a tensor's device and to torch's attention."""
     torch.Tensor.is_cpu = property(lambda x: x.device.type in ("cpu", "meta"))  # type: ignore
     functional: Any = torch.nn.functional
     own = functional.scaled_dot_product_attention

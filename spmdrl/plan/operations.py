@@ -1,4 +1,4 @@
-"""Operations of torch: their arguments laid flat, the tensors that they write into, and what they multiply."""
+"""Operations of torch: their flattened arguments, the tensors that they write, and their floating-point operations."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._grouped_mm: 0}
-"""Products of matrices (of a group, each row with one), and the place of the first matrix among their arguments."""
+"""Matrix products, and the position of the first matrix in their arguments; in a group each row has one matrix."""
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
@@ -24,11 +24,11 @@ def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 Spec = tuple[list[int], list[str]]
-"""How arguments were laid flat: the length of each list among them (-1 for a plain one), and names of the last."""
+"""Layout of flattened arguments: the length of each list (-1 for a plain argument), and the names of the last ones."""
 
 
 def tree_flatten(arguments: tuple[tuple, dict]) -> tuple[list, Spec]:
-    """Lay the arguments of an operation flat; lists among them hold tensors or numbers and nothing deeper."""
+    """Flatten the arguments of an operation; lists among them hold only tensors or numbers."""
     args, kwargs = arguments
     flat, lengths = [], []
     for x in (*args, *kwargs.values()):

@@ -1,8 +1,8 @@
-"""Counts what a rank's program allocates, sends and multiplies, on tensors that have no values.
+"""Counts the memory, traffic and operations of a rank's program on tensors without values.
 
-A plan runs the program itself on torch's `meta` device, which stands for the device of a rank. `Paper` sees every
-operation: it follows the storages that live, adds up the bytes of collectives by group, and the floating-point
-operations of matrix products.
+A plan runs the program itself on torch's `meta` device, which replaces the device of a rank. `Paper` intercepts every
+operation: it follows the live storages, adds up the bytes of collectives by group, and the floating-point operations of
+matrix products.
 """
 
 from collections import Counter
@@ -21,34 +21,34 @@ aten = torch.ops.aten
 
 
 class Paper(Storages, TorchDispatchMode):
-    """Follows memory, traffic and operations of the program inside this context."""
+    """Counts memory, traffic and operations of the program inside this context."""
 
     def __init__(self, traffic: Traffic | None = None, device: str = "meta"):
-        """traffic: collects the collectives. device: type of the tensors that are counted, `cpu` for a real run."""
+        """traffic: collects the collectives. device: type of the counted tensors, `cpu` for a real run."""
         Storages.__init__(self, device)
         TorchDispatchMode.__init__(self)
         self.traffic, self.numbers = traffic or Traffic(), Numbers(self)
         self.flops = 0
         self.aside = False
-        """True while a library computes shapes by tensors of its own, which no rank would hold."""
+        """True while a library computes shapes with tensors of its own, which no rank would hold."""
         self.host: dict[str, int] = {}
-        """Bytes in host memory, by what they are for."""
+        """Bytes in host memory, by purpose."""
         self.parked: Counter[str] = Counter()
-        """Bytes of tensors that are off the device, by place (`host`, `disk`)."""
+        """Bytes of tensors off the device, by place (`host`, `disk`)."""
         self.to_host = self.from_host = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run one operation on paper."""
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            # It comes back as operations on shards, which are what a rank holds.
+            # DTensor splits it into operations on shards, which are the tensors of a rank.
             return NotImplemented
         if self.aside:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             self.traffic.note(func, args)
             out = func(*args, **kwargs)
-            self._told(func, args)
+            self._record_gather(func, args)
         elif self.device != "meta":
             out = func(*args, **kwargs)
         else:
@@ -59,15 +59,15 @@ class Paper(Storages, TorchDispatchMode):
                 self.see(x)
         return out
 
-    def _told(self, func: Any, args: tuple) -> None:
-        """Know the result of a collective if this rank's own part is known: on paper all ranks send the same."""
+    def _record_gather(self, func: Any, args: tuple) -> None:
+        """Record the result of an all-gather if this rank's own part is known; on paper all ranks send the same."""
         if self.device == "meta" and func is torch.ops.c10d._allgather_base_.default:
             into, mine = args[0], args[1]
-            value = self.numbers.told(mine)
+            value = self.numbers.value_of(mine)
             if value is None:
                 self.numbers.forget(into)
             if value is not None:
-                self.numbers.tell(into, value.flatten().repeat(into.numel() // max(1, mine.numel())).view(into.shape))
+                self.numbers.record(into, value.flatten().repeat(into.numel() // max(1, mine.numel())).view(into.shape))
 
     def _computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
         flat, spec = tree_flatten((args, kwargs))
@@ -105,9 +105,9 @@ class Paper(Storages, TorchDispatchMode):
         return device is not None and torch.device(device).type != "meta" and args[0].device.type == "meta"
 
     def _host_copy(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """A copy to the host: what is known, and else ones."""
+        """Copy to the host the known numbers, or ones where they are unknown."""
         source = args[1] if func is aten.copy_.default else args[0]
-        value = self.numbers.told(source)
+        value = self.numbers.value_of(source)
         if value is None:
             value = torch.ones(source.shape, dtype=source.dtype)
         if func is aten.copy_.default:
@@ -116,7 +116,7 @@ class Paper(Storages, TorchDispatchMode):
 
 
 def grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Multiply experts' matrices: without values torch knows bfloat16 alone, and other types have the same shapes."""
+    """Multiply experts' matrices as bfloat16, the only type that torch has without values; shapes are the same."""
     out = func(
         *(x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args), **kwargs
     )
@@ -125,4 +125,4 @@ def grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 _BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 _NO_OPERATION = {aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr}
-"""Operations in place for which torch has no form without values."""
+"""In-place operations that torch cannot run without values."""

@@ -1,4 +1,4 @@
-"""Passes of models over the micro-batches of a step on paper: a few micro-batches tell what all would take."""
+"""Runs a few micro-batches of each pass of a step on paper, from which a whole step is scaled."""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from spmdrl.plan.storages import Moment
 from spmdrl.plan.traffic import Traffic
 
 STARTS = ("spmdrl.policy.fsdp.policy", "spmdrl.policy.megatron.schedule")
-"""Modules that call `tick` where a micro-batch starts."""
+"""Modules that call `tick` at the start of a micro-batch."""
 
 
 @dataclass
@@ -26,20 +26,20 @@ class Pass:
     flops: int
     traffic: Traffic
     kept: int = 0
-    """Bytes that live from its start or to its end, among them those that each micro-batch adds."""
+    """Bytes that live from its start or to its end, including those that each micro-batch adds."""
 
 
 @dataclass
 class Work:
-    """One model's passes over a step's micro-batches, measured with one and with two rounds of them, or its step."""
+    """One model's passes over a step's micro-batches, or its optimizer step, measured with one and with two rounds."""
 
     model: str
     kind: str
-    """`logp` (forward alone), `update`, or `step` (of the optimizer)."""
+    """`logp` (forward only), `update`, or `step` (of the optimizer)."""
     total: int
-    """Micro-batches of a real step: of one update where it updates."""
+    """Micro-batches of a real step; for `update`, of one update."""
     times: int
-    """How often a step does that: its updates."""
+    """Number of such passes in a step, which is the number of updates."""
     passes: list[Pass] = field(default_factory=list)
 
 
@@ -47,14 +47,14 @@ class Work:
 def few_passes(
     models: list[tuple[str, Any]], paper: Paper, works: list[Work], updates: int, rounds: tuple[int, ...]
 ) -> Iterator[None]:
-    """Make every pass over a model's micro-batches run as few of them as tell what all would take.
+    """Make every pass over a model's micro-batches run only a few of them.
 
     Args:
-        models: a rank's with their names, those that have tensors of their own.
-        paper: counts what runs.
-        works: gets one entry for each pass.
-        updates: of a step.
-        rounds: numbers of rounds that run.
+        models: a rank's models with tensors of their own, by name.
+        paper: counts the passes.
+        works: gets one entry per pass.
+        updates: number of updates in a step.
+        rounds: numbers of rounds to run.
     """
     with ExitStack() as stack:
         for name, model in models:
@@ -92,9 +92,8 @@ def _passes(
         works.append(work)
         out: Any = None
         for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
-            if hasattr(model, "_reshard"):
-                # Passes begin alike: FSDP's root stays gathered after a forward.
-                model._reshard()
+            # After a forward FSDP's root stays gathered; every pass must start from the same state.
+            model.reshard()
             out = None
             paper.lap()
             before, flops, traffic = paper.live, paper.flops, paper.traffic.copy()
@@ -104,7 +103,7 @@ def _passes(
                     out = [x for x in out]
                 elif model.world.trains:
                     model.gradient_norm()
-            # Packs of all micro-batches may be made before the first one runs; their numbers stay to the end.
+            # Packs of all micro-batches may be made before the first one runs; their numbers live to the end.
             kept = (start[0] - before if start else 0) + paper.live
             work.passes.append(Pass(count, paper.lap(), paper.flops - flops, paper.traffic.since(traffic), kept))
             if kind == "update" and count < len(micros) and count < max(rounds) * model.multiple:
@@ -119,7 +118,7 @@ def _passes(
 
 @contextmanager
 def _first_start(paper: Paper) -> Iterator[list[int]]:
-    """Yield a list that gets the bytes that live where the first micro-batch starts."""
+    """Yield a list that gets the live bytes at the start of the first micro-batch."""
     live: list[int] = []
 
     def tick() -> None:

@@ -1,4 +1,4 @@
-"""A plan as a picture: stacked bars of each phase's memory, one group of bars for each kind of ranks, as an SVG."""
+"""Draws a plan as an SVG: stacked bars of each phase's memory, one group of bars per kind of ranks."""
 
 import math
 from html import escape
@@ -7,12 +7,12 @@ from spmdrl.plan.report import PHASES, ROWS, gib, rows_of
 from spmdrl.plan.run import GIB, OUTSIDE, Plan
 
 COLOURS = ("#4e79a7", "#a0cbe8", "#f28e2b", "#59a14f", "#8cd17d", "#e15759", "#b07aa1", "#d4a6c8", "#76b7b2")
-"""A colour for each row of the table (Tableau's palette)."""
+"""One colour per row of the table (Tableau's palette)."""
 BAR, GAP, HEIGHT, LEFT, TOP = 46, 14, 320, 64, 48
 
 
 def picture(plan: Plan) -> str:
-    """Return an SVG: bytes by owner in each phase, and a line where the memory of the GPU ends."""
+    """Return an SVG: bytes by owner in each phase, and a line at the memory of the GPU."""
     limit = plan.gpu.memory_gib * GIB
     stacks = [
         (planned.kind.name, [(phase, rows_of(tags)) for phase in PHASES if (tags := planned.rank.memory.get(phase))])
@@ -63,10 +63,10 @@ def _bar(x: int, rows: dict[str, int], most: float, name: str) -> list[str]:
     for row, size, colour in parts:
         if size:
             y, height = _y(below + size, most), size / most * HEIGHT
-            shown = escape(f"{name}: {row} {gib(size)} GiB")
+            title = escape(f"{name}: {row} {gib(size)} GiB")
             out.append(
                 f"<rect x='{x}' y='{y:.2f}' width='{BAR}' height='{height:.2f}' fill='{colour}'>"
-                f"<title>{shown}</title></rect>"
+                f"<title>{title}</title></rect>"
             )
             below += size
     return out

@@ -1,4 +1,4 @@
-"""A weight push on paper: its plan from the boxes of all ranks, and its heaviest buckets run."""
+"""Plans a weight push on paper from the boxes of all ranks, and runs its largest buckets."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,11 +18,11 @@ from spmdrl.weights.plan import Routes
 from spmdrl.weights.reshard import Reshard
 
 FEW = 16
-"""Buckets that are all run; of more, those around the heaviest one."""
+"""Number of buckets up to which all run; of more, only those around the largest one."""
 
 
 def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) -> None:
-    """Let a `Transfer` plan its routes from the boxes of all ranks, and run few of its buckets.
+    """Make a `Transfer` plan its routes from the boxes of all ranks, and run only a few of its buckets.
 
     paper: counts the messages of all buckets. moved: the Transfer. everyone: boxes of all ranks for one part.
     """
@@ -43,13 +43,13 @@ def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) ->
 
 
 def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-    """Run the buckets around the one that takes most memory; the bytes of all buckets are counted."""
+    """Run the buckets around the one with the most memory; count the bytes of all buckets."""
     into, out, space = weights(plan)
     note(paper.traffic, plan)
     plan.received_bytes = int(into.sum())
     chosen = range(plan.buckets)
     if plan.buckets > FEW:
-        # A bucket waits while the next one is on its way.
+        # A bucket waits while the next one is in flight.
         load = into + out
         pairs = load[:-1] + load[1:] + space[:-1]
         at = int(pairs.argmax())
@@ -62,7 +62,7 @@ def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[
             yield plan._finish(flights.pop(0), pieces)
     while flights:
         yield plan._finish(flights.pop(0), pieces)
-    # Its messages are counted above.
+    # These messages are already counted above.
     for counts, before in ((paper.traffic.bytes, counting.bytes), (paper.traffic.calls, counting.calls)):
         for key in [key for key in counts if key[1] == "send"]:
             counts[key] = before[key]
@@ -71,7 +71,7 @@ def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[
 
 
 def note(traffic: Traffic, plan: Reshard) -> None:
-    """Count the bytes that all buckets bring this rank and take from it, and from and to which ranks."""
+    """Count the bytes that this rank receives and sends in all buckets, in total and by peer."""
     everyone: Any = torch.distributed.group.WORLD
     traffic.axes["push"] = tuple(torch.distributed.get_process_group_ranks(everyone))
     routes: Routes = plan.routes
@@ -93,7 +93,7 @@ def _bytes(regions: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def weights(plan: Reshard) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the bytes of each bucket: received, in messages to send, and of the tensors that parts are put into."""
+    """Return the bytes of each bucket: received, in messages to send, and of the tensors that parts are copied into."""
     routes: Routes = plan.routes
     width = np.array([d.itemsize for d in plan.dtypes])
     whole = np.array([int(np.prod(e.shape, dtype=np.int64)) for e in plan.entries]) * width

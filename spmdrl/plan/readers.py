@@ -1,4 +1,4 @@
-"""Builds policies on paper from a model's config.json: nothing is read from files of weights."""
+"""Builds policies on paper from a model's config.json, without reading files of weights."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,10 +15,10 @@ from spmdrl.plan.numbers import META
 
 
 def folder_of(path: str, trust_remote_code: bool = False) -> Path:
-    """Return a folder with the config.json that a path names; its weights may be absent.
+    """Return the folder with the config.json of a model path; its weights may be missing.
 
     Raises:
-        ValueError: there is none; the message says what to do.
+        ValueError: there is none; the message tells what to do.
     """
     local = Path(path).expanduser()
     if (local / "config.json").is_file():
@@ -31,8 +31,8 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
 
 
 def folders_of(cfg: Config) -> dict[str, Path]:
-    """Return the folder of every model path of a run: the policy's, and those of its other models where given."""
-    given = {
+    """Return the folder of every model path of a run: the policy's, and those of its other models that are set."""
+    paths = {
         "--model.path": cfg.model.path,
         "--reference.path": cfg.reference.path,
         "--critic.path": cfg.critic.path,
@@ -40,9 +40,9 @@ def folders_of(cfg: Config) -> dict[str, Path]:
         "--safety.cost-model": cfg.safety.cost_model,
     }
     scorer = cfg.reward.model
-    given[f"{FLAG} {scorer}: path" if is_classifier(scorer) else FLAG] = model_path(scorer)
+    paths[f"{FLAG} {scorer}: path" if is_classifier(scorer) else FLAG] = model_path(scorer)
     folders = {}
-    for flag, path in given.items():
+    for flag, path in paths.items():
         with named(flag):
             folders |= {path: folder_of(path, cfg.model.trust_remote_code)} if path else {}
     return folders
@@ -50,7 +50,7 @@ def folders_of(cfg: Config) -> dict[str, Path]:
 
 @contextmanager
 def without_files(folders: dict[str, Path]) -> Iterator[None]:
-    """Inside this context policies are built from the config.json of these folders, on the meta device."""
+    """Build policies inside this context from the config.json of these folders, on the meta device."""
     from spmdrl.policy import labels, models
     from spmdrl.policy.fsdp import policy as fsdp
 

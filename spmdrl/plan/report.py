@@ -1,4 +1,4 @@
-"""A plan in words: its table, its verdict, and the flags that would help."""
+"""Formats a plan as text and JSON: its table, its verdict, and the flags that would help."""
 
 from dataclasses import asdict
 from typing import Any
@@ -18,14 +18,14 @@ ROWS = (
     ("engine workspace", ("engine workspace",)),
     ("KV cache", ("KV cache",)),
 )
-"""Rows of the table, each with the endings of the tags that it sums."""
+"""Rows of the table, each with the tag endings that it sums."""
 DISK_GB_S = 2
-"""What a shared file system takes, 1e9 bytes a second. An estimate, from which a checkpoint's seconds follow."""
+"""Estimated write rate of a shared file system, 1e9 bytes a second, for the seconds of a checkpoint."""
 PHASES = ("push", "rollout", "logp", "update")
 
 
 def rows_of(tags: dict[str, int]) -> dict[str, int]:
-    """Return the bytes of each row of the table; what no row names is an activation."""
+    """Return the bytes of each row of the table; tags of no row count as activations."""
     rows = dict.fromkeys((name for name, _ in ROWS), 0)
     for tag, size in tags.items():
         row = next((name for name, ends in ROWS if tag.endswith(ends)), "activations")
@@ -82,19 +82,19 @@ def kind_lines(planned: Planned) -> list[str]:
             continue
         load = rank.loads.get(phase)
         sent = sorted(load.sent.items(), key=lambda item: -item[1])[:3] if load else []
-        shown = "".join(f"; {axis} {kind} {size / 1e9:,.2f} GB" for (axis, kind), size in sent if size > 5e6)
+        largest = "".join(f"; {axis} {kind} {size / 1e9:,.2f} GB" for (axis, kind), size in sent if size > 5e6)
         flops = f"; {load.flops / 1e12:,.0f} TFLOP" if load and load.flops else ""
-        lines.append(f"  {phase}: at least {bound.seconds:,.1f} s ({bound.by}){flops}{shown}")
+        lines.append(f"  {phase}: at least {bound.seconds:,.1f} s ({bound.by}){flops}{largest}")
     return lines
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """Return the verdict on a job, and the rest that concerns all of it."""
+    """Return the verdict on a job, and the other lines about the whole job."""
     worst = plan.worst()
     phase, _ = worst.peak()
     lines = []
-    shown = [f"{phase} {gib(most)} / {gib(mean)}" for phase, (most, mean) in plan.phases().items()]
-    lines.append(f"memory   GiB of the fullest rank / of the mean rank: {', '.join(shown)}")
+    sizes = [f"{phase} {gib(most)} / {gib(mean)}" for phase, (most, mean) in plan.phases().items()]
+    lines.append(f"memory   GiB of the fullest rank / of the mean rank: {', '.join(sizes)}")
     if plan.seconds:
         lines.append(f"step     at least {plan.seconds:,.3g} s, by peak rates; real kernels and links take longer")
     host = plan.host_of_node()
@@ -116,7 +116,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def lacks(plan: Plan) -> list[str]:
-    """Say of the devices, the engines' caches and the hosts by how much a job is too large for them."""
+    """Return by how much a job is too large for the devices, the engines' caches and the hosts."""
     found = []
     if plan.device_spare < 0:
         found.append(f"{gib(-plan.device_spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
@@ -125,7 +125,7 @@ def lacks(plan: Plan) -> list[str]:
             longest = plan.cfg.rollout.max_prompt_tokens + plan.cfg.rollout.max_new_tokens
             found.append(
                 f"{gib(lack)} GiB too little in the engine's KV cache for one sequence of {longest:,} tokens "
-                f"({planned.kind.name}): raise {room_for_cache(plan.cfg)} or --rollout.tp"
+                f"({planned.kind.name}): raise {cache_flag(plan.cfg)} or --rollout.tp"
             )
             break
     if (plan.host_spare or 0) < 0:
@@ -133,13 +133,13 @@ def lacks(plan: Plan) -> list[str]:
     return found
 
 
-def room_for_cache(cfg: Config) -> str:
-    """Name the flag that gives the engine's cache its room."""
+def cache_flag(cfg: Config) -> str:
+    """Return the flag that sets the size of the engine's cache."""
     return "--rollout.kv-cache-gib" if cfg.rollout.kv_cache_gib else "--rollout.gpu-memory-utilization"
 
 
 def parked(plan: Plan) -> str:
-    """Name what fills the host of a node most."""
+    """Name the largest items in the host memory of a node."""
     host = max((p.rank.host for p in plan.kinds), key=lambda held: sum(held.values()))
     each = plan.gpu.gpus_per_node
     largest = sorted(host, key=lambda name: -host[name])[:2]
@@ -147,7 +147,7 @@ def parked(plan: Plan) -> str:
 
 
 def where(plan: Plan) -> str:
-    """Name the ranks, the phase and the two largest rows of what is too much on a device."""
+    """Name the ranks, the phase and the two largest rows of the fullest device."""
     worst = plan.worst()
     phase, _ = worst.peak()
     rows = rows_of(worst.rank.memory[phase])

@@ -1,4 +1,4 @@
-"""Plans a job: one rank of each kind in a process of its own, side by side."""
+"""Plans a job: one rank of each kind in a process of its own, in parallel."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from spmdrl.plan.times import Axes, Bound, bound_of, parking_bound, rollout_boun
 
 GIB = 1 << 30
 OUTSIDE = 2 * GIB
-"""Memory of a GPU beside tensors: CUDA's context, NCCL's buffers, fragments. An estimate: no GPU measured it."""
+"""Memory of a GPU beside tensors: CUDA's context, NCCL's buffers, fragments. An estimate, not measured on a GPU."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Planned:
     numbers: int
     """Parameters of the whole policy."""
     means: dict[str, float] = field(default_factory=dict)
-    """phase -> mean of the bytes on the device at its peak over the ranks of the kind, whose stages differ in the
-    micro-batches in flight. Ranks of one stage count as the planned one."""
+    """phase -> mean over the ranks of the kind of the bytes on the device at the peak; their stages differ in the
+    micro-batches in flight. Ranks of one stage count like the planned one."""
     axes: dict[str, int] = field(default_factory=dict)
-    """Ranks of each axis, by its name in the bytes that are sent."""
+    """Ranks of each axis, by its name in the traffic."""
 
     def peak(self) -> tuple[str, int]:
-        """Return the phase that takes most of the device, and its bytes."""
+        """Return the phase with the most bytes on the device, and the bytes."""
         sums = {phase: sum(tags.values()) for phase, tags in self.rank.memory.items()}
         phase = max(sums, key=lambda name: sums[name])
         return phase, sums[phase]
@@ -56,15 +56,15 @@ class Plan:
 
     @property
     def numbers(self) -> int:
-        """Parameters of the policy."""
+        """Number of parameters of the policy."""
         return self.kinds[0].numbers
 
     def worst(self) -> Planned:
-        """Return the kind whose device is fullest."""
+        """Return the kind with the fullest device."""
         return max(self.kinds, key=lambda planned: planned.peak()[1])
 
     def phases(self) -> dict[str, tuple[int, float]]:
-        """Return phase -> bytes on the device at its peak: of the fullest rank, and the mean of all that go through it.
+        """Return phase -> bytes on the device at its peak: of the fullest rank, and the mean of all ranks in the phase.
 
         Under split placement no rank goes through all phases.
         """
@@ -78,24 +78,24 @@ class Plan:
 
     @property
     def device_spare(self) -> int:
-        """Bytes of a GPU that stay free on the fullest rank; negative where it is too small."""
+        """Bytes of a GPU that stay free on the fullest rank; negative if it is too small."""
         return int(self.gpu.memory_gib * GIB) - OUTSIDE - self.worst().peak()[1]
 
     @property
     def spare(self) -> int:
-        """The same, or what an engine's cache lacks if that is more."""
+        """The same, or the bytes that an engine's cache lacks if these are more."""
         lack = max((planned.engine.get("lack", 0) for planned in self.kinds), default=0)
         return min(self.device_spare, -lack) if lack else self.device_spare
 
     @property
     def host_spare(self) -> int | None:
-        """Bytes of a node's host memory that stay free; None where that memory is not known."""
+        """Bytes of a node's host memory that stay free; None if that memory is unknown."""
         known = self.gpu.host_memory_gib
         return int(known * GIB) - self.host_of_node() if known else None
 
     @property
     def fits(self) -> bool:
-        """True if devices and hosts have room, and every engine's KV cache holds a sequence of full length."""
+        """True if everything fits on devices and hosts, and every KV cache holds a sequence of full length."""
         return self.spare >= 0 and (self.host_spare or 0) >= 0
 
     @property
@@ -131,7 +131,7 @@ def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
     """Plan a job whose settings passed their checks. kind: `cuda`, or `cpu` for a job of gloo ranks.
 
     Raises:
-        ValueError: a model, or a layout that does not fit it; the message names the flag.
+        ValueError: the model cannot be planned, or the layout does not fit it; the message names the flag.
     """
     from transformers import AutoConfig
 
@@ -147,7 +147,7 @@ def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
 
 
 def within_positions(cfg: Config, hf_config: Any) -> Config:
-    """Return settings whose longest sequence the model can take, as engines cut longer ones.
+    """Shorten the longest sequence in the settings to the model's positions, as engines do.
 
     Raises:
         ValueError: prompts alone are longer.
@@ -189,7 +189,7 @@ def means_of(ranks: list[Rank]) -> dict[str, float]:
 
 
 def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
-    """Return what a table shows of an engine and what its times follow from."""
+    """Return the facts about an engine for the table and for the times."""
     engine, text = made.engine, made.hf_config.get_text_config()
     ranks = made.world.rollout_mesh["tp"].size()
     experts, used = experts_of(text), getattr(text, "num_experts_per_tok", None)
@@ -216,8 +216,8 @@ def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
     """Run tasks in forked processes, as many at a time as there are cores, and yield their results in order.
 
     Raises:
-        ValueError: of a task, with its message.
-        RuntimeError: a task that failed otherwise.
+        ValueError: a task raised it, with the same message.
+        RuntimeError: a task failed otherwise.
     """
     context = multiprocessing.get_context("fork")
     waiting, running, results = list(enumerate(tasks)), {}, {}
@@ -248,12 +248,12 @@ def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
 
 def _run(task: Callable[[], Any], pipe: Any) -> None:
     try:
-        said = ("done", task())
+        outcome = ("done", task())
     except ValueError as error:
-        said = ("mistake", str(error))
+        outcome = ("mistake", str(error))
     except BaseException:
-        said = ("fault", traceback.format_exc())
-    pipe.send(said)
+        outcome = ("fault", traceback.format_exc())
+    pipe.send(outcome)
     pipe.close()
-    # Torch's simulated groups complain when they are torn down.
+    # Torch's simulated groups print warnings when they are torn down.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""From the few micro-batches that ran on paper to all of a step's: memory, operations and bytes of one rank."""
+"""Scales the few micro-batches that ran on paper to a whole step: memory, operations and bytes of one rank."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ class Load:
 
 @dataclass
 class Rank:
-    """One rank's step."""
+    """The plan of one rank's step."""
 
     memory: dict[str, dict[str, int]]
-    """phase (`push`, `rollout`, `logp`, `update`) -> bytes on the device at its peak, by what they are for."""
+    """phase (`push`, `rollout`, `logp`, `update`) -> bytes on the device at its peak, by purpose."""
     loads: dict[str, Load]
-    """phase -> what it does."""
+    """phase -> its operations and traffic."""
     host: dict[str, int]
-    """Bytes in host memory, by what they are for, at the most of a step."""
+    """Peak bytes in host memory in a step, by purpose."""
     held: dict[str, int]
     """Bytes of the models' own tensors while the rank trains, by owner."""
     numbers: int
     """Parameters on this rank."""
     models: tuple[str, ...]
-    """The models that have them."""
+    """The models of these parameters."""
     moved: tuple[int, int]
-    """Bytes that a step moves to the host, and back from there."""
+    """Bytes that a step moves to the host, and back."""
     checkpoint: int
     """Bytes of a checkpoint, all ranks together."""
     micros: dict[str, int]
@@ -46,10 +46,10 @@ class Rank:
 
 
 def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
-    """Return the chunks of a pipeline rank whose activations live at once, of so many micro-batches.
+    """Return the number of chunks on a pipeline rank whose activations live at once.
 
-    1F1B keeps as many as there are stages from this one on; the interleaved schedule two for each stage behind this
-    one, and one round for each further chunk (https://arxiv.org/abs/2104.04473).
+    1F1B keeps as many as there are stages from this one on; the interleaved schedule keeps two for each later stage,
+    and one round for each further chunk (https://arxiv.org/abs/2104.04473).
     """
     if virtual == 1:
         return min(stages - stage, micros)
@@ -57,7 +57,7 @@ def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
 
 
 def line(at: Sequence[tuple[int, float]], x: int) -> float:
-    """Return the value at x of the line through the last two points; of a single point, its own value."""
+    """Return the value at x of the line through the last two points; with a single point, its own value."""
     if len(at) == 1 or at[-1][0] == at[-2][0]:
         return at[-1][1]
     (a, fa), (b, fb) = at[-2:]
@@ -65,7 +65,7 @@ def line(at: Sequence[tuple[int, float]], x: int) -> float:
 
 
 def peak_of(work: Work, stage: int, stages: int, virtual: int, measured: int | None = None) -> dict[str, int]:
-    """Return the bytes of each kind at the peak of a pass over all micro-batches.
+    """Return the bytes at the peak of a pass over all micro-batches, by purpose.
 
     measured: the stage whose passes ran on paper, one with the same layers as `stage`; None if it is `stage`.
     """
@@ -78,7 +78,7 @@ def peak_of(work: Work, stage: int, stages: int, virtual: int, measured: int | N
 
 def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int, measured: int) -> dict[str, int]:
     if work.kind != "update" or stages == 1:
-        # Without a pipeline one micro-batch runs at a time; gradients stay from the first on.
+        # Without a pipeline one micro-batch runs at a time; gradients live from the first one on.
         return dict(max((p.peak for p in work.passes), key=lambda m: m.live).by_tag)
     flying = [in_flight(measured, stages, virtual, p.micros) for p in work.passes]
     most = in_flight(stage, stages, virtual, work.total)
@@ -88,7 +88,7 @@ def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int, measured:
 
 
 def load_of(work: Work) -> Load:
-    """Return what a pass does over all micro-batches, as often as a step does it."""
+    """Return the operations and traffic of a pass over all micro-batches, times the number of such passes in a step."""
 
     def scaled(values: list[tuple[int, float]]) -> int:
         return int(line(values, work.total) * work.times)
@@ -105,7 +105,7 @@ def load_of(work: Work) -> Load:
 
 
 def added(loads: list[Load]) -> Load:
-    """Add loads up."""
+    """Return the sum of some loads."""
     return Load(
         sum(x.flops for x in loads),
         dict(sum((Counter(x.sent) for x in loads), Counter())),
@@ -116,10 +116,10 @@ def added(loads: list[Load]) -> Load:
 def rank_of(
     step: Step, stage: int, stages: int, virtual: int, sampling: dict[str, int], measured: int | None = None
 ) -> Rank:
-    """Make the plan of one rank of what ran on paper.
+    """Scale the step of one rank on paper to its plan.
 
-    stage: its pipeline stage, of `stages`, each of `virtual` chunks. sampling: bytes that its engine takes while it
-    samples and that did not live on paper, by what they are for. measured: as in `peak_of`.
+    stage: its pipeline stage, of `stages`, each of `virtual` chunks. sampling: bytes of its engine that exist only
+    while it samples and did not live on paper, by purpose. measured: as in `peak_of`.
     """
     memory: dict[str, dict[str, int]] = {"push": _named(step.moments["push"])}
     memory["rollout"] = _named(step.moments["rollout"]) | _clean(sampling)

@@ -1,4 +1,4 @@
-"""The storages of tensors that live on a device: their bytes, by what they are for, and the most at a time."""
+"""Follows the live storages of tensors on a device: their bytes by purpose, and the peak."""
 
 import weakref
 from collections import Counter
@@ -12,14 +12,14 @@ import torch
 
 @dataclass
 class Moment:
-    """Bytes that live at a moment, by what they are for."""
+    """Live bytes at a moment, by purpose."""
 
     live: int = 0
     by_tag: dict[str, int] = field(default_factory=dict)
 
 
 class Storages:
-    """Follows the storages of tensors from their first sight to their end."""
+    """Follows storages from the first tensor in them to their end."""
 
     def __init__(self, device: str):
         """device: type of the device whose storages count."""
@@ -39,7 +39,7 @@ class Storages:
             self.tag = before
 
     def lap(self) -> Moment:
-        """Return the moment with the most bytes since the last call, and start anew from this moment."""
+        """Return the moment with the most bytes since the last call, and restart from this moment."""
         most, self.peak = self.peak, Moment(self.live, dict(self.by_tag))
         return most
 
@@ -78,7 +78,7 @@ class Storages:
         self.by_tag[tag] -= size
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has another size than before."""
+        """Record that the size of a storage changed."""
         key = storage._cdata
         if key in self.held:
             size, tag = self.held[key]

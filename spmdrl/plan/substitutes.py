@@ -1,9 +1,8 @@
-"""Code that cannot run without a device or without values, and what runs in its place while a plan is made.
+"""Replaces code that cannot run without a device or without values while a plan is made.
 
-Everything here is what the libraries beneath the program do on a device: streams, copies to the host, AdamW's fused
-step, gloo's and NCCL's groups, and (kernels.py) kernels of Triton and flash-attn. A substitute allocates what the
-original allocates and computes nothing. It stays in force until the process ends, so plans are made in processes of
-their own.
+The substitutes replace what libraries do on a device: streams, copies to the host, AdamW's fused step, gloo's and
+NCCL's groups, and (kernels.py) kernels of Triton and flash-attn. A substitute allocates the same memory as the original
+and computes nothing. It stays installed until the process ends, so each plan is made in a process of its own.
 """
 
 import importlib
@@ -26,9 +25,9 @@ COLLECTIVES = torch.library.Library("c10d", "IMPL")
 
 
 def install(paper: Paper, kind: str) -> None:
-    """Put the substitutes in place. kind: `cuda` or `cpu`, for which the meta device stands."""
+    """Install the substitutes. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
     devices.STANDS_FOR["meta"] = kind
-    # FSDP and meshes look for the functions of a device's streams under its name.
+    # FSDP and meshes look up the stream functions of a device under its name.
     torch.meta = torch.cpu  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: META  # type: ignore[assignment]
     _numbers()
@@ -49,7 +48,7 @@ def _numbers() -> None:
 
     @wraps(make)
     def tensor(data, *, device=None, **more):
-        """Numbers that go to the device straight away pass by the host, where `Paper` learns them."""
+        """Create numbers on the host before they move to the device, so that `Paper` can record them."""
         made = make(data, **more)
         return made if device is None else made.to(device)
 
@@ -60,7 +59,7 @@ def _groups(paper: Paper) -> None:
     make = dist.new_group
 
     def new_group(ranks=None, *args, backend=None, **more):
-        """All groups are simulated, those on the host too."""
+        """Simulate every group, those on the host too."""
         return make(ranks, *args, **more)
 
     dist.new_group = new_group
@@ -68,7 +67,7 @@ def _groups(paper: Paper) -> None:
         COLLECTIVES.impl(name, lambda *args: FakeWork().boxed(), "Meta")
 
     def messages(operations: list[dist.P2POp]) -> list[Any]:
-        """Count messages that go out together."""
+        """Count messages that are sent together."""
         for each in operations:
             if each.op.__name__ == "isend":
                 paper.traffic.add("send", each.group or dist.group.WORLD, each.tensor.nbytes)
@@ -79,7 +78,7 @@ def _groups(paper: Paper) -> None:
 
 
 FINDS_SHAPES = "_propagate_tensor_meta_non_cached"
-"""The method of a `ShardingPropagator` by which DTensor finds the shapes of results."""
+"""The method of a `ShardingPropagator` by which DTensor computes the shapes of results."""
 
 
 def _shapes(paper: Paper) -> None:
@@ -89,7 +88,7 @@ def _shapes(paper: Paper) -> None:
 
 
 def aside(paper: Paper, function: Callable) -> Callable:
-    """Return the function with its tensors left out of the count: no rank would hold them."""
+    """Return the function with its tensors left out of the count, because no rank would hold them."""
 
     @wraps(function)
     def run(*args, **more):
@@ -118,7 +117,7 @@ def _fsdp(paper: Paper) -> None:
     reduce = _fsdp_param_group.foreach_reduce
 
     def foreach_reduce(*args: Any, **more: Any) -> tuple:
-        """Copies of shards are summed on a stream of a device, whose end an event tells; here nothing runs."""
+        """Reduce without the stream and event on which a device sums replicas of shards."""
         given = signature(reduce).bind(*args, **more).arguments
         given["reduce_scatter_comm"] = Buffers(paper, given)
         found = reduce(**given)
@@ -127,10 +126,10 @@ def _fsdp(paper: Paper) -> None:
     keep = FSDPParam.to_accumulated_grad_if_needed
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Gradients of whole parameters stay from a micro-batch that is not reduced to one that is."""
+        """Tag gradients of whole parameters that live from an unreduced micro-batch to a reduced one."""
         with paper.tagged("unsharded gradients"):
             keep(self)
-        # In the type in which they are reduced they stay as they are.
+        # Gradients that already have the type of the reduction are not copied.
         paper.retag([x for x in [self._unsharded_param.grad] if x is not None], "unsharded gradients")
 
     FSDPParam.to_accumulated_grad_if_needed = to_accumulated_grad_if_needed
@@ -140,7 +139,7 @@ def _fsdp(paper: Paper) -> None:
 
 
 class Buffers:
-    """The buffers of a reduce-scatter: its result is the sharded gradients, unless it is added to those of before."""
+    """The buffers of a reduce-scatter; the result is the sharded gradients, unless it is added to earlier ones."""
 
     def __init__(self, paper: Paper, given: dict[str, Any]):
         """given: the arguments of FSDP's `foreach_reduce`, by name."""
@@ -150,7 +149,7 @@ class Buffers:
         self.tags = iter((paper.tag, "sharded gradients" if first and not kept else paper.tag))
 
     def allocate(self, *args: Any, **more: Any) -> torch.Tensor:
-        """Allocate the buffer of what is sent, and then that of the result."""
+        """Allocate first the buffer to send, then that of the result."""
         with self.paper.tagged(next(self.tags)):
             return self.comm.allocate(*args, **more)
 
@@ -176,18 +175,18 @@ def _optimizers(paper: Paper) -> None:
 
 
 class Tape:
-    """Copies of storages on the host that keep only their size."""
+    """Replaces copies of storages on the host; keeps only their size."""
 
     def __init__(self, paper: Paper, place: str, total: int):
         self.paper, self.place, self.total = paper, place, total
         paper.parked[place] += total
 
     def write(self, offset: int, raw: torch.Tensor) -> None:
-        """Bytes leave the device."""
+        """Count bytes that leave the device."""
         self.paper.to_host += len(raw)
 
     def read(self, offset: int, raw: torch.Tensor) -> None:
-        """Bytes come back."""
+        """Count bytes that come back."""
         self.paper.from_host += len(raw)
 
     def __del__(self) -> None:
@@ -220,7 +219,7 @@ def _adapters() -> None:
     from spmdrl.spmd.exchange import all_gather_rows
 
     def gathered(named: Any, world: Any) -> dict[str, torch.Tensor]:
-        """Other ranks may hold fewer rows than this one, which is not told of them."""
+        """Gather as if every rank held as many rows as this one; other ranks may hold fewer."""
         mine = torch.cat([lora.local(p).flatten() for _, p in named]) if named else torch.empty(0, device=META)
         everyone = all_gather_rows(mine[:, None], world.shard_group)
         whole = {name: mine.new_empty(p.shape) for name, p in named}
@@ -234,7 +233,7 @@ def _remote() -> None:
     from spmdrl.policy.remote import RemotePolicy
 
     def logprobs(self: Any, batch: Any, temperature: float, second: Any = "entropy") -> Any:
-        """Questions and answers travel over the host: a rank that scores has its share, the others get numbers."""
+        """Return this rank's own results, or zeros; requests and answers travel over the host."""
         if self.model is not None:
             return self.model.logprobs(batch, temperature, second)
         first, second = torch.zeros(2, batch.n_tokens, dtype=self.dtype)
@@ -261,7 +260,7 @@ def _megatron() -> None:
     settings = model.transformer_config
 
     def fixed(*args: Any, **more: Any) -> Any:
-        """Stages do not tell each other the lengths of packs, which on paper are all of one length."""
+        """Fix the length of packs, which on paper are all equal, so that stages do not exchange lengths."""
         return settings(*args, **more, variable_seq_lengths=False)
 
     model.transformer_config = fixed

@@ -1,4 +1,4 @@
-"""Other settings for a job: the nearest that fit where it does not, or several ranked by their least time."""
+"""Plans other settings for a job: the nearest that fit if it does not, or several ranked by their least time."""
 
 import os
 import sys
@@ -13,11 +13,11 @@ from spmdrl.plan.report import gib
 from spmdrl.plan.run import GIB, OUTSIDE, Plan, plan
 
 NEAREST = 8
-"""Most plans in search of one that fits: a plan of 671 G parameters takes tens of seconds on two cores."""
+"""Largest number of plans in a search for one that fits; one of 671 G parameters takes tens of seconds on two cores."""
 SINGLES = 5
-"""Of those, plans of a single change."""
+"""Largest number of these with a single change."""
 SWEPT = 12
-"""Most plans of a sweep."""
+"""Largest number of plans in a sweep."""
 
 
 @dataclass
@@ -25,16 +25,16 @@ class Row:
     """One plan with changed settings."""
 
     change: Change | None
-    """None: the settings as they were given."""
+    """The changed settings; None for the settings of the job."""
     fits: bool
     spare: int
-    """Bytes to spare on a device, or on a node's host where that lacks more; negative where it does not fit."""
+    """Free bytes on a device, or on a node's host if that lacks more; negative if the job does not fit."""
     seconds: float
     """Least seconds of a step."""
     phase: str
-    """The phase that takes most of a device; `host` where a node's host memory is what lacks."""
-    room: dict[str, int]
-    """Bytes to spare in each phase, in the KV cache (`cache`, at most 0) and on a node's host (`host`)."""
+    """The phase with the most bytes on a device; `host` if a node's host memory is too small."""
+    free: dict[str, int]
+    """Free bytes in each phase, in the KV cache (`cache`, at most 0) and on a node's host (`host`)."""
 
     @property
     def flags(self) -> str:
@@ -44,7 +44,7 @@ class Row:
     def facts(self) -> dict[str, Any]:
         """Return the row as values for JSON: bytes and seconds."""
         named = {"flags": self.flags, "fits": self.fits, "spare_bytes": self.spare}
-        return named | {"least_seconds": self.seconds, "phase": self.phase, "room_bytes": self.room}
+        return named | {"least_seconds": self.seconds, "phase": self.phase, "room_bytes": self.free}
 
 
 @dataclass
@@ -53,40 +53,40 @@ class Tried:
 
     rows: list[Row]
     left_out: int
-    """Changes that were allowed, and not planned."""
+    """Number of allowed changes that were not planned."""
     swept: bool
-    """True for a sweep, ranked; False for a search that ends with the first row that fits."""
+    """True for a ranked sweep; False for a search that ends with the first row that fits."""
     failed: list[str]
     """Changes that could not be planned, each with the last line of the reason."""
 
     def facts(self) -> dict[str, Any]:
-        """Return all of it as values for JSON."""
+        """Return all rows and counts as values for JSON."""
         return {"rows": [row.facts() for row in self.rows], "left_out": self.left_out, "failed": self.failed}
 
 
 def row_of(made: Plan, change: Change | None = None) -> Row:
     """Make the row of a plan."""
     memory = int(made.gpu.memory_gib * GIB) - OUTSIDE
-    room: dict[str, int] = {}
+    free: dict[str, int] = {}
     for planned in made.kinds:
         for phase, tags in planned.rank.memory.items():
-            free = memory - sum(tags.values())
-            room[phase] = min(free, room.get(phase, free))
-    room["cache"] = -max((p.engine.get("lack", 0) for p in made.kinds), default=0)
+            left = memory - sum(tags.values())
+            free[phase] = min(left, free.get(phase, left))
+    free["cache"] = -max((p.engine.get("lack", 0) for p in made.kinds), default=0)
     phase, spare = made.worst().peak()[0], made.spare
     if made.host_spare is not None:
-        room["host"] = made.host_spare
-        if room["host"] < min(0, spare):
-            phase, spare = "host", room["host"]
-    return Row(change, made.fits, spare, made.seconds, phase, room)
+        free["host"] = made.host_spare
+        if free["host"] < min(0, spare):
+            phase, spare = "host", free["host"]
+    return Row(change, made.fits, spare, made.seconds, phase, free)
 
 
 def nearest(made: Plan) -> Tried:
-    """Plan a job that does not fit with one change, then with two, until it fits or `NEAREST` plans are made."""
+    """Plan a job that does not fit with one change, then with two, until one fits or `NEAREST` plans are made."""
     base = row_of(made)
-    lacking = {name for name, free in base.room.items() if free < 0}
+    lacking = {name for name, left in base.free.items() if left < 0}
     helpful = [c for c in changes_of(made.cfg, made.world, _config_of(made)) if c.frees & lacking]
-    # Those that help in most of the places come first; among them each setting's first value.
+    # Changes that help in most places come first, and among them each setting's first value.
     helpful.sort(key=lambda change: -len(change.frees & lacking))
     rows: list[Row] = []
     failed: list[str] = []
@@ -104,21 +104,21 @@ def nearest(made: Plan) -> Tried:
 
 
 def _pairs(base: Row, rows: list[Row]) -> list[Change]:
-    """Return two changes together, those first that would leave most room if their effects added up."""
+    """Return pairs of changes, first those that would leave the most memory free if their effects added up."""
 
     def least(a: Row, b: Row) -> int:
-        sums = {name: a.room.get(name, free) + b.room.get(name, free) - free for name, free in base.room.items()}
+        sums = {name: a.free.get(name, left) + b.free.get(name, left) - left for name, left in base.free.items()}
         return min(sums.values())
 
-    short = [name for name, free in base.room.items() if free < 0]
-    useful = [row for row in rows if row.change and any(row.room.get(name, 0) > base.room[name] for name in short)]
-    pairs = [(a, b) for a, b in combinations(useful, 2) if a.change and b.change and not a.change.meets(b.change)]
+    short = [name for name, left in base.free.items() if left < 0]
+    useful = [row for row in rows if row.change and any(row.free.get(name, 0) > base.free[name] for name in short)]
+    pairs = [(a, b) for a, b in combinations(useful, 2) if a.change and b.change and not a.change.conflicts(b.change)]
     pairs.sort(key=lambda pair: -least(*pair))
     return [a.change + b.change for a, b in pairs if a.change and b.change]
 
 
 def sweep(made: Plan) -> Tried:
-    """Plan a job with single changes, and rank them beside the job as it is: those that fit by their least seconds."""
+    """Plan a job with single changes, and rank them with the job itself: those that fit by their least seconds."""
     changes, failed = changes_of(made.cfg, made.world, _config_of(made)), []
     rows = [row_of(made), *_planned(made, changes[: SWEPT - 1], failed)]
     rows.sort(key=lambda row: (not row.fits, row.seconds if row.fits else -row.spare))
@@ -126,7 +126,7 @@ def sweep(made: Plan) -> Tried:
 
 
 def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[Row]:
-    """Plan changes one by one; `failed` takes those that cannot be planned, which end no search."""
+    """Plan changes one by one; `failed` gets those that cannot be planned, and the search goes on."""
     for change in changes:
         print(f"trying {change.flags}", file=sys.stderr, flush=True)
         try:
@@ -143,7 +143,7 @@ def _config_of(made: Plan) -> Any:
 
 
 def sweep_lines(tried: Tried) -> list[str]:
-    """Return what was tried as text."""
+    """Return the tried plans as text."""
     failed = [f"cannot be planned: {line}" for line in tried.failed]
     if not tried.rows:
         return [*failed, "no change that the settings and the model allow helps here"]

@@ -1,7 +1,7 @@
-"""Least times of a step's phases by a roofline: no rank is quicker than its slowest resource at its peak rate.
+"""Least times of a step's phases by a roofline: no rank is faster than its slowest resource at its peak rate.
 
-https://en.wikipedia.org/wiki/Roofline_model. These are bounds, not forecasts: kernels reach 40 to 80% of peak matrix
-rates, and links less for small messages.
+Source: https://en.wikipedia.org/wiki/Roofline_model. These are bounds, not forecasts: kernels reach 40 to 80% of peak
+matrix rates, and links less for small messages.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SCATTERED = ("all-to-all", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that each resource of a rank is busy at its peak rate; the phase takes at least the longest."""
+    """Seconds that each resource of a rank is busy at its peak rate; the phase takes at least the longest of them."""
 
     matrix: float = 0.0
     nvlink: float = 0.0
@@ -37,14 +37,14 @@ class Bound:
 
     @property
     def by(self) -> str:
-        """The resource that sets it."""
+        """The resource that determines the least time."""
         named = self._named()
         return max(named, key=lambda name: named[name])
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The places of the ranks that a rank talks to."""
+    """The places of the ranks with which a rank communicates."""
 
     ranks: dict[str, tuple[int, ...]]
     """Axis -> the ranks of its group."""
@@ -54,13 +54,13 @@ class Axes:
     """GPUs of a node; ranks fill nodes in order."""
 
     def beside(self, rank: int) -> bool:
-        """True for a rank of the same node."""
+        """Return True for a rank of the same node."""
         return rank // self.per_node == self.rank // self.per_node
 
     def divided(self, axis: str, kind: str, size: float) -> tuple[float, float]:
-        """Return the least bytes of a collective that this rank sends inside its node, and through its network card.
+        """Return the least bytes of a collective that this rank sends inside its node, and over its network card.
 
-        Rings can be laid so that one rank of a node passes the bytes on to the next node, each one a part of them.
+        A ring can be laid so that each rank of a node passes a part of the bytes on to the next node.
         """
         ranks = self.ranks[axis]
         here = sum(map(self.beside, ranks))
@@ -73,9 +73,9 @@ class Axes:
 
 
 def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Bound:
-    """Return the bound of a phase. Links carry both ways at once, so what comes counts beside what goes.
+    """Return the bound of a phase. Links carry both directions at once, so only the larger one counts.
 
-    micros: micro-batches of one pass, for the pipeline's bubble of so many stages.
+    micros: micro-batches of one pass, for the bubble of a pipeline with this many stages.
     """
     near: dict[str, float] = dict.fromkeys(("send", "receive"), 0.0)
     far = dict(near)
@@ -101,17 +101,17 @@ def parking_bound(to_host: int, from_host: int, gpu: Gpu) -> Bound:
 
 
 def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
-    """Return the bound of sampling full-length responses: matrix products, and reading weights and the cache.
+    """Return the bound of sampling responses of full length: matrix products, and reads of weights and cache.
 
     Each step of an engine reads the weights once, and the cache of each sequence. Of n experts it reads those that its
-    tokens choose, k each: n (1 - (1 - k / n) ** tokens) if they choose evenly. Copies of an engine's attention
-    (`--rollout.dp`) each have sequences and a cache of their own.
+    tokens choose, k each: n (1 - (1 - k / n) ** tokens) if the choice is even. Copies of an engine's attention
+    (`--rollout.dp`) have sequences and a cache of their own.
 
     Args:
         cfg: the run's settings.
-        gpu: a rank's.
-        engines: of the job.
-        engine: what `run.engine_facts` says of one: its ranks together, and the cache of one rank.
+        gpu: the GPU of a rank.
+        engines: number of engines in the job.
+        engine: facts of one engine from `run.engine_facts`: its ranks together, and the cache of one rank.
     """
     rollout = cfg.rollout
     sequences = -(-rollout.prompts_per_step * rollout.samples_per_prompt // (engines * rollout.dp))

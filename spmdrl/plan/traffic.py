@@ -1,6 +1,6 @@
 """Bytes that a rank sends in collectives, by the axis of their group and the kind of collective.
 
-A collective of n ranks is counted as a ring would carry it: each rank sends (n - 1) / n of an all-gather's result, of a
+A collective of n ranks counts as on a ring: each rank sends (n - 1) / n of an all-gather's result, of a
 reduce-scatter's input and of an all-to-all, and twice that of an all-reduce; a broadcast passes once through each rank.
 """
 
@@ -24,7 +24,7 @@ KINDS = {
     "scatter": "scatter",
     "barrier": "barrier",
 }
-"""Beginnings of the names of torch's operations, the longest first where one begins another."""
+"""Beginnings of the names of torch's operations; longer ones come before their own beginnings."""
 
 
 @dataclass
@@ -38,27 +38,27 @@ class Traffic:
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Axis -> the ranks of this rank's group on it."""
     names: dict[str, str] = field(default_factory=dict)
-    """Name of a group -> its axis: axes can have the same ranks, but not the same group."""
+    """Name of a group -> its axis: several axes may have the same ranks, but not the same group."""
     peers: Counter = field(default_factory=Counter)
     """(`send` or `receive`, rank) -> bytes of a push to or from that rank."""
 
     def copy(self) -> "Traffic":
-        """Return the counts of this moment."""
+        """Return the counts at this moment."""
         return replace(self, bytes=Counter(self.bytes), calls=Counter(self.calls), peers=Counter(self.peers))
 
     def since(self, before: "Traffic") -> "Traffic":
-        """Return what came after an earlier `copy`."""
+        """Return the counts since an earlier `copy`."""
         counts = {name: _less(getattr(self, name), getattr(before, name)) for name in ("bytes", "calls", "peers")}
         return replace(self, **counts)
 
     def call(self, group: Any, axis: str) -> None:
-        """Name the axis of a group of this rank, if it has more ranks than this one."""
+        """Name the axis of a group of this rank, if the group has other ranks."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
             self.names[group.group_name], self.axes[axis] = axis, ranks
 
     def axis(self, group: Any) -> str:
-        """Return the axis of a group. One without a name is called by its number of ranks."""
+        """Return the axis of a group; a group without a name is named after its number of ranks."""
         if group.group_name not in self.names:
             self.call(group, f"{group.size()} ranks")
         return self.names[group.group_name]
@@ -83,7 +83,7 @@ class Traffic:
 
 
 def sent(kind: str, n: int, rank: int, args: tuple) -> int:
-    """Return the bytes that one of n ranks sends in a collective, carried as by a ring."""
+    """Return the bytes that one of n ranks sends in a collective on a ring."""
     sizes = [_nbytes(x) for x in args[:2]]
     if kind in ("all-gather", "reduce-scatter"):
         return max(sizes) * (n - 1) // n

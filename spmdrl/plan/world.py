@@ -1,4 +1,4 @@
-"""The world of one rank of a job that exists on paper: groups that send nothing, axes as in a real job."""
+"""The world of one simulated rank of a job: groups that send nothing, axes as in a real job."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from spmdrl.spmd.world import World
 
 
 def open_world(cfg: Config, rank: int, size: int) -> World:
-    """Become one rank of `size` in this process; its device is torch's meta device."""
+    """Make this process one rank of `size`; its device is torch's meta device."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -26,7 +26,7 @@ def open_world(cfg: Config, rank: int, size: int) -> World:
 
 
 def name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
-    """Name the axes of this rank's groups. Of several axes that share one group the last name stays."""
+    """Name the axes of this rank's groups. If several axes share one group, the last name stays."""
     everyone: Any = dist.group.WORLD
     traffic.call(everyone, "all ranks")
     if world.data_group is not None:
@@ -51,6 +51,6 @@ def name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
         }
         for axis, several in groups.items():
             for group in several:
-                # Stages in the middle have no part of the embedding.
+                # Stages in the middle hold no part of the embedding.
                 if group is not None:
                     traffic.call(group, axis)

@@ -1,4 +1,4 @@
-"""The implementations of the Policy contract, by their `--policy.backend` name."""
+"""The implementations of the Policy contract by `--policy.backend` name."""
 
 from typing import Any
 
@@ -17,5 +17,5 @@ def backend(name: str) -> Any:
 
 
 def shares_prompts(cfg: PolicyConfig) -> bool:
-    """Return True if the policy runs a prompt once for all samples that share it; the same answer on every rank."""
+    """Return True if the policy runs a prompt once for all samples that share it; the same on every rank."""
     return cfg.share_prompts and backend(cfg.backend).can_share

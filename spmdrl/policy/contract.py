@@ -24,12 +24,12 @@ class LossResult:
 
 
 TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
-"""A loss in which no token depends on another: (logp [n], entropy [n], columns of these n rows) -> (loss [n] with its
-final weight, stats), and the columns [T]. The entropy is None where `second` is another number."""
+"""A loss in which no token depends on another: a function (logp [n], entropy [n], columns of these n rows) -> (loss [n]
+with its final weight, stats), and the columns [T]. The entropy is None where `second` is another number."""
 
 
 class HeadFunction(Protocol):
-    """Takes the place of a language model's head, for numbers that logp and entropy are not enough for."""
+    """Replaces a language model's head where a loss needs more than logp and entropy."""
 
     def __call__(
         self,
@@ -39,10 +39,10 @@ class HeadFunction(Protocol):
         divisor: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """Return a loss, a scalar with gradient, or None, and numbers [n, ...] without gradient.
+        """Return a loss (a scalar with gradient, or None) and numbers [n, ...] without gradient.
 
-        states_nD: the states before the tokens under the mask, of which rows_n are the places in [T]. divisor: logits
-        are divided by it, the temperature times the family's own divisor. softcap: the cap on logits, or None.
+        states_nD: the states before the tokens under the mask; rows_n: the indices of these tokens in [T]. divisor:
+        divides the logits; it is the temperature times the family's own divisor. softcap: the cap on logits, or None.
         """
         ...
 
@@ -58,30 +58,30 @@ class OutputHead:
 
 @dataclass
 class Shared:
-    """Facts of one optimizer step that all of its micro-batches share, the same on every rank but for `active`."""
+    """Facts of one optimizer step for all of its micro-batches, equal on every rank except `active`."""
 
     totals: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
     """Global denominators."""
     active: torch.Tensor | None = None
-    """bool [B], this rank's sequences that contribute; the others are not run. None: all do."""
+    """bool [B]: this rank's sequences that contribute; the others do not run. None: all contribute."""
     on_policy: bool = False
     """old_logp was computed before the update with exactly the weights that this step begins with."""
 
 
 Second = Literal["entropy", "collision", "top"]
-"""A language model's number beside logp: the entropy; the sum over the vocabulary of p squared (without gradient); 1
-where no token is likelier than this one, else 0 (without gradient)."""
+"""A language model's second number beside logp: the entropy; the sum over the vocabulary of p squared (no gradient); or
+1 where the token is the likeliest one, else 0 (no gradient)."""
 
 
 MEASURE = -1
-"""Index of a step that is measured, not trained, for `Objective.prepare`."""
+"""`Objective.prepare` gets this index for a step that is measured without training."""
 
 
 class Objective(Protocol):
-    """The loss that a model learns by, in a form that every layout of ranks and micro-batches sums alike (law 2).
+    """A loss that trains a model; its sum is the same for every layout of ranks and micro-batches (law 2).
 
-    The policy update of reinforcement learning is one, a critic another (`rl/objectives.py`). A learner calls `prepare`
-    once for each optimizer step, then `loss` for each micro-batch.
+    The policy update of reinforcement learning is one, the update of a critic another (`rl/objectives.py`). A learner
+    calls `prepare` once per optimizer step, then `loss` for each micro-batch.
     """
 
     columns: frozenset[str]
@@ -92,25 +92,25 @@ class Objective(Protocol):
     """The number that `loss` gets beside logp."""
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """Compute what the loss needs of a whole optimizer step. Collective over data positions.
+        """Compute the inputs that the loss needs from a whole optimizer step. Collective over data positions.
 
-        share: this rank's sequences of the step; columns may be added to it. index: the step's place in the update,
-        or MEASURE.
+        share: this rank's sequences of the step; columns may be added to it. index: the number of the step in the
+        update, or MEASURE.
         """
         ...
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
         """Sum the loss of one micro-batch. No communication.
 
-        first_T, second_T: the head's two numbers of each token, with gradient: logp and `second` of a language model,
-        value and zeros of a critic. shared: as `prepare` returned it.
+        first_T, second_T: the head's two numbers for each token, with gradient: logp and `second` of a language model,
+        or value and zeros of a critic. shared: the result of `prepare`.
         """
         ...
 
     def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | HeadFunction | None:
         """Return the same loss for a head that computes logp in chunks; None where tokens depend on each other.
 
-        A `HeadFunction` gives the loss and the two numbers that `loss` then gets.
+        A `HeadFunction` returns the loss and the two numbers that `loss` then receives.
         """
         return None
 
@@ -120,8 +120,8 @@ Write = Callable[[Path, World], None]
 `folder/state` for the optimizer and float32 weights that `model` has rounded. Collective."""
 
 Head = Literal["lm", "value", "score", "steps"]
-"""A model's output for each token: logp and entropy; the value of the state before it; a score of all up to it, by a
-classifier of sequences or, for `steps` and where the folder holds one, of tokens."""
+"""A model's output for each token: logp and entropy; the value of the state before it; or a score of the text up to it,
+by a classifier of sequences or, for `steps` and where the folder holds one, of tokens."""
 SCORES = ("score", "steps")
 """Heads that read the state after a token."""
 
@@ -130,50 +130,50 @@ class Policy(Protocol):
     """A model sharded over ranks. Every method is collective: all ranks call it together."""
 
     version: int
-    """Counts changes of the weights; what an engine must hold to sample (law 5)."""
+    """Counts changes of the weights. An engine must hold this version to sample (law 5)."""
     updates_done: int
     """Optimizer steps that the weights have taken."""
     updates_due: int
     """Optimizer steps that were due, whether taken or skipped; the learning rate schedule counts these."""
     fixed: dict[str, bytes]
-    """Name -> content of what `model/` holds beside weights, on rank 0: made when it is first asked for, no later than
-    the start of a run that saves, and copied into every checkpoint. Raises ValueError."""
+    """Name -> content of the files in `model/` beside the weights, on rank 0. Computed at first access, at the latest
+    when a run that saves starts, and copied into every checkpoint. Raises ValueError."""
 
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logp and `second` [T] of a batch on the host, without gradient; 0 outside the loss mask."""
+        """Return logp and `second` [T] of a batch on the host, without gradient; 0 outside the loss mask."""
         ...
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """The numbers [T, ...] of a batch on the host that a function of the head gives; zeros outside the mask.
+        """Return the numbers [T, ...] of a batch that a head function computes, on the host; zeros outside the mask.
 
-        An empty tuple where no rank has a sequence. No backend but fsdp has it.
+        The tuple is empty if no rank has a sequence. Only the fsdp backend has this method.
         """
         ...
 
     def output_head(self) -> OutputHead:
-        """The whole output head on the device, in the type that the model computes in. No backend but fsdp has it."""
+        """Return the whole output head on the device in the compute type. Only the fsdp backend has this method."""
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Values or scores [T] on the host from a model with such a head, without gradient; 0 outside the mask.
+        """Return values or scores [T] on the host from a model with such a head, without gradient; 0 outside the mask.
 
-        [T, L] from a classifier with L labels, two or more.
+        A classifier with two or more labels L returns [T, L].
         """
         ...
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
         """Take `steps` optimizer steps, each on the sequences that name it in `batch.seq["update"]`.
 
-        version + 1 when any was taken: a step whose gradient is exactly zero changes nothing and is not counted.
+        Adds 1 to `version` if any step was taken. A step whose gradient is exactly zero changes and counts nothing.
         """
         ...
 
     def pieces(self, part: Part = "model") -> list[Piece]:
-        """This rank's part of every weight, under HF checkpoint names, as views that an update changes.
+        """Return this rank's part of every weight, under HF checkpoint names, as views that an update changes.
 
-        The same names and boxes in the same order at every call.
+        Every call returns the same names and boxes in the same order.
 
         part: for a policy with adapters, the full `model` with the adapters merged in (computed anew at every call),
         the unmodified `base`, or the `adapter` weights alone. Other policies have `model` and `base`, which are equal.
@@ -181,32 +181,32 @@ class Policy(Protocol):
         ...
 
     def take_over(self, other: "Policy", share: float = 1.0) -> None:
-        """Move to the weights of another policy of the same backend, architecture and layout; no communication.
+        """Replace the weights by those of another policy of the same backend, architecture and layout, locally.
 
-        share: of the other's weights in the result.
+        share: the other policy's weight in the average.
         """
         ...
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Bytes this rank holds on its device, by owner: parameters, gradients, optimizer."""
+        """Return the bytes that this rank holds on its device, by owner: parameters, gradients, optimizer."""
         ...
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
         """Move optimizer state off the device, and the parameters if `parameters` is true; drop the gradients.
 
-        Gradients hold nothing between updates: the next update begins at zero.
+        Gradients are not kept: the next update starts at zero.
         """
         ...
 
     def onload(self) -> None:
-        """Bring everything that is offloaded back to its place on the device."""
+        """Bring everything that was offloaded back to the device."""
         ...
 
     def saving(self, copy: bool = False) -> Write:
         """Return a function that writes this model over the groups of its own world.
 
-        copy: the function holds a copy of the current values on the host and writes those; it may then run in a thread
-        beside training, over the groups of a twin of that world (`spmd.mesh.twin`).
+        copy: the function writes a host copy of the current values. It may then run in a thread beside training, over
+        the groups of a twin of that world (`spmd.mesh.twin`).
         """
         ...
 
@@ -219,5 +219,5 @@ class Policy(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on this or another layout."""
+        """Read a folder that `save` wrote, on this or another layout."""
         ...

@@ -1,6 +1,6 @@
-"""Numerical guards of an update: a step that is not finite is skipped and counted, a gradient that spikes is noticed.
+"""Numerical guards of an update: skips and counts steps that are not finite, and detects spikes of the gradient norm.
 
-Everything judged here was reduced over ranks before, so all of them come to the same end (law 1).
+All values judged here were reduced over ranks before, so every rank decides alike (law 1).
 """
 
 import math
@@ -14,7 +14,7 @@ from spmdrl.data.batch import Batch
 WINDOW, LEAST = 32, 8
 """A spike is measured against the median of the last WINDOW norms, once there are at least LEAST."""
 MOST = 3
-"""Most batches handed on in a run, for spikes and for non-finite steps separately: batches are large."""
+"""Largest number of batches stored in a run, for spikes and for non-finite steps separately: batches are large."""
 
 
 class NonFiniteError(RuntimeError):
@@ -54,16 +54,16 @@ class Guard:
     """`--optimizer.bad-steps`."""
     factor: float
     """`--run.spike-factor`."""
-    hand_on: Callable[[AnomalousStep], str] | None = None
-    """Stores an anomalous step and returns how to look at it. Collective over the ranks that train."""
+    store: Callable[[AnomalousStep], str] | None = None
+    """Stores an anomalous step and returns how to inspect it. Collective over the training ranks."""
     row: int = 0
     """Consecutive non-finite steps so far."""
     handed_on: list[int] = field(default_factory=lambda: [0, 0])
-    """Steps handed on so far: spikes, non-finite ones."""
+    """Steps stored so far: spikes, non-finite ones."""
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passes(self, step: AnomalousStep) -> bool:
-        """Returns True if the optimizer may take this step; counts it, and hands it on if it is anomalous.
+        """Return True if the optimizer may take this step; count it, and store it if it is anomalous.
 
         Collective if the step is anomalous.
 
@@ -71,9 +71,9 @@ class Guard:
             NonFiniteError: the step is not finite, and is the last of `limit` such steps in a row.
         """
         where = ""
-        if (not step.finite or self.spikes(step.norm)) and self.hand_on and self.handed_on[not step.finite] < MOST:
+        if (not step.finite or self.spikes(step.norm)) and self.store and self.handed_on[not step.finite] < MOST:
             self.handed_on[not step.finite] += 1
-            where = self.hand_on(step)
+            where = self.store(step)
         if step.finite:
             self.row = 0
             if step.norm > 0:
@@ -92,18 +92,18 @@ class Guard:
 
     @property
     def median(self) -> float:
-        """Returns the median of the last norms; nan if there are none."""
+        """The median of the last norms; nan if there are none."""
         return statistics.median(self.norms) if self.norms else math.nan
 
     def spikes(self, norm: float) -> bool:
-        """Returns True if a finite norm is more than `factor` times the median of the norms before it."""
+        """Return True if a finite norm is more than `factor` times the median of the norms before it."""
         return bool(self.factor) and len(self.norms) >= LEAST and norm > self.factor * self.median
 
     def state(self) -> dict:
-        """Returns the state that a resumed run needs; JSON-able."""
+        """Return the state that a resumed run needs; JSON-serializable."""
         return {"row": self.row, "handed_on": list(self.handed_on), "norms": list(self.norms)}
 
     def restore(self, state: dict) -> None:
-        """Restores a state that `state` returned."""
+        """Restore a state that `state` returned."""
         self.row, self.handed_on = state["row"], list(state["handed_on"])
         self.norms = deque(state["norms"], maxlen=WINDOW)

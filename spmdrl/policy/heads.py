@@ -1,7 +1,7 @@
-"""Transformers over packed sequences, each with a head that gives two numbers for every token under the loss mask.
+"""Transformers over packed sequences, each with a head that computes two numbers for every token under the loss mask.
 
-`PackedLM`: logp and entropy of the sampled token. `PackedScalar`: one number from the hidden state, which a critic
-reads before the token and a reward model after it; a reward model may give several numbers, one for each label.
+`PackedLM` computes logp and entropy of the sampled token. `PackedScalar` computes one number from the hidden state
+before the token (a critic) or after it (a reward model); a reward model may have several numbers, one per label.
 """
 
 from typing import Any, Literal
@@ -21,16 +21,16 @@ from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 
 Form = Literal["tree", "packed", "apart"]
-"""The way the sequences of a pack run: in one forward, shared tokens once; in one forward, each whole; each in a
-forward of its own, by the model's own attention. The result is the same: `self_check.py` finds which ones a model can.
-"""
+"""The way in which the sequences of a pack run: all in one forward with shared tokens once; all in one forward, each
+whole; or each in a forward of its own, by the model's own attention. The results are the same: `self_check.py` finds
+the forms that a model supports."""
 
 Noise = tuple[torch.Tensor, torch.Tensor]
-"""Of each token: a seed (int64), and the largest number that is added to its embedding, times the root of the width."""
+"""For each token: a seed (int64), and the bound of the noise on its embedding times the root of the width."""
 
 
 def noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
-    """Uniform noise for embeddings [1, n, D], the same for a token wherever it is (NEFTune,
+    """Draw uniform noise for embeddings [1, n, D], the same for a token in every layout (NEFTune,
     https://arxiv.org/abs/2310.05914).
     """
     seed_T, scale_T = (part.mine(x.to(like.device)) for x in noise)
@@ -40,7 +40,7 @@ def noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor
 
 
 class Trunk:
-    """The transformer of a HF model over one pack: hidden states of the tokens that this rank answers for."""
+    """The transformer of a HF model over one pack: hidden states of the tokens in this rank's slice."""
 
     def __init__(self, hf: Any, attention: str, group: dist.ProcessGroup | None, share: bool):
         """group: ranks that divide a pack's tokens (`attention/ulysses.py`); share: prompts once (`data/tree.py`)."""
@@ -60,13 +60,13 @@ class Trunk:
         begins_B: torch.Tensor | None = None,
         runs: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
-        """Return the tokens under the mask that this rank answers for, int64 [n]; the state of each [n, D]; the slice.
+        """Return the tokens under the mask in this rank's slice, int64 [n]; the state of each, [n, D]; the slice.
 
-        tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: give the state before a token, which
-        predicts it, instead of the one after it. experts_TLK: experts that routers must choose, FREE where they are
-        free to choose (`hub/routing.py`). noise: added to the embeddings; not with prompts that run once. begins_B:
-        bool [B], False for a further path of the episode before (`data/tree.py`); None: there are none. runs: forwards
-        of the form `apart`, at least B: ranks that share weights gather them in each, so they need as many.
+        tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: return the state before a token, which
+        predicts it, instead of the one after it. experts_TLK: experts that routers must choose, FREE where the choice
+        is theirs (`hub/routing.py`). noise: added to the embeddings; excludes prompts that run once. begins_B: bool
+        [B], False for a further path of the previous episode (`data/tree.py`); None: no such paths. runs: number of
+        forwards in the form `apart`, at least B: ranks that share weights all-gather them in each forward.
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
@@ -94,7 +94,7 @@ class Trunk:
         ids = part.mine(tokens_T.to(device))[None]
         given: dict[str, Any] = {"input_ids": ids}
         if noise is not None:
-            assert tree is None, "noise belongs to a token of one sequence"
+            assert tree is None, "noise excludes shared prompts"
             embedded = self.hf.get_input_embeddings()(ids)
             given = {"inputs_embeds": embedded + noise_of(noise, part, embedded)}
         with over(packing):
@@ -108,7 +108,7 @@ class Trunk:
         return rows[here].to(device), states.index_select(0, at.to(device)), part
 
     def _apart(self, tokens_T: torch.Tensor, lengths: list[int], noise: Noise | None, runs: int) -> torch.Tensor:
-        """Return the states [T, D] of sequences that each run in a plain forward of the HF model."""
+        """Return the states [T, D] of sequences that run one at a time in plain forwards of the HF model."""
         given: list[dict[str, torch.Tensor]] = [{"input_ids": ids[None]} for ids in tokens_T.split(lengths)]
         if noise is not None:
             embedded = self.hf.get_input_embeddings()(tokens_T)[None]
@@ -116,7 +116,7 @@ class Trunk:
             given = [{"inputs_embeds": part} for part in embedded.split(lengths, 1)]
         states = [self.hf.base_model(**each, use_cache=False).last_hidden_state[0] for each in given]
         for _ in range(runs - len(lengths)):
-            # No rows of it are taken, and yet its backward runs, as on the ranks that have a sequence here.
+            # No row of this forward is used, but its backward runs, as on the ranks that have a sequence here.
             states.append(self.hf.base_model(input_ids=tokens_T[None, :2], use_cache=False).last_hidden_state[0, :0])
         return torch.cat(states)
 
@@ -137,15 +137,15 @@ class Probed(nn.Module):
         return self.hf.base_model(input_ids=ids_n[None], use_cache=False).last_hidden_state
 
     def off(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return how far this module's head is from the HF model's own on one sequence: float64 [m].
+        """Return the distance of this module's head from the HF model's own on one sequence: float64 [m].
 
-        Differences between the numbers that both give for a token, as shares of the numbers' spread.
+        Each is the difference between the two numbers for a token as a share of the numbers' spread.
         """
         states, logits = self.plain(ids_n)[0], self.hf(input_ids=ids_n[None], use_cache=False).logits
         return self.apart_from(states, logits[0] if logits.dim() == 3 else logits, ids_n)
 
     def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """Compare the head's numbers from these states with the HF model's logits, of all tokens or of the last."""
+        """Compare the head's numbers for these states with the HF model's logits of all tokens or of the last one."""
         raise NotImplementedError
 
 
@@ -172,7 +172,7 @@ def divisor_of(config: Any) -> float:
 class PackedLM(Probed):
     """HF causal LM whose forward gives logp and entropy of the sampled tokens, never logits [T, V].
 
-    The HF model is the attribute `hf`, so parameter names are its own behind the prefix `hf.`.
+    The HF model is the attribute `hf`, so parameter names are the HF names with the prefix `hf.`.
     """
 
     hf: Any
@@ -199,33 +199,33 @@ class PackedLM(Probed):
         begins_B: torch.Tensor | None = None,
         runs: int = 0,
     ) -> tuple[torch.Tensor, ...]:
-        """logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
+        """Return logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
-        tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: what the
-        second tensor holds. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1) where they are free to
-        choose. token_loss: see the contract; logp and entropy then have no gradient, and a third element is added: the
-        loss of this rank's rows (a scalar), which has one. A `HeadFunction` gives all of them itself. noise, begins_B,
-        runs: see `Trunk`.
+        tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: selects the
+        second tensor. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1) where the choice is theirs.
+        token_loss: see the contract; logp and entropy then have no gradient, and a third element is the loss of this
+        rank's rows, a scalar with gradient. A `HeadFunction` computes all of them itself. noise, begins_B, runs: see
+        `Trunk`.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
         rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise, begins_B, runs)
         targets = tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
-        # Mamba keeps the sums of its layers in float32.
+        # Mamba accumulates the outputs of its layers in float32.
         states = states.to(weight.dtype)
         if callable(token_loss):
-            loss, told = token_loss(states, weight, rows, divisor, self.softcap)
-            # One by one: they differ in type and width.
-            numbers = tuple(part.total(at_rows(rows, number, len(tokens_T)))[0] for number in told)
+            loss, outputs = token_loss(states, weight, rows, divisor, self.softcap)
+            # One by one, because they differ in type and width.
+            numbers = tuple(part.total(at_rows(rows, number, len(tokens_T)))[0] for number in outputs)
             return numbers if loss is None else (*numbers, loss)
         if token_loss is not None:
             function, columns = token_loss
             mine = {name: column[rows] for name, column in columns.items()}
             top = second == "top"
-            loss, told = chunked_loss(
+            loss, outputs = chunked_loss(
                 states, weight, targets, function, mine, divisor, entropy=not top, top=top, softcap=self.softcap
             )
-            scattered = (at_rows(rows, told[name], len(tokens_T)) for name in ("logp", "top" if top else "entropy"))
+            scattered = (at_rows(rows, outputs[name], len(tokens_T)) for name in ("logp", "top" if top else "entropy"))
             return *part.total(*scattered), loss
         logp, other = linear_logprob(
             states, weight, targets, divisor, entropy=second == "entropy", top=second == "top", softcap=self.softcap
@@ -237,7 +237,7 @@ class PackedLM(Probed):
         return logp_T, other_T
 
     def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """See `Probed`: of the logp of each token but the first, shares of the logits' standard deviation."""
+        """See `Probed`: compares the logp of each token but the first, in standard deviations of the logits."""
         theirs_nV, targets = logits_mV[:-1].double(), ids_n[1:]
         weight = self.hf.get_output_embeddings().weight
         ours = linear_logprob(
@@ -248,9 +248,9 @@ class PackedLM(Probed):
 
 
 class PackedScalar(Probed):
-    """HF classifier of sequences or tokens, read at tokens: a critic or a reward model.
+    """HF classifier of sequences or tokens, evaluated at tokens: a critic or a reward model.
 
-    The HF model is the attribute `hf`; its head is a linear layer named `score`, as reward models are published.
+    The HF model is the attribute `hf`; its head is a linear layer named `score`, the name in published reward models.
     """
 
     hf: Any
@@ -277,10 +277,10 @@ class PackedScalar(Probed):
         begins_B: torch.Tensor | None = None,
         runs: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of each token under the mask, [T] (float32, float64 for float64 models), and zeros alike.
+        """Return the number of each token under the mask, [T] (float32, float64 for float64 models), and zeros alike.
 
-        [T, L] where the head has L labels, two or more. temperature and second have no meaning here. begins_B, runs:
-        see `Trunk`.
+        A head with two or more labels L returns [T, L]. temperature and second have no effect. begins_B, runs: see
+        `Trunk`.
         """
         rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, not self.after, begins_B=begins_B, runs=runs)
         value = self.hf.score(states)
@@ -290,6 +290,6 @@ class PackedScalar(Probed):
         return value_T, value_T.detach() * 0
 
     def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """See `Probed`: a classifier of sequences has numbers for the last token alone."""
+        """See `Probed`: a classifier of sequences has numbers for the last token only."""
         ours = self.hf.score(states_nD)
         return (ours[-len(logits_mV) :] - logits_mV).abs().amax(1).double() / (ours.abs().max() + 1e-6)

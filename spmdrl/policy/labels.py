@@ -1,4 +1,4 @@
-"""Labels of a reward model that a file describes: their names, what each weighs, and which tokens the model reads."""
+"""Labels of a reward model that a file describes: their names, their weights, and the tokens that the model reads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,35 +13,35 @@ from spmdrl.hub.tokenizer import differing_tokens
 from spmdrl.weights.folder import Tensors
 
 ALONE = "model"
-"""Name of the only score of a model whose config names none."""
+"""Name of a model's only score if its config has no name for it."""
 STEPS = "steps"
 """Name of the number of steps beside the labels, in metrics and samples."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
 SEVERAL = "only a file says what several count: name them by --reward.model rm.yaml with a path (docs/rewards.md)"
 ONE = "one is read: name a classifier with one label"
-"""Ends of messages about the number of labels: of a model with a file, of one without, of a cost model."""
+"""Endings of messages about the number of labels: of a model with a file, of one without, of a cost model."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The numbers that a classifier gives for a token, and what becomes of them."""
+    """The numbers that a classifier computes for a token, and their use."""
 
     names: tuple[str, ...]
     """Names of the scores."""
     weights: tuple[float, ...]
     """Factor of each score in the reward."""
     outputs: int
-    """Numbers that the model gives for a token."""
+    """Numbers that the model computes for a token."""
     probability: bool
-    """The only score is the probability of the second of two outputs, as process reward models are trained."""
+    """True if the only score is the probability of the second of two outputs, as in process reward models."""
     own_tokens: bool
-    """The model reads tokens of its own tokenizer, not the policy's."""
+    """True if the model reads tokens of its own tokenizer, not the policy's."""
     says: str
-    """Which tokens it reads and why, for the log."""
+    """A line for the log about the tokens that it reads, and why."""
     positions: int
-    """The most tokens that it reads; 0: not known."""
+    """Largest number of tokens that it can read; 0: not known."""
     pad: int | None
-    """The token that transformers passes over at the end of a sequence."""
+    """The token that transformers skips at the end of a sequence."""
 
 
 def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels:
@@ -50,31 +50,31 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
     policy: path of the policy, as `--model.path`.
 
     Raises:
-        ValueError: file, folder and labels do not fit together; the message says what to change.
+        ValueError: file, folder and labels do not fit together; the message tells what to change.
     """
-    told = read_classifier(file)
+    classifier = read_classifier(file)
     with named(f"{FLAG} {file}: path"):
-        folder = resolve(told.path, trust_remote_code)
+        folder = resolve(classifier.path, trust_remote_code)
         config = read_config(folder, trust_remote_code)
-        check_head(folder, f"{FLAG} {file}: path {told.path}", config.num_labels or 1, CONFIG)
-        names, weights, probability = _weighed(told, file, config)
-        different, _ = differing_tokens(told.path, policy, trust_remote_code)
-    own = told.tokenizer == "own" or bool(different)
+        check_head(folder, f"{FLAG} {file}: path {classifier.path}", config.num_labels or 1, CONFIG)
+        names, weights, probability = _weighed(classifier, file, config)
+        different, _ = differing_tokens(classifier.path, policy, trust_remote_code)
+    own = classifier.tokenizer == "own" or bool(different)
     why = f"{len(different)} tokens differ, such as {different[0]!r}" if different else "tokenizer own"
-    says = f"reads the text of responses in its own tokens ({why})" if own else "reads the policy's tokens"
-    told_of, pad = f"{FLAG} {file}: {says}", getattr(config.get_text_config(), "pad_token_id", None)
-    return Labels(names, weights, config.num_labels or 1, probability, own, told_of, positions_of(config), pad)
+    tokens = f"reads the text of responses in its own tokens ({why})" if own else "reads the policy's tokens"
+    line, pad = f"{FLAG} {file}: {tokens}", getattr(config.get_text_config(), "pad_token_id", None)
+    return Labels(names, weights, config.num_labels or 1, probability, own, line, positions_of(config), pad)
 
 
 def positions_of(config: Any) -> int:
-    """Return the most tokens that the model of a config (transformers) reads; 0: not known."""
+    """Return the largest number of tokens that the model of a config (transformers) can read; 0: not known."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
-def check_head(folder: Path, said: str, labels: int, wrong: str) -> None:
+def check_head(folder: Path, source: str, labels: int, wrong: str) -> None:
     """Check that the weights of a folder have a classifier's head with so many labels.
 
-    said, wrong: begin the message, and end it where the head has another number of them.
+    source: begins messages. wrong: ends the message about another number of labels.
 
     Raises:
         ValueError: they do not.
@@ -83,51 +83,51 @@ def check_head(folder: Path, said: str, labels: int, wrong: str) -> None:
         tensors = Tensors(folder)
         if "score.weight" not in tensors:
             raise ValueError(
-                f"{said}: its weights have no head score.weight; name a classifier (...ForSequenceClassification, or "
+                f"{source}: its weights have no head score.weight; name a classifier (...ForSequenceClassification, or "
                 "...ForTokenClassification with steps), not a language model"
             )
         rows = tensors.shape("score.weight")[0]
     if rows != labels:
-        raise ValueError(f"{said}: its head score.weight gives {rows} numbers, and {wrong.format(labels=labels)}")
+        raise ValueError(f"{source}: its head score.weight gives {rows} numbers, and {wrong.format(labels=labels)}")
 
 
 def check_alone(path: str, flag: str, trust_remote_code: bool = False) -> None:
-    """Check that a classifier which no file describes gives one number. path: as `--model.path`.
+    """Check that a classifier without a describing file computes one number. path: as `--model.path`.
 
     Raises:
-        ValueError: it gives several, or none; the message names the flag.
+        ValueError: it computes several, or none; the message names the flag.
     """
     check_head(resolve(path, trust_remote_code), f"{flag} {path}", 1, SEVERAL if flag == FLAG else ONE)
 
 
-def _weighed(told: ClassifierConfig, file: str, config: Any) -> tuple[tuple[str, ...], tuple[float, ...], bool]:
+def _weighed(classifier: ClassifierConfig, file: str, config: Any) -> tuple[tuple[str, ...], tuple[float, ...], bool]:
     """Return names and weights of the scores, and whether the only one is a probability."""
-    count, said = config.num_labels or 1, f"{FLAG} {file}: "
+    count, source = config.num_labels or 1, f"{FLAG} {file}: "
     names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(count))
     named = not any(name in ("", f"LABEL_{i}") for i, name in enumerate(names)) and len(set(names)) == count
-    if told.steps and STEPS in names:
+    if classifier.steps and STEPS in names:
         raise ValueError(
-            f"{said}{told.path} has a label {STEPS}, which is the metric of their number: give it another name in "
-            "id2label of its config.json"
+            f"{source}{classifier.path} has a label {STEPS}, which is the metric of their number: give it another name "
+            "in id2label of its config.json"
         )
     if scores_tokens(config):
-        if not told.steps:
-            why = f'{said}{told.path} scores tokens, so steps must name the separator of steps, as "\\n\\n"'
+        if not classifier.steps:
+            why = f'{source}{classifier.path} scores tokens, so steps must name the separator of steps, as "\\n\\n"'
             raise ValueError(why)
-        if count == 2 and not told.weights:
+        if count == 2 and not classifier.weights:
             return (ALONE,), (1.0,), True
-    if count == 1 and not told.weights:
+    if count == 1 and not classifier.weights:
         return (names if named else (ALONE,)), (1.0,), False
     if count > 1 and not named:
         raise ValueError(
-            f"{said}the {count} labels of {told.path} have no names of their own ({', '.join(names[:3])}): write them "
-            "into id2label of its config.json, and give the file weights for them"
+            f"{source}the {count} labels of {classifier.path} have no names of their own ({', '.join(names[:3])}): "
+            "write them into id2label of its config.json, and give the file weights for them"
         )
-    if not told.weights:
-        raise ValueError(f"{said}weights: say how much each label counts; {told.path} has {', '.join(names)}")
-    for name in told.weights:
+    if not classifier.weights:
+        raise ValueError(f"{source}weights: say how much each label counts; {classifier.path} has {', '.join(names)}")
+    for name in classifier.weights:
         if name not in names:
             near = nearest(name, names)
             meant = f"; did you mean {near[0]}?" if near else "."
-            raise ValueError(f"{said}weights: {told.path} has no label {name}{meant} It has {', '.join(names)}")
-    return names, tuple(told.weights.get(name, 0.0) for name in names), False
+            raise ValueError(f"{source}weights: {classifier.path} has no label {name}{meant} It has {', '.join(names)}")
+    return names, tuple(classifier.weights.get(name, 0.0) for name in names), False

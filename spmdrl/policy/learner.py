@@ -1,9 +1,9 @@
-"""Updates of a model on any backend: optimizer steps over shares of the batch, micro-batches, numerical guards."""
+"""Updates a model on any backend: optimizer steps over shares of the batch, micro-batches, numerical guards."""
 
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,12 +19,13 @@ from spmdrl.policy.loss_scale import LossScale
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
 from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.reshard import Piece, catalogue
 
 
-class Watched:
+class SummedLoss:
     """Wraps an objective and adds up the losses of its micro-batches."""
 
     def __init__(self, objective: Objective, total: torch.Tensor):
@@ -50,16 +51,16 @@ class Learner:
     """The Hugging Face folder that the model was built from."""
     head: Head
     labels = 1
-    """Numbers that a `score` head gives for a token."""
+    """Numbers that a `score` head computes for a token."""
     hf_config: Any
     """The configuration (transformers) that the model was built with."""
     can_share = False
-    """`--policy.share-prompts` has an effect: see `share`."""
+    """True if `--policy.share-prompts` has an effect; see `share`."""
     keeps_masters = False
-    """The optimizer state holds the weights even if `model/` stores them without rounding."""
+    """True if the optimizer state holds the weights even where `model/` stores them without rounding."""
 
     def __init__(self, cfg: TrainingConfig, world: World, total_updates: int, optimizer: OptimizerConfig | None):
-        """total_updates: optimizer steps that will be due. optimizer: None takes the policy's, `cfg.optimizer`."""
+        """total_updates: optimizer steps that will be due. optimizer: None means the policy's, `cfg.optimizer`."""
         self.cfg, self.world = cfg, world
         self.settings = optimizer or cfg.optimizer
         self.total_updates, self.updates_due, self.updates_done, self.version = total_updates, 0, 0, 0
@@ -73,7 +74,9 @@ class Learner:
         """Type of the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
         self.loss_scale = LossScale() if self.stored == torch.float16 else None
-        """Scale of the loss in `gradient`, whose result is free of it."""
+        """Scale of the loss in `gradient`, whose result is divided by it."""
+        self.away: list[Parked] = []
+        self.parameters_away = False
 
     def microbatches(self, batch: Batch) -> list[Batch]:
         """Split a batch into micro-batches, the same number on every rank; some may be empty. Collective."""
@@ -103,7 +106,7 @@ class Learner:
         """See the contract."""
         token = dict(batch.token, place=torch.arange(batch.n_tokens))
         micros, out = self.microbatches(Batch(batch.lengths, token, batch.seq)), []
-        for micro, numbers in zip(micros, self.readings(micros, temperature, function), strict=True):
+        for micro, numbers in zip(micros, self.head_outputs(micros, temperature, function), strict=True):
             out = out or [torch.zeros(batch.n_tokens, *x.shape[1:], dtype=x.dtype) for x in numbers]
             for into, x in zip(out, numbers if len(micro) else (), strict=len(micro) > 0):
                 into[micro.token["place"]] = x.cpu()
@@ -116,12 +119,12 @@ class Learner:
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
         """See the contract.
 
-        A step whose loss or gradient is not finite is skipped and counted (`updates_nonfinite`): of its statistics only
-        loss, grad_norm and lr are logged, the first two unchanged. In float16 a gradient that the loss scale may have
-        made infinite is skipped and counted apart (`updates_overflowed`), and the scale is lowered.
+        A step whose loss or gradient is not finite is skipped and counted (`updates_nonfinite`); only its loss,
+        grad_norm and lr are logged, the first two unchanged. In float16 an infinite gradient that a lower loss scale
+        may cure is skipped and counted separately (`updates_overflowed`), and the scale is lowered.
 
         Raises:
-            NonFiniteError: `--optimizer.bad-steps` of them in a row; on every rank alike.
+            NonFiniteError: on every rank, after `--optimizer.bad-steps` such steps in a row.
         """
         assert not (lacking := objective.columns - batch.columns), f"the batch lacks {sorted(lacking)}"
         metrics, before = Metrics(), self.updates_done
@@ -130,9 +133,9 @@ class Learner:
             shared = objective.prepare(share, index)
             active = shared.active
             micros = self.microbatches(share if active is None else share.select(torch.nonzero(active).flatten()))
-            watched = Watched(objective, torch.zeros((), dtype=torch.float64, device=self.world.device))
-            stats = self.gradient(micros, watched, shared)
-            finite = self._optimizer_step(metrics, share, index, watched.total, shared.on_policy)
+            summed = SummedLoss(objective, torch.zeros((), dtype=torch.float64, device=self.world.device))
+            stats = self.gradient(micros, summed, shared)
+            finite = self._optimizer_step(metrics, share, index, summed.total, shared.on_policy)
             if finite:
                 # Each step's loss is a sum over its tokens; the mean over steps is logged.
                 stats.scale_sum("loss", 1 / steps)
@@ -145,7 +148,7 @@ class Learner:
         return metrics
 
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
-        """Take one guarded optimizer step; returns False if it was skipped. loss: the loss of this rank's sequences."""
+        """Take one guarded optimizer step; return False if it was skipped. loss: the loss of this rank's sequences."""
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
@@ -155,7 +158,7 @@ class Learner:
         overflowed = self._overflows(norm) if not bad else False
         finite = overflowed or self.guard.passes(step)
         if finite and not overflowed and norm > 0:
-            # A step without signal leaves weights and moments as they are.
+            # A step with a zero gradient leaves weights and moments unchanged.
             self.step(lr, norm)
             self.updates_done += 1
         self.updates_due += 1
@@ -170,12 +173,37 @@ class Learner:
         return finite
 
     def _overflows(self, norm: float) -> bool:
-        """Judge the loss scale by a step's gradient; True where the step is skipped because a lower scale may do."""
+        """Adapt the loss scale to a step's gradient; return True if a lower scale may help, so the step is skipped."""
         if self.loss_scale is None:
             return False
         overflowed = not math.isfinite(norm) and self.loss_scale.can_shrink
-        self.loss_scale.judge(math.isfinite(norm))
+        self.loss_scale.adapt(math.isfinite(norm))
         return overflowed
+
+    # ── memory ───────────────────────────────────────────────────────────────
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract. On a CPU the device is the host."""
+        return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self.held().items()}
+
+    def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
+        """See the contract. On a CPU `host` moves nothing."""
+        if not moves(place, self.world.device):
+            return
+        self.reshard()
+        for kind, leaving in self.held().items():
+            if parameters or kind != "parameters":
+                parked = Parked(leaving, "gone" if kind == "gradients" else place, self.world.device)
+                if parked.bytes:
+                    self.away.append(parked)
+                    self.parameters_away |= kind == "parameters"
+
+    def onload(self) -> None:
+        """See the contract."""
+        while self.away:
+            self.away[-1].bring_back()
+            self.away.pop()
+        self.parameters_away = False
 
     # ── checkpoints ──────────────────────────────────────────────────────────
 
@@ -192,7 +220,7 @@ class Learner:
         return lambda folder, world: self.save(folder)
 
     def checkpoint_bytes(self) -> int:
-        """See the contract: all weights; for trained ones also two moments, and masters if kept separately."""
+        """See the contract: all weights; for trained ones two moments too, and masters if kept separately."""
         trains = self.total_updates > 0
         adapted = trains and self.cfg.lora.rank > 0 and getattr(self, "adapters", None) is not None
         parts: list[Part] = ["base", "adapter"] if adapted else ["base"]
@@ -204,7 +232,7 @@ class Learner:
         masters = sizes[-1] * (adapted or (trains and (dtype != self.master or self.keeps_masters)))
         return sizes[0] * dtype.itemsize + (masters + 2 * trains * sizes[-1]) * self.master.itemsize
 
-    # ── what a backend adds ──────────────────────────────────────────────────
+    # ── methods of a backend ─────────────────────────────────────────────────
 
     def pieces(self, part: Part = "model") -> list[Piece]:
         """See the contract."""
@@ -214,16 +242,23 @@ class Learner:
         """See the contract."""
         raise NotImplementedError
 
+    def held(self) -> dict[str, list[torch.Tensor | None]]:
+        """Return this rank's tensors by owner: parameters, gradients, optimizer."""
+        raise NotImplementedError
+
+    def reshard(self) -> None:
+        """Drop parameters that a forward gathered; does nothing in a backend that gathers none."""
+
     def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Any:
         """Yield the head's two tensors [T] for each micro-batch in turn, without gradient. Collective."""
         raise NotImplementedError
 
-    def readings(self, micros: list[Batch], temperature: float, function: HeadFunction) -> Any:
+    def head_outputs(self, micros: list[Batch], temperature: float, function: HeadFunction) -> Any:
         """Yield the numbers [T, ...] of a head function for each micro-batch in turn, without gradient. Collective."""
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Sum the gradient over micro-batches and data positions; returns the losses' statistics. Collective."""
+        """Sum the gradient over micro-batches and data positions; return the losses' statistics. Collective."""
         raise NotImplementedError
 
     def gradient_norm(self) -> float:
@@ -235,5 +270,5 @@ class Learner:
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Forget the gradient."""
+        """Drop the gradient."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Files beside the weights in a checkpoint's model folder, made once at start so that no checkpoint fails on them."""
+"""Makes the files beside the weights in a checkpoint's model folder at start, so that no checkpoint fails on them."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -14,15 +14,15 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
 COPIED = "*processor_config.json"
-"""Files of a language model that are copied byte for byte: transformers may refuse to write what it could read."""
+"""Files of a language model that are copied byte for byte: transformers may refuse to write files that it can read."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
     """Return name -> content of the configuration, the tokenizer and the files copied from the model's folder.
 
-    The tokenizer has the chat template that the job renders dialogues by, and the generation config names the tokens by
-    which that ends a turn, so that whatever samples from the folder stops where the model was taught to. A critic or
-    reward model without a tokenizer of its own reads the policy's tokens and gets that one.
+    The tokenizer gets the chat template by which the job renders dialogues, and the generation config gets the tokens
+    that end a turn in it, so that any engine stops where the model was trained to stop. A critic or reward model
+    without a tokenizer of its own reads the policy's tokens and gets the policy's tokenizer.
 
     Args:
         source: the folder.
@@ -37,7 +37,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     trust = cfg.model.trust_remote_code
     config = deepcopy(config)
     config.dtype = dtype
-    # transformers notes the source's path to its weights there.
+    # transformers stores the path of the weights there.
     vars(config).pop("transformers_weights", None)
     tokenizer = load_tokenizer(source if has_tokenizer(source) else resolve(cfg.model.path, trust), trust)
     template = job_template(cfg, tokenizer)
@@ -46,7 +46,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     with TemporaryDirectory() as name:
         away = Path(name)
         try:
-            # save_pretrained refuses numbers of sampling, which a config.json may have.
+            # save_pretrained refuses sampling parameters, which a config.json may have.
             config.to_json_file(away / "config.json")
             tokenizer.save_pretrained(away)
         except Exception as error:  # transformers refuses in many ways, with exceptions of many types
@@ -58,5 +58,5 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
         files = {p.relative_to(away).as_posix(): p.read_bytes() for p in sorted(away.rglob("*")) if p.is_file()}
     patterns = [*([COPIED] if head == "lm" else []), *(["*.py"] if trust else [])]
     files |= {p.name: p.read_bytes() for pattern in patterns for p in sorted(source.glob(pattern))}
-    told = generation_config(source, end_of_turn_tokens(tokenizer, template)) if head == "lm" else None
-    return files | ({GENERATION: told} if told is not None else {})
+    generation = generation_config(source, end_of_turn_tokens(tokenizer, template)) if head == "lm" else None
+    return files | ({GENERATION: generation} if generation is not None else {})

@@ -1,4 +1,4 @@
-"""The models of a run besides the engine: which ones an algorithm needs, where each starts, on which ranks each is."""
+"""Builds the models of a run besides the engine: those that an algorithm needs, each from its path on its ranks."""
 
 import dataclasses
 import logging
@@ -25,7 +25,7 @@ from spmdrl.policy.backends import backend, shares_prompts
 from spmdrl.policy.contract import Head, Policy
 from spmdrl.policy.labels import Labels, check_alone, labels_of
 from spmdrl.policy.remote import RemotePolicy
-from spmdrl.policy.self_check import settle
+from spmdrl.policy.self_check import choose_form
 from spmdrl.spmd.mesh import scoring_world
 from spmdrl.spmd.world import World
 
@@ -37,12 +37,12 @@ ALIGN = "; or let the teacher read the student's text: --distill.align uld"
 class Models:
     """The policy and the other models of a run. None: the algorithm does not need it, or it is not on this rank.
 
-    Models that learn are on the ranks that train. Frozen models are there too, or on ranks of their own: then both the
-    ranks that train and the ranks that score hold a `RemotePolicy`; the former ask, the latter answer.
+    Models that train are on the training ranks. Frozen models are there too, or on ranks of their own; then both
+    training and scoring ranks hold a `RemotePolicy`, the former to send requests and the latter to answer them.
     """
 
     policy: Any
-    """The Policy that learns; None on a rank that does not train."""
+    """The Policy that trains; None on a rank that does not train."""
     reference: Policy | None = None
     """The reference of the KL term; in distillation, the teacher."""
     critic: Policy | None = None
@@ -53,16 +53,16 @@ class Models:
     reward_model: Policy | None = None
     cost_model: Policy | None = None
     labels: Labels | None = None
-    """What the numbers of the reward model mean; None: no file describes it."""
+    """The meaning of the reward model's numbers; None: no file describes it."""
     reading: Any = None
     """How the reward model reads responses (`rl/reading.py`); None: its score is that of the last token."""
     cost_reading: Any = None
-    """How the cost model does, alike."""
+    """The same for the cost model."""
     teachers: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further teachers of a distillation, by name; the first one is the reference."""
 
     def named(self) -> Iterator[tuple[str, Policy]]:
-        """Yield the models of this rank with their names; a model with two roles once."""
+        """Yield the models of this rank with their names; a model with two roles comes once."""
         seen = []
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, model in (fields | self.teachers).items():
@@ -73,30 +73,30 @@ class Models:
                 yield name, model
 
     keep_reference = False
-    """Checkpoints include the reference, because it is refreshed during the run."""
+    """True if checkpoints include the reference, because it is refreshed during the run."""
 
     def saved(self) -> dict[str, Policy]:
-        """Models that a checkpoint holds beside the policy, by name."""
+        """Return the models that a checkpoint holds beside the policy, by name."""
         reference = {"reference": self.reference} if self.keep_reference and self.reference else {}
         return self.trained() | reference
 
     def trained(self) -> dict[str, Policy]:
-        """Models that learn, except the policy, by name."""
+        """Return the models that train, except the policy, by name."""
         return {name: m for name, m in self.named() if name in ("critic", "cost_critic", "process")}
 
     def learning(self) -> dict[str, Any]:
-        """Models that learn, the policy included, by name; empty on a rank that does not train."""
+        """Return the models that train, including the policy, by name; empty on a rank that does not train."""
         return self.trained() | ({"policy": self.policy} if self.policy else {})
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Plan of one model of a run: where it starts and how it learns."""
+    """Plan of one model of a run: its path and how it trains."""
 
     flag: str
     """The flag that sets its path."""
     path: str
-    """A path as `--model.path` takes it; empty: `--model.path` itself."""
+    """A path as in `--model.path`; empty means `--model.path` itself."""
     head: Head
     lr: float | None = None
     """Peak learning rate; None: it is frozen."""
@@ -227,7 +227,9 @@ def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callab
         model = each.model if isinstance(each, RemotePolicy) else each
         if model is not None and not isinstance(model, BaseOf):
             flag, path = (wanted[name].flag, wanted[name].path) if name in wanted else ("", "")
-            settle(model, name.replace("_", " "), f"{flag} {path}" if path else f"--model.path {cfg.model.path}", say)
+            choose_form(
+                model, name.replace("_", " "), f"{flag} {path}" if path else f"--model.path {cfg.model.path}", say
+            )
 
 
 def _same(cfg: Config, path: str) -> bool:
@@ -236,7 +238,7 @@ def _same(cfg: Config, path: str) -> bool:
 
 
 def check_alike(model: Any, reference: Any) -> None:
-    """Check that a reference can move to the policy.
+    """Check that a reference has the policy's architecture, so that it can take over its weights.
 
     Raises:
         ValueError: it has another architecture.

@@ -8,14 +8,14 @@ from spmdrl.config.schema import OptimizerConfig
 
 
 def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW on master weights (https://arxiv.org/abs/1711.05101); only matrices have weight decay."""
+    """Build AdamW on master weights (https://arxiv.org/abs/1711.05101); only matrices get weight decay."""
     parameters = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    # Fused: one call for all shards. By itself torch would loop over DTensors. The meta device has no such kernel.
+    # Fused: one call for all shards, where torch would loop over DTensors. The meta device has no such kernel.
     fused = all(p.device.type != "meta" for p in parameters)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=fused)
 
@@ -23,8 +23,8 @@ def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Create AdamW's initial state for the parameters that it has not stepped yet.
 
-    torch's state dict functions create it by a step of learning rate 0, which counts as a step: bias correction would
-    then treat the first real step as the second.
+    torch's state dict functions create it by a step with learning rate 0, which counts as a step: bias correction would
+    treat the first real step as the second.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
         optimizer.state[p] = new_state(p)
@@ -42,13 +42,13 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict]) -> None:
-    """Put back this run's settings after a load, which brings those of the run that saved."""
+    """Restore this run's settings after a load, which brings those of the run that saved."""
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) out of `total`."""
+    """Return the learning rate of optimizer step `step` (from 0) out of `total`."""
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     if cfg.schedule == "constant":

@@ -1,9 +1,9 @@
 """Measures how far the forms in which a model runs packs (`heads.Form`) are from plain transformers.
 
-Three short sequences run through the model in a form, and each one alone through plain transformers. Compared are the
-states of all tokens, a gradient, and the head's numbers. Rounding in 16 bits hides small mistakes from such a
-comparison, so that two questions without noise are asked as well: does a sequence's gradient reach tokens of other
-sequences, and do its states change when those do? `self_check.py` draws the conclusion.
+Three short sequences run through the model in a form, and each one alone through plain transformers. The states of all
+tokens, a gradient, and the head's numbers are compared. Rounding in 16 bits hides small mistakes from such a
+comparison, so two further tests are exact: does a sequence's gradient reach tokens of other sequences, and do its
+states change when those do? `self_check.py` decides by the results.
 
 T tokens of the three sequences, D the width.
 """
@@ -25,18 +25,18 @@ log = logging.getLogger("spmdrl")
 
 LENGTHS = (5, 9, 14)
 PREFIX = 4
-"""Tokens that the second and the third sequence begin with alike."""
+"""Number of first tokens that the second and the third sequence share."""
 FORWARD = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest difference of states from plain transformers, as a share of their size. In 16 bits the median token's counts:
-where experts are chosen, rounding alone sends some tokens elsewhere; and less is allowed where the model's own two
-attentions are closer (`Sequences.most`). Families take parts of float64 models in float32.
+"""Largest difference of states from plain transformers, relative to their size. In 16 bits the median over tokens
+counts, because rounding alone changes the choice of experts for some tokens; and less is allowed where two attentions
+of the model itself differ by less (`Sequences.most`). Some families compute parts of float64 models in float32.
 """
 BACKWARD = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""The same of a gradient with respect to embeddings."""
+"""The same for a gradient with respect to embeddings."""
 LEAK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
-"""Largest change of a token's states when other sequences change, and share of the gradient that reaches these."""
+"""Largest change of a token's states when other sequences change, and share of the gradient that reaches them."""
 ROUTED = 0.3
-"""The same for states in 16 bits where experts are chosen."""
+"""The same for states in 16 bits of models with experts."""
 
 
 NOT_FINITE = "numbers that are not finite: its weights hold such numbers or are too large for --model.dtype"
@@ -44,12 +44,12 @@ NOT_FINITE = "numbers that are not finite: its weights hold such numbers or are 
 
 @dataclass
 class Found:
-    """The differences that one form of a model shows, each as a share of what it may be at most."""
+    """The differences of one form of a model, each as a share of the largest allowed one."""
 
     ratio: float = 0.0
-    """The largest of them: above 1 the form is wrong."""
+    """The largest share: above 1 the form is wrong."""
     reason: str = ""
-    """It in words; for a form that raised an error, the error."""
+    """The largest difference in words; for a form that raised an error, the error."""
     states: float = 0.0
     """The difference of the states from plain transformers."""
 
@@ -59,7 +59,7 @@ class Found:
         return self.ratio <= 1
 
     def add(self, what: str, value: float, most: float) -> None:
-        """Take a difference, which may be `most`; nan counts as too large."""
+        """Record a difference whose bound is `most`; nan counts as too large."""
         ratio = value / most if value == value else float("inf")
         if ratio >= self.ratio:
             self.ratio, self.reason = ratio, f"{what} {value:.2g}"
@@ -67,14 +67,14 @@ class Found:
 
 @dataclass
 class Sequences:
-    """The three sequences, and the plain model's answers to each alone."""
+    """The three sequences, and the plain model's results for each alone."""
 
     tokens: list[torch.Tensor]
     states: list[torch.Tensor] = field(default_factory=list)
     gradient: torch.Tensor | None = None
-    """Of the last sequence's states with respect to its embeddings [n, D]."""
+    """Gradient of the last sequence's states with respect to its embeddings [n, D]."""
     noise: float = 0.0
-    """In 16 bits, the median difference of states between two attentions of transformers; 0: it has one alone."""
+    """In 16 bits, the median difference of states between two attentions of transformers; 0 if only one exists."""
 
     def most(self, dtype: torch.dtype) -> float:
         """Return the largest difference of states that counts as rounding."""
@@ -82,7 +82,7 @@ class Sequences:
 
 
 def draw(hf_config: Any) -> list[int]:
-    """List tokens to draw from: those of the vocabulary that have no meaning of their own to the model."""
+    """List the tokens to draw from: those of the vocabulary that are not special to the model."""
     config = hf_config.get_text_config()
     rows = config.vocab_size
     special: set[int] = set()
@@ -95,7 +95,7 @@ def draw(hf_config: Any) -> list[int]:
 
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Draw the sequences, the same on every rank. turn: other numbers give other tokens at every place."""
+    """Draw the sequences, the same on every rank. turn: another number gives another token in every position."""
     ordinary = torch.tensor(draw(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)
@@ -129,82 +129,82 @@ class _Embedded:
 def plain(policy: Any) -> tuple[Sequences, Found]:
     """Run each sequence alone through plain transformers, and compare our head with the model's own. Collective.
 
-    Errors of the model become the reason.
+    An error of the model becomes the reason.
     """
     hf, dtype, found = policy.model.hf, policy.compute, Found()
-    told = Sequences(sequences(policy.hf_config, policy.world.device))
+    expected = Sequences(sequences(policy.hf_config, policy.world.device))
     try:
-        # Other implementations leave out what only some families have, such as a cap on scores.
+        # Other implementations leave out features of some families, such as a cap on scores.
         with with_attention(hf, "eager"):
-            *most, last = told.tokens
+            *most, last = expected.tokens
             with torch.no_grad():
-                told.states += [policy.model.plain(ids)[0] for ids in most]
+                expected.states += [policy.model.plain(ids)[0] for ids in most]
             with _Embedded(hf) as embedded:
                 states = policy.model.plain(last)[0]
-                told.gradient = embedded.gradient(_read(states))
-            told.states.append(states.detach())
+                expected.gradient = embedded.gradient(_read(states))
+            expected.states.append(states.detach())
             with torch.no_grad():
                 off = policy.model.off(last)
         if dtype.itemsize == 2:
             with with_attention(hf, own_attention(hf)), torch.no_grad():
-                told.noise = difference(policy.model.plain(last)[0], told.states[-1], dtype)
-        if not all(bool(x.isfinite().all()) for x in (*told.states, off)):
-            return told, Found(float("inf"), NOT_FINITE)
+                expected.noise = difference(policy.model.plain(last)[0], expected.states[-1], dtype)
+        if not all(bool(x.isfinite().all()) for x in (*expected.states, off)):
+            return expected, Found(float("inf"), NOT_FINITE)
         found.add(
             "the head's numbers differ by", float(off.median() if dtype.itemsize == 2 else off.max()), FORWARD[dtype]
         )
-        second, third = (states[:PREFIX] for states in told.states[1:])
+        second, third = (states[:PREFIX] for states in expected.states[1:])
         found.add("later tokens change the states of earlier ones by", difference(third, second, dtype), FORWARD[dtype])
     except Exception as error:
         found = _failed(error)
     finally:
-        policy._reshard()
-    return told, found
+        policy.reshard()
+    return expected, found
 
 
 def _failed(error: Exception) -> Found:
-    """Take an error of the model's code, which every rank meets alike, for a finding; others end the job at once."""
+    """Turn an error of the model's code, which is the same on every rank, into a finding; raise other errors again."""
     if of_the_machine(error):
         raise error
     message = " ".join(str(error).split())[:200]
-    # The attention's own refusals are sentences.
+    # The attention's own refusals are whole sentences.
     text = message if isinstance(error, ValueError) else f"its code fails with {type(error).__name__}: {message}"
     log.info("self-check: %s", text)
     return Found(float("inf"), text)
 
 
-def probe(policy: Any, form: Form, told: Sequences) -> Found:
+def probe(policy: Any, form: Form, expected: Sequences) -> Found:
     """Run one form of a model on packs of the sequences. Collective.
 
-    told: the plain model's answers. Errors of the model become the reason.
+    expected: the plain model's results. An error of the model becomes the reason.
     """
     before, found = policy.form, Found()
     policy.model.trunk.form = form
     try:
         if form == "apart":
-            _compare_apart(policy, told, found)
+            _compare_apart(policy, expected, found)
         else:
-            _compare(policy, form, told, found)
+            _compare(policy, form, expected, found)
     except ConfigError:  # the user asked for a kernel that cannot run this model
         raise
     except Exception as error:
         found = _failed(error)
     finally:
         policy.model.trunk.form = before
-        policy._reshard()
+        policy.reshard()
     return found
 
 
-def _compare_apart(policy: Any, told: Sequences, found: Found) -> None:
-    pack, lengths, dtype = torch.cat(told.tokens), torch.tensor(LENGTHS), policy.compute
+def _compare_apart(policy: Any, expected: Sequences, found: Found) -> None:
+    pack, lengths, dtype = torch.cat(expected.tokens), torch.tensor(LENGTHS), policy.compute
     with torch.no_grad():
         states = policy.model.states(pack, lengths, torch.ones_like(pack, dtype=torch.bool))
-    found.states = difference(states, torch.cat(told.states), dtype)
+    found.states = difference(states, torch.cat(expected.states), dtype)
     found.add("states differ by", found.states, FORWARD[dtype])
 
 
-def _compare(policy: Any, form: Form, told: Sequences, found: Found) -> None:
-    dtype, pack = policy.compute, torch.cat(told.tokens)
+def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None:
+    dtype, pack = policy.compute, torch.cat(expected.tokens)
     lengths, ends = torch.tensor(LENGTHS), torch.tensor(LENGTHS).cumsum(0).tolist()
     mask = torch.ones(len(pack), dtype=torch.bool)
     if form == "tree":
@@ -216,22 +216,22 @@ def _compare(policy: Any, form: Form, told: Sequences, found: Found) -> None:
         states = policy.model.states(pack, lengths, mask.to(device))
         gradient = embedded.gradient(_read(states[third]))
     states = states.detach()
-    shown = mask.to(device)
-    found.states = difference(states[shown], torch.cat(told.states)[shown], dtype)
-    found.add("states differ by", found.states, told.most(dtype))
-    own, others = _by_sequence(policy, form, told, gradient, third)
-    assert told.gradient is not None
+    computed = mask.to(device)
+    found.states = difference(states[computed], torch.cat(expected.states)[computed], dtype)
+    found.add("states differ by", found.states, expected.most(dtype))
+    own, others = _by_sequence(policy, form, expected, gradient, third)
+    assert expected.gradient is not None
     found.add(
         "a gradient differs by",
-        difference(own, told.gradient, dtype),
-        told.most(dtype) * 2 if told.noise else BACKWARD[dtype],
+        difference(own, expected.gradient, dtype),
+        expected.most(dtype) * 2 if expected.noise else BACKWARD[dtype],
     )
     found.add("sequences reach each other in a gradient by", others, LEAK[dtype])
     changes = []
     for turn in (1, 2):
-        # Where an expert is chosen by rounding, another turn chooses otherwise; what leaks does so in both.
+        # Where rounding chooses an expert, another turn chooses otherwise; a leak shows in both.
         first, second, _ = sequences(policy.hf_config, device, turn)
-        other = torch.cat([first, told.tokens[1][:PREFIX], second[PREFIX:], told.tokens[2]])
+        other = torch.cat([first, expected.tokens[1][:PREFIX], second[PREFIX:], expected.tokens[2]])
         with torch.no_grad():
             changed = policy.model.states(other, lengths, mask.to(device))
         changes.append(_off(changed[third], states[third])[mask[third]])
@@ -241,29 +241,29 @@ def _compare(policy: Any, form: Form, told: Sequences, found: Found) -> None:
 
 
 def _read(states: torch.Tensor) -> torch.Tensor:
-    """Sum a sequence's states [n, D] behind the shared tokens with unlike weights, to take the gradient of."""
+    """Sum a sequence's states [n, D] after the shared tokens with different weights, to take the gradient of."""
     states = states[PREFIX:]
     weight = torch.linspace(-1, 1, states.numel(), dtype=torch.float64, device=states.device).view_as(states)
     return (states * torch.cos(17 * weight).to(states.dtype)).sum()
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Distance of each row [n, D] as a share of the rows' mean size."""
+    """Return the distance of each row [n, D] as a share of the rows' mean size."""
     a, b = a.double(), b.double()
     return (a - b).norm(dim=-1) / (b.norm(dim=-1).mean() + 1e-30)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
-    """Compare rows [n, D] of a form with the plain model's: the largest difference, in 16 bits the median one."""
+    """Return the largest difference of rows [n, D] of a form from the plain model's; in 16 bits the median one."""
     off = _off(a, b)
     return float(off.median() if dtype.itemsize == 2 and bool(off.isfinite().all()) else off.max())
 
 
 def _by_sequence(
-    policy: Any, form: Form, told: Sequences, gradient: torch.Tensor, third: slice
+    policy: Any, form: Form, expected: Sequences, gradient: torch.Tensor, third: slice
 ) -> tuple[torch.Tensor, float]:
-    """Return the gradient [n, D] at the third sequence's tokens, and the share of it that others' got."""
-    group, tokens = policy.world.sp_group, torch.cat(told.tokens).cpu()
+    """Return the gradient [n, D] at the third sequence's tokens, and the share that reached other sequences."""
+    group, tokens = policy.world.sp_group, torch.cat(expected.tokens).cpu()
     place = torch.arange(len(tokens))
     if form == "tree":
         mask = torch.ones(len(tokens), dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""A frozen model on ranks of its own: ranks that train send requests, ranks that score answer them.
+"""A frozen model on ranks of its own: training ranks send requests, scoring ranks answer them.
 
-Tokens go to the scorers by exchange, every sequence once, balanced by length; the results come back to all ranks that
-hold the sequence. Both sides make the same calls in the same order (`learn.score`, `learn.serve`).
+Tokens go to the scorers by exchange, every sequence once, balanced by length; the results return to all ranks that hold
+the sequence. Training and scoring ranks make the same calls in the same order (`learn.score`, `learn.serve`).
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ HOST = torch.device("cpu")
 
 
 class RemotePolicy:
-    """`logprobs` and `values` of the Policy contract (`contract.py`) for a model that lies on other ranks.
+    """`logprobs` and `values` of the Policy contract (`contract.py`) for a model on other ranks.
 
     Every method that communicates is collective over trainers and scorers.
     """
@@ -39,13 +39,13 @@ class RemotePolicy:
         """Hold the settings; nothing is sent yet.
 
         Args:
-            model: the model itself on a rank that scores, None on one that trains.
-            world: all ranks; its holders are the ranks that train.
-            scorers: int64 [data positions, copies], the ranks that score; of a position's ranks, which hold the same
-                sequences, the first answers.
+            model: the model itself on a scoring rank, None on a training rank.
+            world: all ranks; its holders are the training ranks.
+            scorers: int64 [data positions, copies], the scoring ranks; the ranks of a position hold the same sequences,
+                and the first of them answers.
             dtype: type of the answers.
-            share: the model runs a prompt once for all samples that share it, so these are kept on one scorer.
-            labels: numbers that it gives for a token.
+            share: the model runs a prompt once for all samples that share it, so these stay on one scorer.
+            labels: numbers that the model computes for a token.
         """
         self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
         self.shape = (labels,) if labels > 1 else ()
@@ -53,28 +53,28 @@ class RemotePolicy:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the contract. A scorer passes an empty batch and gets nothing back."""
-        asked = deal(self._question(batch), self.scorers, Peers(self.world.rollout_group, HOST))
+        """See the contract. A scorer passes an empty batch and gets an empty result."""
+        request = deal(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: tuple[torch.Tensor, ...] = (torch.zeros(0, *self.shape), torch.zeros(0, *self.shape))
         if self.model is not None:
-            answers = self.model.logprobs(asked, temperature, second)
-        logp_T, second_T = self._answer(asked, [x_T.to(self.dtype) for x_T in answers])
+            answers = self.model.logprobs(request, temperature, second)
+        logp_T, second_T = self._answer(request, [x_T.to(self.dtype) for x_T in answers])
         return logp_T, second_T
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """See the contract. `function.none` are the numbers of no tokens."""
-        asked = deal(self._question(batch), self.scorers, Peers(self.world.rollout_group, HOST))
+        """See the contract. `function.none` holds the result for no tokens."""
+        request = deal(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: Any = function.none  # type: ignore[attr-defined]
         if self.model is not None:
-            answers = self.model.read(asked, temperature, function) or answers
-        return tuple(self._answer(asked, list(answers)))
+            answers = self.model.read(request, temperature, function) or answers
+        return tuple(self._answer(request, list(answers)))
 
     def values(self, batch: Batch) -> torch.Tensor:
         """See the contract."""
         return self.logprobs(batch, 1.0)[0]
 
-    def _question(self, batch: Batch) -> Batch:
-        """Columns that scorers need of this rank's sequences; if several ranks hold copies, only the first sends."""
+    def _request(self, batch: Batch) -> Batch:
+        """Return the columns that scorers need of this rank's sequences; of ranks with copies only the first sends."""
         place = torch.nonzero(self.world.holders == self.world.rank)
         origin, copy = (int(x) for x in place[0]) if len(place) else (0, 0)
         index_B = torch.arange(len(batch))
@@ -84,12 +84,12 @@ class RemotePolicy:
         token = {name: batch.token[name] for name in ("tokens", "mask")}
         return Batch(batch.lengths, token, seq).select(index_B[: len(batch) if copy == 0 else 0])
 
-    def _answer(self, asked: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send the numbers [T] of `asked` back to the ranks that its sequences came from, in those ranks' order."""
+    def _answer(self, request: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Send the numbers [T] of `request` back to the ranks that sent its sequences, in those ranks' order."""
         copies = self.world.holders.shape[1]
-        table = Table(torch.stack([asked.seq["origin"], asked.seq["index"]], 1))
+        table = Table(torch.stack([request.seq["origin"], request.seq["index"]], 1))
         for i, x_T in enumerate(numbers):
-            table.lengths[str(i)], table.values[str(i)] = asked.lengths, x_T
+            table.lengths[str(i)], table.values[str(i)] = request.lengths, x_T
         answers = len(table) if self.world.rank in self.scorers[:, 0] else 0
         table = select(table, torch.arange(answers).repeat_interleave(copies))
         back, _ = exchange(
@@ -98,5 +98,5 @@ class RemotePolicy:
         return list(back.values.values())
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract: the bytes of the model on this rank."""
+        """See the contract: counts the model on this rank."""
         return self.model.bytes_by_owner() if self.model else {}

@@ -1,9 +1,9 @@
-"""Looks at the pickles of a checkpoint's optimizer state before torch or Megatron may read them.
+"""Checks the pickles of a checkpoint's optimizer state before torch or Megatron may read them.
 
-torch.distributed.checkpoint keeps its index (`.metadata`) as a pickle, and reads values that are no tensors with
-weights_only=False: whoever wrote the files could run code here. A manifest tells that files are whole, not who wrote
-them. So the index is read here first, by a reader that knows the classes of such an index and no other, and every value
-beside tensors by torch's reader for weights.
+torch.distributed.checkpoint keeps its index (`.metadata`) as a pickle and reads values that are not tensors with
+weights_only=False, so the author of the files could run code here. A manifest proves that files are complete, not who
+wrote them. This module reads the index first, with an unpickler that allows only the classes of such an index, and
+reads every value beside tensors with torch's weights-only reader.
 """
 
 import io
@@ -27,7 +27,7 @@ CLASSES = {
 }
 """Module -> names that an index may contain. Calling any of them has no side effects."""
 LARGEST = 64 << 20
-"""Bytes of one value beside tensors; such values are numbers and names."""
+"""Largest size in bytes of one value beside tensors; such values are numbers and names."""
 
 
 class _Index(pickle.Unpickler):
@@ -43,7 +43,7 @@ class _Index(pickle.Unpickler):
 def vet(folder: Path) -> dict[str, tuple[int, ...]]:
     """Check that reading `folder` (optimizer state) runs only the code that a checkpoint needs.
 
-    Returns name -> shape of the tensors in it.
+    Returns name -> shape of its tensors.
 
     Raises:
         ValueError: it would run other code, or the folder holds no optimizer state; none of its code was run.

@@ -1,8 +1,8 @@
-"""Checks, before anything is learnt or sampled, that a model gives right numbers here: it is right or refused.
+"""Checks before training or sampling that a model computes correct numbers on this machine, or refuses it.
 
-`probe.py` holds each form in which a model can run packs against plain transformers. A model runs in the fastest form
-that is right: with shared tokens once (a tree), packed, or one sequence a forward, which is exact and slower. One that
-is wrong there too is refused.
+`probe.py` compares each form in which a model can run packs with plain transformers. A model runs in the fastest form
+that is correct: with shared tokens once (a tree), packed, or one sequence per forward, which is exact and slower. A
+model that is wrong in every form is refused.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ from spmdrl.policy.probe import FORWARD, NOT_FINITE, Found, Sequences, differenc
 from spmdrl.spmd.exchange import all_reduce
 
 
-def agreed(policy: Any, found: Found) -> Found:
-    """Return what the rank with the largest difference found. Collective."""
+def worst_over_ranks(policy: Any, found: Found) -> Found:
+    """Return the finding of the rank with the largest difference. Collective."""
     numbers = torch.tensor([found.ratio, found.states], dtype=torch.float64)
     ratio, states = all_reduce(numbers, "max", policy.world.role_group).tolist()
     return Found(ratio, found.reason or "on another rank", states)
 
 
-def settle(policy: Any, role: str, name: str, say: Callable[[str], None]) -> None:
-    """Check one model and have it run in the fastest form that is right. Collective.
+def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -> None:
+    """Check one model and set it to the fastest form that is correct. Collective.
 
-    role: the model's part in the job. name: the setting that names it, and its value. say: takes the line that tells
-    what was found.
+    role: the model's role in the job. name: the setting that names it, and its value. say: prints a line with the
+    result.
 
     Raises:
-        ValueError: the model is right in no form, or not as the settings ask for it; the message names the flag.
+        ValueError: no form is correct, or none that the settings allow; the message names the flag.
     """
     family, kind, sp = policy.hf_config.model_type, policy.cfg.model.dtype, policy.world.sp_size
     if not policy.cfg.model.self_check:
@@ -40,35 +40,35 @@ def settle(policy: Any, role: str, name: str, say: Callable[[str], None]) -> Non
         return
     heading = f"self-check of the {role} ({name}, {family}, {kind})"
     if not hasattr(policy, "run_as"):
-        say(f"{heading}: packed: numbers differ by {settle_backend(policy, name):.1g} at most")
+        say(f"{heading}: packed: numbers differ by {check_backend(policy, name):.1g} at most")
         return
-    told, alone = plain(policy)
-    alone = agreed(policy, alone)
+    expected, alone = plain(policy)
+    alone = worst_over_ranks(policy, alone)
     if alone.reason == NOT_FINITE:
         raise ValueError(f"{name}: {family} gives {NOT_FINITE} {kind}")
     if not alone.right:
         raise ValueError(f"{name}: {family} is not right here: {alone.reason}; take a model of another family")
-    tried = {form: agreed(policy, probe(policy, form, told)) for form in forms_of(policy)}
+    tried = {form: worst_over_ranks(policy, probe(policy, form, expected)) for form in forms_of(policy)}
     right = [form for form, found in tried.items() if found.right]
     if not right:
         packed = tried["packed"].reason if tried else "the family computes attention by itself"
-        run_apart(policy, f"{name}: {family}", told, packed)
+        run_apart(policy, f"{name}: {family}", expected, packed)
         say(f"{heading}: packed, {packed}: runs one sequence a forward, slower")
         return
     policy.run_as(right[0])
-    shown = ", ".join(right[::-1]) + (f", sp {sp}" if sp > 1 else "")
+    forms = ", ".join(right[::-1]) + (f", sp {sp}" if sp > 1 else "")
     most = max(tried[form].states for form in right)
     wrong = [f"; {form}, {found.reason}: prompts are not shared" for form, found in tried.items() if not found.right]
-    say(f"{heading}: {shown}: states differ by {most:.1g} at most" + "".join(wrong))
+    say(f"{heading}: {forms}: states differ by {most:.1g} at most" + "".join(wrong))
 
 
-def run_apart(policy: Any, name: str, told: Sequences, packed: str) -> None:
-    """Have a model run one sequence a forward, by the fastest of transformers' attentions that is right. Collective.
+def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
+    """Run a model on one sequence per forward, by the fastest correct attention of transformers. Collective.
 
-    name: begins messages. packed: the reason why its packed sequences are wrong.
+    name: the beginning of messages. packed: the reason why packed sequences are wrong.
 
     Raises:
-        ValueError: it is wrong so, too, or settings need packed sequences.
+        ValueError: this form is wrong too, or settings need packed sequences.
     """
     if (sp := policy.world.sp_size) > 1:
         raise ValueError(f"--parallel.sp {sp}: {name} is wrong over divided tokens: {packed}; set --parallel.sp 1")
@@ -79,7 +79,7 @@ def run_apart(policy: Any, name: str, told: Sequences, packed: str) -> None:
         )
     for attention in dict.fromkeys((own_attention(policy.model.hf), "eager")):
         policy.run_as("apart", attention)
-        found = agreed(policy, probe(policy, "apart", told))
+        found = worst_over_ranks(policy, probe(policy, "apart", expected))
         if found.right:
             return
     raise ValueError(f"{name} is not right here: {found.reason}, and packed, {packed}; take a model of another family")
@@ -92,13 +92,13 @@ def forms_of(policy: Any) -> list[Form]:
     return ["tree", "packed"] if policy.share else ["packed"]
 
 
-def settle_backend(policy: Any, name: str) -> float:
-    """Compare the numbers of packed sequences with those of each alone, by a backend that has no HF model. Collective.
+def check_backend(policy: Any, name: str) -> float:
+    """Compare packed sequences with each sequence alone on a backend that has no HF model. Collective.
 
-    Returns their largest difference.
+    Returns the largest difference of their numbers.
 
     Raises:
-        ValueError: it is more than rounding.
+        ValueError: the difference is more than rounding.
     """
     config, dtype = policy.hf_config, DTYPES[policy.cfg.model.dtype]
     tokens = sequences(config, torch.device("cpu"))
@@ -113,7 +113,7 @@ def settle_backend(policy: Any, name: str) -> float:
     apart, together = torch.cat([numbers([x]) for x in tokens]), numbers(tokens)
     found = Found(states=difference(together, apart, dtype))
     found.add("packed sequences give numbers that differ by", found.states, FORWARD[dtype])
-    found = agreed(policy, found)
+    found = worst_over_ranks(policy, found)
     if not found.right:
         raise ValueError(
             f"{name}: {config.model_type} is not right under --policy.backend {policy.cfg.policy.backend}: "

@@ -33,7 +33,7 @@ from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.shared_environment import Shared
 from spmdrl.rl.spikes import Spikes
-from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
+from spmdrl.rollout.build import check_engine, prompt_limit, stop_tokens
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine
@@ -58,7 +58,7 @@ def build_run(session: Session[Config]) -> Run:
     if "disk" in (cfg.policy.offload, cfg.reference.offload):
         scratch_folder()
     tokenizer = load_tokenizer(model_folder, trust)
-    room, stop = prompt_room(cfg, model_folder), stop_tokens(model_folder, tokenizer, job_template(cfg, tokenizer))
+    room, stop = prompt_limit(cfg, model_folder), stop_tokens(model_folder, tokenizer, job_template(cfg, tokenizer))
     prompts = same_prompts(session, tokenizer, cfg.data.train, room, cfg.data.limit, "--data.limit")
     asked = None
     if is_evaluated(cfg):

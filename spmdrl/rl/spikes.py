@@ -46,7 +46,7 @@ class Spikes:
         """Counted from 1, the caller moves it."""
         self.guards: dict[str, Guard] = {name: model.guard for name, model in models.learning().items()}
         for name, guard in self.guards.items():
-            guard.hand_on = partial(self.keep, name)
+            guard.store = partial(self.keep, name)
 
     def state(self) -> dict[str, dict]:
         """State of the guards for a resumed run; JSON-able."""

@@ -208,7 +208,7 @@ def stop_tokens(folder: Path, tokenizer, template: str = "") -> set[int]:
     return {tokenizer.eos_token_id, *named_ends(folder), *end_of_turn_tokens(tokenizer, template)} - {None}
 
 
-def prompt_room(cfg: Config, folder: Path, setting: str = "rollout.max_new_tokens") -> int:
+def prompt_limit(cfg: Config, folder: Path, setting: str = "rollout.max_new_tokens") -> int:
     """Return the longest prompt, in tokens, for which the settings and the model's context length leave room.
 
     setting: where the user gave the number of new tokens.

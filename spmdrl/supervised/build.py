@@ -23,7 +23,7 @@ from spmdrl.policy.backends import backend
 from spmdrl.policy.contract import MEASURE, Objective
 from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models
-from spmdrl.policy.self_check import settle
+from spmdrl.policy.self_check import choose_form
 from spmdrl.rollout.build import context_length
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.generators import generator_states, set_generator_states
@@ -83,7 +83,7 @@ def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
     model = backend(cfg.policy.backend)(built, session.world, cfg.run.steps, trainable=True, adapt=True)
-    settle(model, "policy", f"--model.path {cfg.model.path}", session.note)
+    choose_form(model, "policy", f"--model.path {cfg.model.path}", session.note)
     return model
 
 
@@ -108,7 +108,7 @@ def frozen(
     session.note(f"building {role} {path or cfg.model.path}")
     more = {"average": True} if average else {}
     model = backend(cfg.policy.backend)(cfg, session.world, 0, trainable=False, path=path, **more)
-    settle(model, role, f"{flag} {path}" if path else f"--model.path {cfg.model.path}", session.note)
+    choose_form(model, role, f"{flag} {path}" if path else f"--model.path {cfg.model.path}", session.note)
     return model
 
 

@@ -10,7 +10,7 @@ from spmdrl.config.supervised import SupervisedConfig, sampling_run
 from spmdrl.data.template_ends import job_template
 from spmdrl.data.tokens import Masked
 from spmdrl.policy.models import Models
-from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
+from spmdrl.rollout.build import check_engine, prompt_limit, stop_tokens
 from spmdrl.rollout.engine import Request
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine
@@ -39,7 +39,7 @@ class Generations:
         self.memory = Memory(run, models, self.engine, session.timer, world)
         with self.memory.training_phase():
             pass
-        room, asked = prompt_room(run, folder, "generate.max_new_tokens"), [split(sequence) for sequence in held]
+        room, asked = prompt_limit(run, folder, "generate.max_new_tokens"), [split(sequence) for sequence in held]
         self.asked = [pair for pair in asked if len(pair[0]) <= room][: cfg.generate.prompts]
 
     def sample(self, step: int) -> list[dict]:

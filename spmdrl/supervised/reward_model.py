@@ -12,7 +12,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.policy.backends import backend
 from spmdrl.policy.labels import check_head
 from spmdrl.policy.models import Models
-from spmdrl.policy.self_check import settle
+from spmdrl.policy.self_check import choose_form
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Placed, Start, assemble, begin
 from spmdrl.supervised.encoder import Encoded
@@ -106,7 +106,7 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     model = backend(cfg.policy.backend)(
         cfg, session.world, cfg.run.steps, trainable=True, path=str(begun.folder), head=head, labels=count
     )
-    settle(model, "reward model", f"--model.path {cfg.model.path}", session.note)
+    choose_form(model, "reward model", f"--model.path {cfg.model.path}", session.note)
     describe(model.hf_config, begun.tokenizer, kind, STEP_LABELS if steps else cfg.reward_model.outputs)
     return model
 

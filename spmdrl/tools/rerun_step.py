@@ -152,13 +152,13 @@ def weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | Non
 def build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
     """Builds the model that learnt, with weights of a verified checkpoint or of its start, and names their place."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
-    from spmdrl.policy.self_check import settle
+    from spmdrl.policy.self_check import choose_form
 
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
     # The form in which the run computed it, too.
-    settle(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
+    choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
     # No optimizer step follows, so only the weights of a checkpoint are read.
     model.optimizer, optimizer = None, model.optimizer
     folder = checkpoint

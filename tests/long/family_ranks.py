@@ -29,10 +29,10 @@ def batch_of(rows: list[dict[str, Any]]) -> Any:
 def divided(world: Any, folder: str, rows: list[dict[str, Any]]) -> list[float]:
     """Return log p of all sampled tokens, by ranks that divide the tokens of a pack."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
-    from spmdrl.policy.self_check import settle
+    from spmdrl.policy.self_check import choose_form
 
     policy = FsdpPolicy(config(model={"path": folder}, parallel={"sp": world.sp_size}), world, 1)
-    settle(policy, "policy", f"--model.path {folder}", lambda line: None)
+    choose_form(policy, "policy", f"--model.path {folder}", lambda line: None)
     batch = batch_of(rows)
     return policy.logprobs(batch, 1.0)[0][batch.token["mask"]].tolist()
 
@@ -40,10 +40,10 @@ def divided(world: Any, folder: str, rows: list[dict[str, Any]]) -> list[float]:
 def valued(world: Any, folder: str, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """Return the values of all sampled tokens by a critic with random weights in its head, and these weights."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
-    from spmdrl.policy.self_check import settle
+    from spmdrl.policy.self_check import choose_form
 
     policy = FsdpPolicy(config(model={"path": folder}), world, 1, head="value")
-    settle(policy, "critic", f"--model.path {folder}", lambda line: None)
+    choose_form(policy, "critic", f"--model.path {folder}", lambda line: None)
     weight = policy.model.hf.score.weight
     with torch.no_grad():
         weight.to_local().copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))

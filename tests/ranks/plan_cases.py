@@ -197,8 +197,7 @@ class Watched:
         for decoder in decoders(self.model):
             # A stage holds what it last got from the one before until the next micro-batch.
             decoder.input_tensor = None
-        if hasattr(self.model, "_reshard"):
-            self.model._reshard()
+        self.model.reshard()
         self.paper.lap()
         self.begun = self.paper.live, self.paper.traffic.copy()
 

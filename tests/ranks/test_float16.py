@@ -130,7 +130,7 @@ def test_loss_scale_moves_as_torchs_scaler():
         weight.grad = torch.full((1,), 1.0 if each else torch.inf)
         theirs.step(optimizer)
         theirs.update()
-        ours.judge(each)
+        ours.adapt(each)
         assert ours.scale == theirs.get_scale()
     again = LossScale()
     again.restore(ours.state())
@@ -140,7 +140,7 @@ def test_loss_scale_moves_as_torchs_scaler():
 def test_float16_at_the_least_scale_is_a_bad_step():
     scale = LossScale(1.0)
     assert not scale.can_shrink
-    scale.judge(False)
+    scale.adapt(False)
     assert scale.scale == 1.0
 
 

@@ -11,7 +11,7 @@ from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.heads import Form
 from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.mixers import layers, rotary
-from spmdrl.policy.self_check import settle
+from spmdrl.policy.self_check import choose_form
 from tests.engines.families import make
 from tests.ranks.cases import (
     VOCAB,
@@ -93,7 +93,7 @@ def checked(world, path: str, dtype: str = "float32", **policy) -> tuple[FsdpPol
     said = []
     cfg = config(model={"path": path, "dtype": dtype}, policy={"share_prompts": True} | policy)
     built = build_policy(cfg, world)
-    settle(built, "policy", f"--model.path {path}", said.append)
+    choose_form(built, "policy", f"--model.path {path}", said.append)
     return built, said[0]
 
 
@@ -268,10 +268,10 @@ def broken(world, path: str):
         built = build_policy(config(model={"path": path}), world)
         spoil(built)
         with pytest.raises(ValueError) as error:
-            settle(built, "reference", "--reference.path mine", lambda line: None)
+            choose_form(built, "reference", "--reference.path mine", lambda line: None)
         said[spoil.__name__] = str(error.value)
     off = build_policy(config(model={"path": path, "self_check": False}), world)
-    settle(off, "policy", "--model.path mine", lambda line: said.update(off=line))
+    choose_form(off, "policy", "--model.path mine", lambda line: said.update(off=line))
     return said
 
 
@@ -291,7 +291,7 @@ def failing_alone(world, path: str):
 
     built.model.hf.base_model.forward = forward
     try:
-        settle(built, "policy", "--model.path mine", lambda line: None)
+        choose_form(built, "policy", "--model.path mine", lambda line: None)
     except Exception as error:
         return type(error).__name__, str(error)
     return None

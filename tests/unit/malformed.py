@@ -28,7 +28,7 @@ from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.rollout.build import prompt_room, stop_tokens
+from spmdrl.rollout.build import prompt_limit, stop_tokens
 
 LIMIT = 120
 """Seconds for one case on a machine that does other things too."""
@@ -347,7 +347,7 @@ def read_model(folder: Path) -> None:
     """Reads a model as a run does."""
     found = resolve(str(folder))
     tokens = load_tokenizer(found)
-    prompt_room(Config(), found)
+    prompt_limit(Config(), found)
     stop_tokens(found, tokens)
     load_prompts("builtin:reverse", DataConfig(limit=2), tokens, 64, 2)
     build_model(found, "float32")

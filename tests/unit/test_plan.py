@@ -436,7 +436,7 @@ def test_plan_changes_add_up():
     a = Change((("policy.offload", "host"),), frozenset({"rollout"}))
     b = Change((("policy.activation_checkpointing", "full"),), frozenset({"update"}))
     assert (a + b).flags == "--policy.offload host --policy.activation-checkpointing full"
-    assert a.meets(a) and not a.meets(b) and (a + b).frees == {"rollout", "update"}
+    assert a.conflicts(a) and not a.conflicts(b) and (a + b).frees == {"rollout", "update"}
 
 
 def test_plan_names_the_flag_of_a_model_that_is_not_there(tmp_path):

@@ -1,4 +1,4 @@
-"""Switches a HF model between attention over packs and that of transformers, for one sequence in a forward."""
+"""Switches a HF model between attention over packs and transformers' own, for one sequence per forward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,19 +6,19 @@ from typing import Any
 
 
 def own_attention(hf: Any) -> str:
-    """Return the name of the implementation that transformers takes by itself for a model: sdpa where it has it."""
+    """Return the name of transformers' default implementation for a model: sdpa where the model supports it."""
     return hf.get_correct_attn_implementation(None)
 
 
 def use_attention(hf: Any, name: str) -> None:
-    """Have all layers of a model call this implementation from the next forward on."""
+    """Set the attention implementation of all layers of a model from the next forward on."""
     for config in _configs(hf):
         config._attn_implementation = name
 
 
 @contextmanager
 def with_attention(hf: Any, name: str) -> Iterator[None]:
-    """Inside this context all layers of a model call this implementation."""
+    """Set the attention implementation of all layers of a model inside this context."""
     before = [(config, config._attn_implementation) for config in _configs(hf)]
     use_attention(hf, name)
     try:

@@ -1,10 +1,10 @@
-"""Attention over packed sequences without padding outside of attention itself.
+"""Attention over packed sequences, padded only inside attention itself.
 
 Registered with transformers as the attention implementation `spmdrl_packed`; a forward passes a `Packing` with the
-model's keyword arguments. On a GPU a layer takes a kernel for sequences laid end to end where one can compute it
-(`varlen.py`). Elsewhere sequences of like length are laid out as [B, H, L, d] and go through causal scaled-dot-product
-attention. Padding stands to the right, so causality alone keeps it out of every real row: whole sequences need no mask,
-and the result is exact.
+model's keyword arguments. On a GPU a layer uses a kernel for sequences laid end to end where one supports it
+(`varlen.py`). Elsewhere sequences of similar length are laid out as [B, H, L, d] and go through causal
+scaled-dot-product attention. Padding is on the right, so causality alone keeps it out of every real row: whole
+sequences need no mask, and the result is exact.
 """
 
 from dataclasses import replace
@@ -40,13 +40,13 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
-    """The attention mask of branches for SDPA: on a GPU (float32 included) the mask that is causal from the end.
+    """Build the attention mask of branches for SDPA: on a GPU (float32 included) the mask that is causal from the end.
 
-    sink: 1 if a key that every query sees stands before the others, else 0.
+    sink: 1 if a key that every query attends to stands before the others, else 0.
     """
-    # SDPA's kernels know that mask; for other types it would warn and build it in full.
+    # SDPA's kernels support that mask; for other types SDPA would warn and build it in full.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
-        # torch cannot make this subclass of Tensor while a mode looks on, as `--run.lockstep-debug` does.
+        # torch cannot make this subclass of Tensor under a dispatch mode, which `--run.lockstep-debug` installs.
         with _disable_current_modes():
             return causal_lower_right(group.longest, sink + group.trunk + group.longest)
     return F.pad(~_hidden(group, window, q.device), (sink, 0), value=True)
@@ -55,9 +55,9 @@ def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int)
 def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Append a key whose score is each head's sink and whose value is 0: keys and values [T, ...] -> [T + 1, ...].
 
-    The score stands in a channel of the queries that all other keys have no part in, so any kernel can compute it.
+    The score stands in a channel of the queries where all other keys are 0, so any kernel can compute it.
     """
-    # The fused kernels of a GPU want a multiple of 8 channels.
+    # The fused kernels of a GPU need a multiple of 8 channels.
     d, more = k.shape[2], 8 - k.shape[2] % 8
     score = (sinks_H / scale).to(q.dtype)[:, None].expand(*q.shape[:2], 1)
     q = F.pad(torch.cat([q, score], -1), (0, more - 1))
@@ -66,11 +66,11 @@ def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tens
 
 
 def _plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Softmax attention [B, H, L, d] with hidden keys and score soft-capping, as Gemma 2 needs."""
+    """Compute softmax attention [B, H, L, d] with hidden keys and soft-capped scores, as in Gemma 2."""
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    # HF takes the softmax in float32 too; float64 stays.
+    # HF computes the softmax in float32 too; float64 stays.
     upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
     return scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=upcast).to(q.dtype) @ v
 
@@ -80,7 +80,7 @@ def _padded_class(
 ):
     """Compute attention for the tokens of one length class: [T, H, d] -> [tokens of the class, H, d].
 
-    sink: 1 if the key behind all tokens is one that every query sees, else 0.
+    sink: 1 if a key that every query attends to stands behind all tokens, else 0.
     """
 
     def lay_out(x, rows):
@@ -96,7 +96,7 @@ def _padded_class(
     on_cpu = kind_of(q.device) == "cpu"
     masked = softcap or (window and not sink)
     plain = kind == "eager" or masked or (on_cpu and q.dtype == torch.bfloat16 and group.longest <= 512)
-    # torch's fused attention on a CPU takes grouped heads, in a fifth less time than repeated ones.
+    # torch's fused attention on a CPU takes a fifth less time with grouped heads than with repeated ones.
     repeat = q.shape[1] // k.shape[1]
     grouped = repeat > 1 and on_cpu and not plain
     if repeat > 1 and not grouped:
@@ -132,8 +132,8 @@ def packed_attention(
     sink, [H], which takes a share of the attention and has no value (gpt-oss). Returns ([1, S, H, d], None).
 
     Raises:
-        ValueError: a model that does not hand keyword arguments to its attention, or one with dropout, a
-            bidirectional layer, or a mask of its own.
+        ValueError: the model does not pass keyword arguments to its attention, or has dropout, a bidirectional layer,
+            or a mask of its own.
     """
     if packing is None:
         raise ValueError(
@@ -142,7 +142,7 @@ def packed_attention(
     if not getattr(module, "is_causal", True) or (dropout and module.training):
         raise ValueError(f"{type(module).__name__}: packed attention is causal and without dropout")
     if attention_mask is not None:
-        # transformers makes none for this implementation, so it says more than causality.
+        # transformers makes none for this implementation, so this mask holds more than causality.
         raise ValueError(f"{type(module).__name__} brings a mask of its own, which packed attention does not read")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = packing.part.to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)))
@@ -179,7 +179,7 @@ def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
 
 
 def register() -> str:
-    """Make the implementation known to transformers; returns its name."""
+    """Register the implementation with transformers; returns its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)

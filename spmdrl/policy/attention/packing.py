@@ -1,7 +1,7 @@
-"""How a packed row [T] divides into sequences, or into the nodes of a tree (`data/tree.py`).
+"""Divides a packed row [T] into sequences, or into the nodes of a tree (`data/tree.py`).
 
-A pack has two layouts, each made when a layer first asks for it: rows end to end for the kernels of `varlen.py`, which
-pads nothing; and sequences of similar length side by side, padded, for everything else (`packed.py`).
+A pack has two layouts, each computed at first use: rows end to end without padding for the kernels of `varlen.py`, and
+sequences of similar length side by side with padding for all other attention (`packed.py`).
 """
 
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ from spmdrl.policy.attention.varlen import Runs, make_runs
 from spmdrl.spmd.devices import kind_of
 
 SHORT = 16
-"""Sequences of so many tokens or fewer are laid out together."""
+"""Sequences of at most this many tokens are laid out together."""
 
 
 @dataclass
 class LengthClass:
     """Sequences (or nodes of a tree) of similar length, and the places of their tokens in the pack.
 
-    The trunk of a node is all that it sees before itself.
+    The trunk of a node is the path from the root to it, which it attends to.
     """
 
     gather: torch.Tensor
@@ -39,45 +39,45 @@ class LengthClass:
     trunk: int = 0
     """Longest trunk, P; 0 for whole sequences."""
     keys: torch.Tensor | None = None
-    """int64 [B * (P + L)]: token of each slot of a node's keys, its trunk's first and aligned to the right."""
+    """int64 [B * (P + L)]: token of each slot of a node's keys; the trunk's come first, aligned to the right."""
     trunks: torch.Tensor | None = None
-    """int64 [B]: length of each trunk; None where all are P."""
+    """int64 [B]: length of each trunk; None if all have length P."""
 
 
 @dataclass
 class Packing:
-    """How one packed row [T] divides into sequences; made once a forward, used by every layer."""
+    """The division of one packed row [T] into sequences, computed once per forward and used by every layer."""
 
     lengths: list[int]
-    """Number of tokens of each node; nodes lie end to end. The sequences of a pack are nodes without parents."""
+    """Number of tokens of each node; nodes lie end to end. Whole sequences are nodes without parents."""
     parents: list[int]
-    """The node that each node follows, -1 for those that see only themselves, which come first."""
+    """The parent of each node; -1 for roots, which come first."""
     device: torch.device
     kind: str
     """`--policy.attention`."""
     part: TokenSlice
-    """The tokens that this rank's layers hold; attention itself sees all tokens."""
+    """The tokens in this rank's layers; attention itself runs over all tokens."""
     experts: torch.Tensor | None = field(default=None)
     """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`)."""
     rows: dict[bool, Any] = field(default_factory=dict)
-    """The layouts for layers that carry a state (`mixers/rows.py`), by whether they hand it over."""
+    """The layouts for layers that carry a state (`mixers/rows.py`), by whether rows hand their state over."""
 
     @cached_property
     def runs(self) -> Runs:
-        """The layout for kernels that take sequences end to end: keys are a node's own and those of its trunk."""
+        """The layout for kernels over sequences end to end: a node's keys are its own and those of its trunk."""
         if self.roots == len(self.lengths):
             return make_runs(self.lengths, self.device)
         return make_runs(self.lengths, self.device, self.spans)
 
     @cached_property
     def runs_with_sink(self) -> Runs:
-        """`runs` with one more key in front of each node's, which stands behind all tokens."""
+        """`runs` with one more key in front of each node's keys; it stands behind all tokens."""
         tokens = sum(self.lengths)
         return make_runs(self.lengths, self.device, [[(tokens, 1), *spans] for spans in self.spans])
 
     @cached_property
     def classes(self) -> list[LengthClass]:
-        """The layout for attention over padded rows, of similar lengths (`alike`)."""
+        """The layout for attention over padded rows of similar lengths (`alike`)."""
         classes = _whole_classes(self.lengths[: self.roots], self.device)
         if self.roots < len(self.lengths):
             # On a GPU, causality aligned to the end then needs no mask.
@@ -98,7 +98,7 @@ class Packing:
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """The runs of tokens (first one, number) that each node sees, from its root's to its own."""
+        """The runs of tokens (first one, number) that each node attends to, from its root's to its own."""
         own = list(zip(_starts(self.lengths), self.lengths, strict=True))
         out: list[list[tuple[int, int]]] = []
         for node in range(len(own)):
@@ -124,7 +124,7 @@ def plan_packing(
 def plan_tree_packing(
     tree: Tree, device: torch.device, kind: str = "auto", group: dist.ProcessGroup | None = None
 ) -> Packing:
-    """Plan the packing of a tree (`data/tree.py`): a node sees those on the way to its root, and itself."""
+    """Plan the packing of a tree (`data/tree.py`): a node attends to its ancestors and itself."""
     return Packing(tree.lengths, tree.parents, device, kind, TokenSlice(sum(tree.lengths), group))
 
 
@@ -133,9 +133,9 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def alike(lengths: list[int]) -> list[list[int]]:
-    """Group the indices of similar lengths: one if at most a fifth of it is padding, else two per power of two."""
+    """Group the indices of similar lengths: one group if at most a fifth is padding, else two per power of two."""
     uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
-    # Short sequences cost less padded than in a call for each of their lengths.
+    # Short sequences cost less with padding than in a call for each of their lengths.
     return grouped([(max(n, SHORT) ** 2).bit_length() if uneven else 0 for n in lengths])
 
 
@@ -157,7 +157,7 @@ def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.T
 
 
 def _whole_classes(lengths: list[int], device: torch.device) -> list[LengthClass]:
-    """Length classes of sequences that lie end to end from the first token."""
+    """Return the length classes of sequences that lie end to end from the first token."""
     starts = _starts(lengths)
     out = []
     for members in alike(lengths):
@@ -170,7 +170,7 @@ def _whole_classes(lengths: list[int], device: torch.device) -> list[LengthClass
 def _branch_classes(
     below: list[list[tuple[int, int]]], starts: list[int], lengths: list[int], device: torch.device, exact: bool
 ) -> list[LengthClass]:
-    """Length classes of nodes that follow others.
+    """Return the length classes of nodes that have a parent.
 
     below: the runs of tokens of each node's trunk (first one, number), at least one. starts, lengths: first token and
     length of each node. exact: all trunks of a class have the same length.
@@ -184,7 +184,7 @@ def _branch_classes(
             gather, real, width = padded([starts[i] for i in members], [lengths[i] for i in members])
             sizes = torch.tensor([trunks[i] for i in members])
             trunk = int(sizes.max())
-            # Slot j of the trunk, counted from the right, so that its last token stands before every node.
+            # Slot j of the trunk, counted from the right, so that its last token precedes every node.
             back = (torch.arange(trunk)[None] - (trunk - sizes[:, None])).clamp(min=0)
             rows = [torch.cat([torch.arange(first, first + n) for first, n in below[i]]) for i in members]
             trunk_keys = torch.stack([row[slot] for row, slot in zip(rows, back, strict=True)])

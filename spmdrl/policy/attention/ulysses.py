@@ -1,10 +1,9 @@
 """Sequence parallelism that trades heads for tokens (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
 
-T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens of one rank, H query heads, K heads of
-keys and values, d a head's width. All ranks of the group hold the same pack; each runs the transformer on its own slice
-of it. Attention alone needs every token: one all_to_all before it gives each rank all T tokens of H / R heads, one
-after it gives the slices back. The model's outputs for the tokens are put together at the end, so that losses see
-whole packs and need not know of the division.
+T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens per rank, H query heads, K key-value
+heads, d a head's width. All ranks of the group hold the same pack; each runs the transformer on its own slice of it.
+Only attention needs every token: one all-to-all before it gives each rank all T tokens of H / R heads, and one after it
+restores the slices. The model's outputs are joined at the end, so losses receive whole packs.
 """
 
 import math
@@ -23,7 +22,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends block r of dim 0 to rank r. The exchange is its own transpose, so the backward runs it again."""
+    """Sends block r of dim 0 to rank r. This is its own transpose, so the backward runs it again."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -44,7 +43,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Total(torch.autograd.Function):
-    """Sums over ranks that then all compute the same loss, so each rank's gradient is already complete."""
+    """Sums over ranks that all compute the same loss from the sum, so each rank's gradient is already complete."""
 
     @staticmethod
     def forward(ctx, group, *parts):
@@ -57,9 +56,9 @@ class _Total(torch.autograd.Function):
 
 
 class TokenSlice:
-    """This rank's slice of a pack of T tokens: S tokens from `start`, padded where T ends early.
+    """This rank's slice of a pack of T tokens: S tokens from `start`, padded if T ends earlier.
 
-    Without a group the slice is the whole pack, and nothing is communicated.
+    Without a group the slice is the whole pack and nothing is communicated.
     """
 
     def __init__(self, tokens: int, group: dist.ProcessGroup | None = None):
@@ -74,9 +73,9 @@ class TokenSlice:
         return F.pad(part, (0, 0) * (part.dim() - 1) + (0, self.size - len(part)))
 
     def within(self, row_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the indices of the rows that lie in this rank's slice, int64 [m], and their places in it, int64 [m].
+        """Return the indices of the rows in this rank's slice, int64 [m], and their places in the slice, int64 [m].
 
-        The rank that holds the state from which a token is predicted answers for it, so no row crosses ranks.
+        A row is a state from which a token is predicted, and belongs to the rank that holds it; no row crosses ranks.
         """
         here = torch.nonzero((row_n >= self.start) & (row_n < self.start + self.size)).flatten()
         return here, row_n[here] - self.start
@@ -84,7 +83,7 @@ class TokenSlice:
     def to_heads(self, q_SHd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor) -> list[torch.Tensor]:
         """Return queries [T, H / R, d], keys and values [T, K', d] of all tokens for this rank's heads. Collective.
 
-        Keys and values are repeated until R divides their number: queries then find theirs on their own rank.
+        Keys and values are repeated until R divides their number, so that each rank has those of its queries.
 
         Raises:
             ValueError: R does not divide H.
@@ -95,15 +94,15 @@ class TokenSlice:
         repeat = self.ranks // math.gcd(k_SKd.shape[1], self.ranks)
         if repeat > 1:
             k_SKd, v_SKd = k_SKd.repeat_interleave(repeat, 1), v_SKd.repeat_interleave(repeat, 1)
-        # All three go in one exchange: the parts for one rank lie end to end, [S, R, width].
+        # All three go in one all-to-all: the parts for one rank lie end to end, [S, R, width].
         parts = [x.reshape(self.size, self.ranks, -1) for x in (q_SHd, k_SKd, v_SKd)]
         mixed = _AllToAll.apply(torch.cat(parts, 2).transpose(0, 1), self.group)
-        # Slices in rank order are the pack; its padding stands at the end.
+        # Slices in rank order are the pack, with its padding at the end.
         whole = mixed.flatten(0, 1)[: self.tokens].split([x.shape[2] for x in parts], 1)
         return [x.unflatten(1, (-1, y.shape[2])) for x, y in zip(whole, (q_SHd, k_SKd, v_SKd), strict=True)]
 
     def my_heads(self, x_H: torch.Tensor) -> torch.Tensor:
-        """Return the part [H / R, ...] for the query heads that `to_heads` gives to this rank."""
+        """Return the part [H / R, ...] of this rank's query heads, as `to_heads` divides them."""
         heads = len(x_H) // self.ranks
         return x_H.narrow(0, self.start // self.size * heads, heads)
 
@@ -121,7 +120,7 @@ class TokenSlice:
 
 
 def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sum tensors [T] that have values on each rank's own rows and zeros elsewhere; the sum is exact. Collective.
+    """Sum tensors [T] that hold values on each rank's own rows and zeros elsewhere; the sum is exact. Collective.
 
     Every rank then computes the same loss from the same numbers, so the backward passes the gradient on unchanged.
     """
@@ -129,7 +128,7 @@ def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check_heads(heads: int, kv_heads: int, sp: int) -> None:
-    """Refuse query heads that sp does not divide; key and value heads may be any number (`TokenSlice.to_heads`).
+    """Check that sp divides the query heads; key-value heads may have any number (`TokenSlice.to_heads`).
 
     Raises:
         ValueError: sp does not divide the query heads.
@@ -152,10 +151,10 @@ def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
 
 
 def check_config(config: Any, sp: int) -> None:
-    """Refuse a model (a HF config) whose tokens cannot be divided over sp ranks.
+    """Check that the tokens of a model (a HF config) can be divided over sp ranks.
 
     Raises:
-        ValueError: names --parallel.sp and what in the model does not fit.
+        ValueError: they cannot; the message names --parallel.sp and the part of the model.
     """
     config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -178,7 +177,7 @@ def check_config(config: Any, sp: int) -> None:
 
 
 def check_same(batch: Batch, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Assert that all ranks of a sequence-parallel group hold the same sequences, as their slices must. Collective."""
+    """Assert that all ranks of a sequence-parallel group hold the same sequences. Collective."""
     if group is None:
         return
     tokens, lengths = batch.token["tokens"], batch.lengths

@@ -1,10 +1,11 @@
-"""Kernels that compute causal attention over sequences laid end to end, and which one a layer takes.
+"""Kernels for causal attention over sequences laid end to end, and the choice of a kernel for a layer.
 
-`flash`: flash-attn's varlen kernel. `varlen`: the one in torch, which needs no package. Both align causality to the end
-of a sequence: of q queries over k keys, the last query sees all keys. So queries that follow keys which they share with
-others, or that stand in the middle of a sequence, need no mask: their keys are gathered, which is linear in tokens.
+`flash` is flash-attn's varlen kernel, `varlen` the one in torch, which needs no package. Both align causality to the
+end of a sequence: of q queries over k keys, the last query attends to all keys. So queries need no mask if they follow
+keys that they share with others, or stand in the middle of a sequence: their keys are gathered, at a cost linear in
+tokens.
 
-Q query rows, N key rows, H query heads, K heads of keys and values, d and e the widths of keys and of values.
+Q query rows, N key rows, H query heads, K key-value heads, d and e the widths of keys and of values.
 """
 
 import inspect
@@ -23,7 +24,7 @@ from spmdrl.config.fields import ConfigError
 log = logging.getLogger("spmdrl")
 
 KERNELS = ("flash", "varlen")
-"""Kernels in order of preference: flash-attn also caps scores."""
+"""Kernels in order of preference; flash-attn also supports soft-capped scores."""
 WIDEST = 256
 
 
@@ -38,15 +39,15 @@ class Needs:
     """Channels of a head: the wider of keys and values."""
     softcap: bool = False
     sink_and_window: bool = False
-    """True if queries see a key before all others, and a window of the others."""
+    """True if queries attend to a key before all others, and to a window of the others."""
 
 
 @dataclass
 class Runs:
-    """The rows of queries and keys at which sequences begin and end, in the form that the kernels take."""
+    """Start and end rows of the queries and keys of each sequence, in the kernels' format."""
 
     ends_q: torch.Tensor
-    """int32 [sequences + 1]: row at which each sequence's queries begin, and the end."""
+    """int32 [sequences + 1]: first row of each sequence's queries, and the end."""
     longest_q: int
     ends_k: torch.Tensor
     """The same for keys; each sequence has at least as many keys as queries."""
@@ -58,8 +59,8 @@ class Runs:
 def make_runs(queries: list[int], device: torch.device, keys: list[list[tuple[int, int]]] | None = None) -> Runs:
     """Build the Runs of sequences with these numbers of queries.
 
-    keys: for each sequence, the spans (first row, rows) of its keys, end to end; None if each sequence sees only its
-    own rows.
+    keys: for each sequence, the spans (first row, rows) of its keys, end to end; None if each sequence attends only to
+    its own rows.
     """
     if keys is None:
         ends, longest = _ends(queries, device), max(queries)
@@ -75,7 +76,7 @@ def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
 
 @cache
 def installed() -> frozenset[str]:
-    """Kernels that this process could call on a GPU."""
+    """Return the kernels that this process can call on a GPU."""
     found = {"flash"} if _flash_loads() else set()
     # A build of torch may lack the kernel, and ROCm has a different one, which is untested here.
     if torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None:
@@ -84,12 +85,12 @@ def installed() -> frozenset[str]:
 
 
 def _flash_loads() -> bool:
-    """Return True if flash-attn can be imported; logs a warning if it is installed but cannot be."""
+    """Return True if flash-attn can be imported; log a warning if it is installed but cannot be."""
     if not find_spec("flash_attn"):
         return False
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
-    except Exception as error:  # an ImportError, or what a library built for another torch raises
+    except Exception as error:  # an ImportError, or any error of a library built for another torch
         log.warning(f"flash-attn is installed and cannot be used: {type(error).__name__}: {error}")
         return False
     return True
@@ -101,12 +102,12 @@ def _capability(device: torch.device) -> int:
 
 
 def needs_of(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> Needs:
-    """Needs of a layer with these queries [..., d] and values [..., e]."""
+    """Return the needs of a layer with these queries [..., d] and values [..., e]."""
     return Needs(_capability(q.device), q.dtype, max(q.shape[-1], v.shape[-1]), bool(softcap))
 
 
 def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Needs:
-    """Return the needs of a model's layers from its HF config, before it is built. dtype: type of the forward pass."""
+    """Return the needs of a model's layers from its HF config, before it is built. dtype: type of the forward."""
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # Keys of latent attention have two parts.
@@ -115,7 +116,7 @@ def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Nee
 
 
 def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
-    """Say why a kernel cannot compute a layer; empty if it can. there: the kernels that are `installed`."""
+    """Return the reason why a kernel cannot compute a layer; empty if it can. there: the result of `installed`."""
     if needs.capability < 8:
         return "it needs an NVIDIA GPU of the Ampere generation or later"
     if kernel not in there:
@@ -135,7 +136,7 @@ def pick(kind: str, needs: Needs, there: frozenset[str]) -> str:
     """Choose the implementation for one layer: a kernel of `KERNELS`, `padded` or `eager`. kind: `--policy.attention`.
 
     Raises:
-        ConfigError: a kernel that was asked for cannot compute the layer.
+        ConfigError: the kernel in the settings cannot compute the layer.
     """
     if kind == "auto":
         return next((kernel for kernel in KERNELS if not lacking(kernel, needs, there)), "padded")
@@ -157,7 +158,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute causal attention inside each sequence of `runs`: [Q, H, e].
 
-    window: number of keys that a query sees, its own included; None for all up to it.
+    window: number of keys that a query attends to, its own included; None for all up to it.
     """
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
@@ -184,7 +185,7 @@ def attend(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        # Causal by its window; older versions take grouped heads without being told.
+        # Causal by its window; older versions support grouped heads without a flag.
         grouped: dict[str, Any] = (
             {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
         )
@@ -194,6 +195,6 @@ def attend(
 
 
 def _fit(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad a head's channels with zeros on the right to the one width that the kernels take; scores do not change."""
+    """Pad a head's channels with zeros on the right to the kernels' one width; scores do not change."""
     x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
     return x if x.stride(-1) == 1 else x.contiguous()

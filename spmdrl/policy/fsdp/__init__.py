@@ -1,9 +1,9 @@
-"""Policies on FSDP2: any Hugging Face transformer.
+"""Policies on FSDP2, for any Hugging Face transformer.
 
-policy.py      the Policy contract
-sharding.py    FSDP2 or HSDP over a packed model
+policy.py      implements the Policy contract
+sharding.py    shards a packed model by FSDP2 or HSDP
 loading.py     fills a sharded model: each rank reads its own shards
-checkpoint.py  weights, adapters and optimizer state in files
+checkpoint.py  writes and reads weights, adapters and optimizer state
 lora.py        adapters: pieces, checkpoints, the model without them as reference
 liger.py       Liger's kernels between the matmuls
 """

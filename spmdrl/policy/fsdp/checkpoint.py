@@ -15,11 +15,11 @@ from spmdrl.weights.safetensors import MASTERS, has_masters, on_first, on_host, 
 
 
 def saving(policy: Any, copy: bool = False) -> Write:
-    """Return the function that writes a policy, as the contract says."""
+    """Return the function that writes a policy, as `saving` of the contract."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # Collectives over this world's other groups run here; the returned function may run while those are in use.
+    # Collectives over this world's other groups run here: the returned function may run while those groups are in use.
     pieces, fixed = policy.pieces(), policy.fixed
     if policy.adapters:
         adapter, settings, base = lora.file_pieces(policy.parts()[1]), policy.adapters, base_facts(policy)
@@ -51,13 +51,13 @@ def saving(policy: Any, copy: bool = False) -> Write:
 
 
 def base_facts(policy: Any) -> dict:
-    """Path and checksum of the weights that the adapters belong to. Collective."""
+    """Return path and checksum of the weights that the adapters belong to. Collective."""
     total = all_reduce(lora.element_sum(policy.parts()[0]), "sum", policy.world.shard_group)
     return {"path": str(policy.cfg.model.path), "sum": int(total)}
 
 
 def load(policy: Any, folder: Path) -> None:
-    """Fill a policy and its optimizer from a folder, as the contract says."""
+    """Fill a policy and its optimizer from a folder, as `load` of the contract."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -73,7 +73,7 @@ def load(policy: Any, folder: Path) -> None:
     elif has_masters(saved, base, where):
         state[MASTERS] = {name: p.detach() for name, p in base}
         base = []
-    # A model that trains refuses weights narrower than float32: they were rounded from its masters.
+    # A model that trains refuses weights narrower than float32, which were rounded from its masters.
     read_into(base + policy.buffers, folder / "model", policy.layout, torch.float32 if policy.optimizer else None)
     if policy.optimizer is None:
         return

@@ -1,4 +1,4 @@
-"""Fills a model that was sharded on the meta device: each rank reads the parts of the weights that it keeps."""
+"""Fills a model that was sharded on the meta device: each rank reads only its own parts of the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from spmdrl.weights.shards import local, shard_box
 from spmdrl.weights.sources import Sources
 
 Names = dict[int, tuple[Any, list[str]]]
-"""id of a tensor -> the tensor and its names in the original model: several where weights are tied."""
+"""id of a tensor -> the tensor and its names in the original model; tied weights have several."""
 
 
 def names_of(hf: Any) -> Names:
@@ -27,7 +27,7 @@ def names_of(hf: Any) -> Names:
 
 
 def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
-    """Check that a folder holds every parameter in its shape. new_head: it may lack the head `score`.
+    """Check that a folder holds every parameter in its shape. new_head: the head `score` may be missing.
 
     Raises:
         ValueError: tensors that are missing or misshapen, or fp8 weights without scales.
@@ -58,17 +58,17 @@ def fill_model(
     seed: int,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Give a sharded model memory on this rank's device, and the values of a HF folder.
+    """Allocate a sharded model on this rank's device and fill it with the values of a HF folder.
 
-    A rank reads only its own shards, into the tensors that it keeps. Adapters, which no folder holds, get their initial
-    values; so does a new head `score` that the folder lacks (0).
+    A rank reads only its own shards, directly into its tensors. Adapters, which no folder holds, get their initial
+    values; a new head `score` that the folder lacks gets zeros.
 
     Args:
-        model: as `sharded` returns it, with parameters on the meta device.
+        model: the result of `sharded`, with parameters on the meta device.
         folder: config.json and safetensors.
         device: this rank's device.
         new_head: the folder may lack the head `score`.
-        seed: the run's, for adapters.
+        seed: the run's seed, for adapters.
         blocks: as `fp8_blocks` returns them.
 
     Raises:
@@ -97,7 +97,7 @@ def _fill(tensor: torch.Tensor, names: list[str], sources: Sources, seed: int) -
         return
     sources.copy(present[0], box, mine)
     for other in present[1:]:
-        # Models on disk may hold a tied weight twice.
+        # A folder may hold a tied weight twice.
         if any(sources.tensors.differs(name, box, mine) for name in sources.read_from(other)):
             raise ValueError(
                 f"{sources.tensors.folder}: config.json ties {other} to {present[0]}, but the folder holds different "

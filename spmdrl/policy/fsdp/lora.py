@@ -1,8 +1,8 @@
 """Low-rank adapters on a policy (LoRA, https://arxiv.org/abs/2106.09685): W + (alpha / r) B A with W frozen.
 
-PEFT puts the adapters into the HF model; only they have gradients and moments. From the outside the policy looks the
-same: `pieces()` gives the full model with the adapters merged in, the reference policy is the same model without them,
-and a checkpoint's adapters open in PEFT.
+PEFT puts the adapters into the HF model; only they have gradients and moments. `pieces()` returns the full model with
+the adapters merged in, as for any policy; the reference policy is the same model without them; PEFT can open the
+adapters of a checkpoint.
 
 r rank, D input width of a layer, O its output width.
 """
@@ -24,11 +24,11 @@ from spmdrl.weights.shards import local, shard_box, shard_rows
 
 FILE, BASE = "adapter_model.safetensors", "base.json"
 Named = list[tuple[str, Any]]
-"""Names and shards, as `FsdpPolicy.named_weights` returns them."""
+"""Names and shards, in the form of `FsdpPolicy.named_weights`."""
 
 
 class BaseOf:
-    """The frozen model that a policy with adapters started from, as a Policy: no second copy of it in memory."""
+    """The frozen model that a policy with adapters started from, as a Policy without a second copy in memory."""
 
     version = updates_done = updates_due = 0
 
@@ -97,10 +97,10 @@ def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
 
 
 def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, world: World) -> list[Piece]:
-    """Return the pieces of the full model: of each weight the rows that this rank holds. Collective.
+    """Return the pieces of the full model: the rows of each weight that this rank holds. Collective.
 
     Raises:
-        ValueError: an adapter of a parameter that is no linear layer's weight, which would be left out.
+        ValueError: an adapter on a parameter that is not a linear layer's weight, which would be left out.
     """
     apart = {name for name, _ in adapters} - {n for name, _ in base if name.endswith(".weight") for n in partner(name)}
     if apart:
@@ -121,7 +121,7 @@ def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, wo
 
 
 def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]:
-    """Return A and (alpha / r) B of every layer: an engine needs no alpha, and holds exactly the words sent."""
+    """Return A and (alpha / r) B of every layer, so that an engine needs no alpha and holds exactly the values sent."""
     return [
         Piece(slot.name, slot.shape, slot.box, (local(p) * scale if ".lora_B." in name else local(p))[slot.index])
         for name, p in adapters
@@ -142,7 +142,7 @@ def file_pieces(adapters: Named) -> list[Piece]:
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], base: dict) -> None:
-    """Write a folder that `PeftModel.from_pretrained(model, folder)` opens. base: facts that `check_base` compares."""
+    """Write a folder for `PeftModel.from_pretrained(model, folder)`. base: the facts that `check_base` compares."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -170,10 +170,10 @@ def read_adapter(adapters: Named, folder: Path, config: Any) -> None:
             f"{folder.parent} was made without adapters: resume with --lora.rank 0, or choose another --run.dir and "
             "start from its model with --model.path"
         )
-    told = json.loads((folder / "adapter_config.json").read_text())
+    saved = json.loads((folder / "adapter_config.json").read_text())
     flags = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "target_parameters": "targets"}
     for key, name in flags.items():
-        ours, theirs = getattr(config, key), told.get(key)
+        ours, theirs = getattr(config, key), saved.get(key)
         if sorted(ours or ()) != sorted(theirs or ()) if name == "targets" else ours != theirs:
             raise ValueError(f"{folder} was made with --lora.{name} {theirs}, this run asks for {ours}; take that")
     with safe_open(folder / FILE, framework="pt") as file:
@@ -183,21 +183,21 @@ def read_adapter(adapters: Named, folder: Path, config: Any) -> None:
 
 
 def check_base(folder: Path, base: dict) -> None:
-    """Check that the model's weights are those on which the adapters were trained.
+    """Check that the model's weights are those that the adapters were trained on.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they differ.
     """
-    told = json.loads((folder / BASE).read_text())
-    if told["sum"] != base["sum"]:
+    saved = json.loads((folder / BASE).read_text())
+    if saved["sum"] != base["sum"]:
         raise ValueError(
-            f"{folder} was trained on --model.path {told['path']} with other weights than {base['path']} holds: resume "
-            "with that model"
+            f"{folder} was trained on --model.path {saved['path']} with other weights than {base['path']} holds: "
+            "resume with that model"
         )
 
 
 def element_sum(named: Named) -> torch.Tensor:
-    """Sum the bit patterns of all elements that this rank holds, int64 modulo 2**64; sums of shards add up."""
+    """Sum the bit patterns of all elements on this rank, int64 modulo 2**64; sums of shards add up."""
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [local(p).view(width[p.element_size()]).sum(dtype=torch.int64) for _, p in named]
     return torch.stack(sums).sum()

@@ -1,17 +1,17 @@
 """Any HF transformer under FSDP2 or HSDP: packed forward, global denominators, master weights in float32.
 
-One class serves every model of a run: the policy, its reference, a critic, a reward model; they differ in their head
+One class serves every model of a run: the policy, its reference, a critic, a reward model. They differ in their head
 and in whether they train.
 
-Law 2 in one sentence: a micro-batch's loss is a sum divided by counts of the whole update, gradients are summed (not
-averaged) over ranks, so neither the packing nor the number of ranks enters the result.
+A micro-batch's loss is a sum divided by counts of the whole update, and gradients are summed (not averaged) over ranks,
+so the result depends neither on the packing nor on the number of ranks (law 2).
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,7 +39,6 @@ from spmdrl.policy.learner import Learner
 from spmdrl.policy.loss_scale import scaled
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.experts import Layout
@@ -74,18 +73,18 @@ class FsdpPolicy(Learner):
             cfg: the run's settings.
             world: ranks and their axes.
             total_updates: optimizer steps that will be due in the run, for the schedule.
-            trainable: False for a frozen model, which is kept in the compute type and has no optimizer.
-            path: as `--model.path`; empty takes that one.
+            trainable: False for a frozen model, which is stored in the compute type and has no optimizer.
+            path: as `--model.path`; empty means that one.
             head: `lm`, `value` (a critic; a head that the folder lacks starts at 0), `score` (a reward model) or
-                `steps` (one of steps, a classifier of tokens).
-            optimizer: None takes `cfg.optimizer`.
-            routing_replay: send tokens to the experts that `token["experts"]` names (`hub/routing.py`).
-            adapt: train the adapters that `cfg.lora` describes, where its rank is not 0, and nothing else (`lora.py`).
-            labels: numbers that a `score` or `steps` head gives for a token.
-            average: a frozen model that averages another's weights over steps, and is kept in the type of its weights.
+                `steps` (a reward model of steps, a classifier of tokens).
+            optimizer: None means `cfg.optimizer`.
+            routing_replay: send tokens to the experts in `token["experts"]` (`hub/routing.py`).
+            adapt: train only the adapters of `cfg.lora`, if its rank is not 0 (`lora.py`).
+            labels: numbers that a `score` or `steps` head computes for a token.
+            average: a frozen model that averages another's weights over steps, stored in the type of those weights.
 
         Raises:
-            ValueError: a model that cannot train here; the message names the path.
+            ValueError: the model cannot train here; the message names the path.
         """
         super().__init__(cfg, world, total_updates, optimizer)
         path = path or cfg.model.path
@@ -95,11 +94,11 @@ class FsdpPolicy(Learner):
         check_model(self.folder, cfg.model.trust_remote_code, world.sp_size)
         self.compute = DTYPES[cfg.model.dtype]
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
-        # In 16 bits a small share of another's weights would be rounded away, here and in a checkpoint.
+        # In 16 bits a small share of another model's weights would be rounded away, here and in a checkpoint.
         self.stored = self.master if average else self.compute
         adapt = adapt and cfg.lora.rank > 0
         kept = self.master if trainable and not adapt else self.stored
-        # Without values until `fill`: no rank holds more of the model than its own shards.
+        # Values come in `fill`, so no rank holds more of the model than its own shards.
         hf = empty_model(self.folder, kept, cfg.model.trust_remote_code, packed.register(), head, labels)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{path}: an output head with a bias is not supported")
@@ -108,9 +107,9 @@ class FsdpPolicy(Learner):
         if cfg.policy.liger:
             use_liger(hf, world.device)
         self.routers = Routers(hf) if routing_replay else None
-        # A reward model may start as a language model; a folder that says it is a classifier must have its head.
-        speaks = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
-        self.new_head = head == "value" or (head in SCORES and trainable and speaks)
+        # A reward model may start from a language model; a folder of a classifier must have its head.
+        generates = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
+        self.new_head = head == "value" or (head in SCORES and trainable and generates)
         self.layout, self.hf_config = Layout(hf), hf.config
         # PEFT's settings of the adapters; None without adapters.
         self.adapters: Any = None
@@ -126,20 +125,18 @@ class FsdpPolicy(Learner):
         if hf.config.get_text_config()._attn_implementation != packed.NAME:
             self.run_as("apart")
         self.fill()
-        # Routing biases and the like: every rank holds them whole.
+        # Persistent buffers, such as routing biases: every rank holds them whole.
         kept = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in kept]
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
-        # The sharded parameters: while the root is gathered, the model shows plain tensors in their place.
+        # The sharded parameters: while the root is gathered, the model has plain tensors in their place.
         self.shards: list[Any] = list(self.model.parameters())
         self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
-        self.away: list[Parked] = []
-        self.parameters_away = False
 
     def fill(self) -> None:
         """Give the sharded model its memory and the values of its folder.
 
-        Everything else in the constructor works on parameters without values, so that a subclass may leave this out.
+        The rest of the constructor works on parameters without values, so a subclass may leave this out.
         """
         fill_model(self.model, self.folder, self.world.device, self.new_head, self.cfg.run.seed, self.blocks)
 
@@ -147,13 +144,13 @@ class FsdpPolicy(Learner):
 
     @property
     def form(self) -> Form:
-        """The way the sequences of a micro-batch run."""
+        """The way in which the sequences of a micro-batch run."""
         return self.model.trunk.form
 
     def run_as(self, form: Form, attention: str = "") -> None:
-        """Run the sequences of micro-batches this way from the next forward on.
+        """Set the way in which the sequences of micro-batches run from the next forward on.
 
-        attention: transformers' implementation for `apart`; empty takes that of `own_attention`.
+        attention: transformers' implementation for `apart`; empty means that of `own_attention`.
         """
         self.model.trunk.form, self.share = form, form == "tree"
         apart = attention or own_attention(self.model.hf)
@@ -166,7 +163,7 @@ class FsdpPolicy(Learner):
         second: Second = "entropy",
         token_loss: TokenLoss | HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the head's tensors; a rank without sequences runs a stand-in, because others gather its shards."""
+        """Return the head's tensors. A rank without sequences runs dummy tokens, because others gather its shards."""
         assert not self.away, "offloaded: memory.training_phase brings it back"
         tick()
         device, real = self.world.device, len(batch) > 0
@@ -177,14 +174,14 @@ class FsdpPolicy(Learner):
         if self.share and batch.branches:
             more["begins_B"] = batch.begins
         if self.form == "apart":
-            # Each of them is a forward, in which ranks gather each other's shards.
+            # Each sequence is a forward, in which ranks all-gather each other's shards.
             count = torch.tensor([len(lengths_B)], device=device)
             more["runs"] = int(all_reduce(count, "max", self.world.data_group))
         if self.routers and real:
             more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
         if real and "noise" in batch.token:
             more["noise"] = (batch.token["noise"], batch.token["noise_scale"])
-        # One line for both: ranks that run it together stand at the same place for the lockstep recorder.
+        # One line for both cases: the lockstep recorder then sees ranks that run it together at the same line.
         found = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature, second, **more)
         # Zero times the sum keeps the graph, and with it FSDP's backward.
         return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
@@ -193,14 +190,14 @@ class FsdpPolicy(Learner):
         """See `Learner`."""
         return (self._forward(micro, temperature, second) for micro in micros)
 
-    def readings(self, micros: list[Batch], temperature: float, function: HeadFunction) -> Iterator[tuple]:
+    def head_outputs(self, micros: list[Batch], temperature: float, function: HeadFunction) -> Iterator[tuple]:
         """See `Learner`."""
         return (self._forward(micro, temperature, token_loss=function) for micro in micros)
 
     def output_head(self) -> OutputHead:
         """See the contract."""
         assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
-        self._reshard()
+        self.reshard()
         weight: Any = self.model.hf.get_output_embeddings().weight
         return OutputHead(weight.full_tensor().detach().to(self.compute), self.model.logit_divisor, self.model.softcap)
 
@@ -219,7 +216,7 @@ class FsdpPolicy(Learner):
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
         """See `Learner`. Gradients are reduced over ranks after the last micro-batch, or after each one.
 
-        Copies of a sharded model (HSDP) sum theirs after the last one either way.
+        Replicas of a sharded model (HSDP) sum theirs after the last one in both cases.
         """
         metrics, each = Metrics(), self.cfg.policy.reduce_gradients == "each"
         scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -231,13 +228,13 @@ class FsdpPolicy(Learner):
             token_loss = objective.token_loss(micro, shared, self.world.device) if len(micro) else None
             token_loss = scaled(token_loss, scale)
             first_T, second_T, *chunked = self._forward(micro, objective.temperature, objective.second, token_loss)
-            # A chunked loss already has its gradient; the loss over whole tensors is then computed for the log only.
+            # A chunked loss already has its gradient; the loss over whole tensors is computed for the log only.
             with torch.set_grad_enabled(not chunked):
                 result = objective.loss(micro, first_T, second_T, shared)
             (chunked[0] if chunked else result.loss * scale).backward()
             metrics.merge(result.stats)
         if scale != 1:
-            # In the type of the masters, where nothing is too small.
+            # In the master type, which underflows for no value.
             for p in self.model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(1 / scale)
@@ -269,9 +266,9 @@ class FsdpPolicy(Learner):
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
     def named_weights(self) -> list[tuple[str, DTensor]]:
-        """HF name and shard of every parameter; tied ones once. Adapters have the names of PEFT's files."""
+        """Return HF name and shard of every parameter, tied ones once. Adapters have the names of PEFT's files."""
         assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
-        self._reshard()
+        self.reshard()
         return [(plain_name(name.removeprefix("hf.")), p) for name, p in self.model.named_parameters()]
 
     def parts(self) -> tuple[list[tuple[str, DTensor]], list[tuple[str, DTensor]]]:
@@ -302,7 +299,8 @@ class FsdpPolicy(Learner):
             return pieces_of(base, self.layout) + buffers
         return lora.merged_pieces(base, adapters, scale, self.layout, self.world) + buffers
 
-    def _held(self) -> dict[str, list[torch.Tensor | None]]:
+    def held(self) -> dict[str, list[torch.Tensor | None]]:
+        """See `Learner`."""
         states = self.optimizer.state.values() if self.optimizer else []
         return {
             "parameters": list(self.shards),
@@ -310,33 +308,10 @@ class FsdpPolicy(Learner):
             "optimizer": [x for state in states for x in state.values() if torch.is_tensor(x)],
         }
 
-    def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract. On a CPU the device is the host."""
-        return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self._held().items()}
-
-    def _reshard(self) -> None:
-        """Reshard the parameters: a forward without a backward leaves the root gathered, as plain parameters."""
+    def reshard(self) -> None:
+        """See `Learner`: a forward without a backward leaves the root gathered, as plain parameters."""
         for module in self.gathering:
             module.reshard()
-
-    def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """See the contract. On a CPU `host` moves nothing."""
-        if not moves(place, self.world.device):
-            return
-        self._reshard()
-        for kind, leaving in self._held().items():
-            if parameters or kind != "parameters":
-                parked = Parked(leaving, "gone" if kind == "gradients" else place, self.world.device)
-                if parked.bytes:
-                    self.away.append(parked)
-                    self.parameters_away |= kind == "parameters"
-
-    def onload(self) -> None:
-        """See the contract."""
-        while self.away:
-            self.away[-1].bring_back()
-            self.away.pop()
-        self.parameters_away = False
 
     def saving(self, copy: bool = False) -> Write:
         """See the contract."""

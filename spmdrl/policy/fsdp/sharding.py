@@ -26,7 +26,7 @@ cost more time than the memory is worth. On a CPU nothing is computed while a ga
 def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
     """Apply fully_shard to each decoder layer, then to the rest, over `world.shard_mesh`; to a small model as a whole.
 
-    direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
+    direct: on gloo, send directly (`spmd/gloo.py`) instead of around its ring.
     """
     # Under LoRA only trainable parameters use the master dtype.
     mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
@@ -38,7 +38,7 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
         layers = []
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    # The root is also given the columns of a loss (old_logp, advantages, ...), which keep their type.
+    # The root also gets the columns of a loss (old_logp, advantages, ...), which keep their type.
     fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
     for further in ("states", "plain", "off"):
         register_fsdp_forward_method(model, further)
@@ -54,9 +54,9 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
 
 
 def recompute(hf: Any) -> None:
-    """Make the backward of each decoder layer run its forward again, instead of keeping its activations.
+    """Recompute the forward of each decoder layer in its backward, instead of keeping its activations.
 
-    transformers' own switch works in training mode only, which would switch dropout on as well.
+    transformers' own switch works only in training mode, which would also switch dropout on.
     """
     for layer in decoder_layers(hf):
         # The state of random generators need not be kept: in eval mode nothing draws.
@@ -74,18 +74,18 @@ def sharded(
     share: bool,
     trained: Callable[[str], bool],
 ) -> Any:
-    """Wrap, freeze and shard a HF model, which may be on the meta device: it stays where it is. Collective.
+    """Wrap, freeze and shard a HF model; it stays on its device, which may be meta. Collective.
 
     compute: type of the forward. share: prompts run once for all their samples. trained: True for the names of
     parameters that train.
     """
     kind, sp = cfg.policy.attention, world.sp_group
     model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head in SCORES, sp, share)
-    # Eval mode even for training: the loss compares logp with the engine's and with earlier passes, so nothing in the
-    # model may be random (dropout, LayerDrop, a router's jitter).
+    # Eval mode even for training: the loss compares logp with the engine's and with earlier passes, so the model must
+    # not be random (dropout, LayerDrop, a router's jitter).
     model.eval()
     for name, p in model.named_parameters():
         p.requires_grad_(trained(name))
-    # The lockstep recorder wants to see collectives, which direct sends are not.
+    # The lockstep recorder records collectives, and direct sends are none.
     shard(model, world, compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
     return model

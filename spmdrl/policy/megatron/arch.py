@@ -23,20 +23,20 @@ class Architecture:
     positions: int
     """Longest sequence."""
     tied: bool
-    """The output head is the embedding."""
+    """True if the output head is the embedding."""
     rope_base: float
     rotary_share: float = 1.0
-    """Part of each head, from its first channel on, that the rotary embedding turns."""
+    """Share of each head, from its first channel on, that the rotary embedding rotates."""
     frequencies: torch.Tensor | None = None
-    """Frequencies of the rotary embedding, float32 [turned channels / 2]; None if they follow from `rope_base`."""
+    """Frequencies of the rotary embedding, float32 [rotated channels / 2]; None if they follow from `rope_base`."""
     softcap: float | None = None
     """Cap on attention scores."""
     embedding_scale: float | None = None
     """Factor on embeddings."""
     post_norms: bool = False
-    """The outputs of attention and feed-forward are normed before they are added to the residual."""
+    """True if the outputs of attention and feed-forward are normed before they are added to the residual."""
     beside: str = ""
-    """Prefix of checkpoint tensors that are not trained but saved unchanged: a vision tower."""
+    """Prefix of checkpoint tensors that are saved without training: a vision tower."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Family:
     """The settings and names in which one architecture differs from the common ones."""
 
     adapt: Callable[[Any, Architecture], None] = lambda h, a: None
-    """(HF config, architecture with the common settings): changes the latter in place."""
+    """Adds a family's settings: (HF config, architecture with the common settings), which it changes in place."""
     names: Names = field(default_factory=dict)
     partial_rotary: bool = False
-    """The model applies `partial_rotary_factor`; models of other families of transformers ignore it."""
+    """True if the model applies `partial_rotary_factor`; other families of transformers ignore it."""

@@ -1,7 +1,7 @@
 """Packed sequences for Megatron: their division under context parallelism, and attention without TransformerEngine.
 
-Under context parallelism every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks, of which rank
-r holds the r-th and the r-th from the end: causal work is then the same on every rank. TransformerEngine and Megatron's
+Under context parallelism every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks; rank r holds
+the r-th chunk and the r-th from the end, so that every rank has the same causal work. TransformerEngine and Megatron's
 rotary embedding divide sequences the same way.
 
 T tokens of a pack, S of it (padded) on one rank, n heads, g key-value heads, d channels.
@@ -31,9 +31,9 @@ class Params(PackedSeqParams):
     routing: Any = None
     """The pack's `routing.Routing`; None for a model without experts."""
     lengths: tuple[int, ...] = ()
-    """Padded lengths of the pack's sequences, on the host: reading them from a GPU would wait for it in every layer."""
+    """Padded lengths of the pack's sequences, on the host: reading them from a GPU would synchronize in every layer."""
     runs: Runs | None = None
-    """Result of `runs_of`, made by the first layer that needs it."""
+    """Result of `runs_of`, computed by the first layer that needs it."""
 
 
 @dataclass
@@ -56,8 +56,8 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any) -> list[Pack]:
     """Apply `make_pack` to the micro-batches of one pass through a pipeline.
 
-    With virtual stages all packs get the same length: if lengths differ, Megatron's stages first exchange sizes, and in
-    the interleaved schedule two stages can deadlock on that.
+    With virtual stages all packs get the same length: otherwise Megatron's stages first exchange sizes, on which two
+    stages of the interleaved schedule can deadlock.
     """
     size = 0
     if layout.virtual_stages > 1 and batches:
@@ -70,8 +70,8 @@ def make_pack(
 ) -> Pack:
     """Make this rank's part of a pack under context parallelism; the whole pack without it.
 
-    tokens_T, lengths_B: as in `Tokens`. Padding follows the sequence it pads, where causal attention hides it. size:
-    pad to this many tokens over all ranks of the group together; must be a size that `make_packs` uses.
+    tokens_T, lengths_B: as in `Tokens`. Padding follows its sequence, where causal attention hides it. size: number of
+    tokens to pad to over all ranks of the group; must be a size that `make_packs` uses.
     """
     lengths = lengths_B.tolist()
     padded = _padded(lengths, layout)
@@ -114,7 +114,7 @@ def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
 
 
 def runs_of(lengths: list[int], cp: int, rank: int, device: torch.device) -> Runs:
-    """Return the Runs of a rank's query rows over the keys of the whole pack, for kernels of `attention/varlen.py`.
+    """Return the Runs of a rank's query rows over the keys of the whole pack, for the kernels of `attention/varlen.py`.
 
     lengths: as in `rows_of`. Each chunk is a sequence of its own; its keys are those of all chunks up to it.
     """
@@ -151,7 +151,7 @@ def attend(
 
 
 class CoreAttention(MegatronModule):
-    """Attention of packed sequences without TransformerEngine, by a kernel of `attention/varlen.py` if one can do it.
+    """Attention of packed sequences without TransformerEngine; uses a kernel of `attention/varlen.py` where possible.
 
     It supports grouped heads, latent attention (values of another width), sliding windows, soft-capped scores, and
     context parallelism by gathering keys and values.
@@ -166,7 +166,7 @@ class CoreAttention(MegatronModule):
         softcap: float | None = None,
         **unused: Any,
     ):
-        """Takes the arguments that Megatron gives every core attention. softcap: as in `attend`."""
+        """Accept the arguments that Megatron passes to every core attention. softcap: as in `attend`."""
         super().__init__(config=config)
         self.scale, self.softcap = softmax_scale, softcap
         self.cp_group = pg_collection.cp

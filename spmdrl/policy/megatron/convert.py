@@ -1,12 +1,12 @@
 """Describes a Megatron rank's parameters in terms of HF checkpoints.
 
 Nothing is gathered, and one description serves both directions. A rank's parameters are a list of slots: a checkpoint
-tensor, the range of it that this rank holds, and a view of the parameter where that range lies. Reading files into the
-views loads a model; `weights/reshard.py` moves the same list to engines and into files from any layout.
+tensor, the range of it that this rank holds, and a view of the parameter at that range. Reading files into the views
+loads a model; `weights/reshard.py` moves the same list to engines and into files from any layout.
 
 Megatron keeps queries, keys and values in one parameter, a group at a time, [groups, queries of a group + 2, head,
 hidden]; gate and up projections end to end, each divided over tp; a vocabulary padded at its end. A parameter that is
-replicated over tp, cp or data gives the same range on several ranks; a tied embedding is on the first and last stages.
+replicated over tp, cp or data has the same range on several ranks; a tied embedding is on the first and last stages.
 """
 
 import re
@@ -60,26 +60,26 @@ class Shards:
 
 
 def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
-    """List the slots of this rank, chunk by chunk; the same names and boxes in the same order at every call.
+    """List the slots of this rank, chunk by chunk; every call returns the same names and boxes in the same order.
 
-    models: as `model.build` returns them, or wrapped (anything whose `.module` leads to them). of: maps a parameter or
-    buffer to the tensor of the same shape that the views show: itself, or its gradient (`lambda p: p.main_grad`).
+    models: the result of `model.build`, or wrappers of it with `.module`. of: maps a parameter or buffer to the tensor
+    of the same shape that is viewed: itself, or its gradient (`lambda p: p.main_grad`).
     """
     return [held for model in models for held in _of_chunk(unwrapped(model), of)]
 
 
 def pieces(models: Sequence[Any]) -> list[Piece]:
-    """Return the same slots as pieces of `weights/reshard.py`; views that an update changes."""
+    """Return the same slots as pieces of `weights/reshard.py`, as views that an update changes."""
     return [Piece(h.name, h.shape, h.box, h.view, h.exact) for h in slots(models)]
 
 
 def load(models: Sequence[Any], folder: Path, blocks: tuple[int, int] | None = None) -> None:
-    """Fill the models from HF safetensors; each rank reads what it holds.
+    """Fill the models from HF safetensors; each rank reads only its own ranges.
 
-    A `value` head that the folder lacks starts at 0. blocks: as of `weights/folder.py` for a folder in fp8.
+    A `value` head that the folder lacks starts at 0. blocks: as in `weights/folder.py`, for a folder in fp8.
 
     Raises:
-        ValueError: a tensor that the folder does not hold, or one of another shape.
+        ValueError: the folder lacks a tensor, or holds one of another shape.
     """
     wanted, tensors = pieces(models), Tensors(folder, blocks)
     if any(unwrapped(m).head == "value" for m in models) and "score.weight" not in tensors:
@@ -118,7 +118,7 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     assert found, name
     number, inside = model.decoder.layers[int(found[1])].layer_number - 1, found[2]
-    # Experts are separate modules, or several are in one module that numbers its weights.
+    # Experts are separate modules, or one module holds several and numbers their weights.
     inside = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)$", r"experts.local_experts.\2.\1", inside)
     expert = re.search(r"\.local_experts\.(\d+)\.", inside)
     if expert:

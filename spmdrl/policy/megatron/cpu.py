@@ -1,9 +1,9 @@
-"""Megatron-core on CPUs.
+"""Runs Megatron-core on CPUs.
 
-Megatron asks torch for CUDA devices, streams and random states by name. Here the global name `torch` of each of its
-loaded modules is replaced by a stand-in that answers for the CPU and passes everything else through; torch itself is
-unchanged, because other libraries in this process depend on it. Only streams are omitted, so the numbers are the same.
-Nothing here is active if ranks work on GPUs.
+Megatron calls torch for CUDA devices, streams and random states by name. Here the global name `torch` of each of its
+loaded modules is replaced by a substitute that uses the CPU and forwards everything else; torch itself is unchanged,
+because other libraries in this process depend on it. Only streams are omitted, so the numbers are the same. Nothing
+here is active if ranks work on GPUs.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _Nothing:
-    """Stands in for a CUDA stream or event; every operation on it does nothing."""
+    """Replaces a CUDA stream or event; every operation on it does nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -55,14 +55,14 @@ class _Cuda(types.ModuleType):
 
 
 class _Distributed(ranks.Distributed):
-    """torch.distributed, with the two collectives over parts of unequal size that gloo lacks.
+    """torch.distributed with the two collectives over parts of unequal size that gloo lacks.
 
-    Megatron's experts use them where their columns are divided (`--parallel.etp`).
+    Megatron's experts use them if their columns are divided (`--parallel.etp`).
     """
 
     @staticmethod
     def all_gather(tensor_list, tensor, group=None, async_op=False):
-        """Of torch; the parts may differ in their first dimension, and every rank knows all sizes."""
+        """See torch; the parts may differ in their first dimension, and every rank knows all sizes."""
         if all(part.shape == tensor_list[0].shape for part in tensor_list):
             return torch.distributed.all_gather(tensor_list, tensor, group=group, async_op=async_op)
         mine = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
@@ -74,7 +74,7 @@ class _Distributed(ranks.Distributed):
 
     @staticmethod
     def reduce_scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
-        """Of torch; the parts may differ in their first dimension, and every rank knows all sizes."""
+        """See torch; the parts may differ in their first dimension, and every rank knows all sizes."""
         if all(part.shape == input_list[0].shape for part in input_list):
             return torch.distributed.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         whole = torch.cat(input_list)
@@ -83,7 +83,7 @@ class _Distributed(ranks.Distributed):
 
 
 class _Torch(ranks.Torch):
-    """Stands in for torch in the modules of megatron.core."""
+    """Replaces torch in the modules of megatron.core."""
 
     cuda = _Cuda("torch.cuda")
     distributed = _Distributed("torch.distributed")
@@ -110,7 +110,7 @@ def install() -> None:
     if repairs.on_gpus():
         return
     with repairs.quiet():
-        # Each of Megatron's small functions would be compiled at first use, which takes seconds and gains nothing here.
+        # Megatron would compile each of its small functions at first use, which takes seconds and gains nothing here.
         importlib.import_module("megatron.core.jit").disable_jit_fuser()
     repairs.load()
     for name, module in list(sys.modules.items()):
@@ -132,7 +132,7 @@ def _random_states() -> None:
 
     @contextlib.contextmanager
     def fork(self, name=random._MODEL_PARALLEL_RNG_TRACKER_NAME):
-        # Megatron's own warns at every use that the host's random state changed; on a CPU it is the device's.
+        # Megatron's own version warns at every use that the host's random state changed; here it is the device's.
         before = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
@@ -152,7 +152,7 @@ def _linear() -> None:
     if getattr(own, "by_host", False):
         return
 
-    # wraps copies the attributes, which Megatron looks for under this name.
+    # wraps copies the attributes, which Megatron looks up under this name.
     @functools.wraps(own)
     def linear(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more):
         # Without a collective it is a plain product.
@@ -169,7 +169,7 @@ def _experts() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor, as_numpy=False, record_stream=False):
-        # Callers want split sizes as numpy; Megatron's own converts them only when it copies from a GPU.
+        # Callers expect split sizes as numpy; Megatron's own version converts them only when it copies from a GPU.
         tensor = tensor.cpu() if torch.is_tensor(tensor) else tensor
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -182,7 +182,7 @@ def _optimizer() -> None:
 
     @torch.no_grad()
     def clip(parameters, max_norm, total_norm, use_decoupled_grad=False):
-        # Megatron's own asserts that gradients are CUDA tensors by the name of their type.
+        # Megatron's own version asserts that gradients are CUDA tensors by the name of their type.
         name = "decoupled_grad" if use_decoupled_grad else "grad"
         factor = max_norm / (total_norm + 1e-6)
         for p in parameters:
@@ -197,10 +197,10 @@ def _messages() -> None:
     from megatron.core.pipeline_parallel import p2p_communication
 
     def exchange(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        """Start the messages to and from the neighbouring stages, and return their works by name."""
-        # Between two stages Megatron's own sends one way over the default group, which has ranks without a stage.
+        """Start the messages to and from the neighbouring stages, and return their work handles by name."""
+        # Between two stages Megatron's own version sends one way over the default group, which has ranks without one.
         work = {}
-        # A stage's next and previous may be the same rank: it receives in the order in which that one sends.
+        # A stage's next and previous may be the same rank: receive in the order in which that rank sends.
         for name, peer in (
             ("send_next", next_pipeline_rank),
             ("recv_prev", prev_pipeline_rank),
@@ -216,7 +216,7 @@ def _messages() -> None:
 
 
 def dress(parameters: Any) -> None:
-    """Give parameters on a CPU the type names that Megatron's optimizers sort them by."""
+    """Give parameters on a CPU the type names by which Megatron's optimizers sort them."""
     for p in parameters:
         if not p.is_cpu:
             continue

@@ -1,7 +1,7 @@
 """HF architectures in Megatron's terms: settings of a TransformerConfig, and the names of parameters in checkpoints.
 
 A family is a function that adds its settings to the common ones, with a table of the names (`names.py`) that differ in
-its checkpoints; `FAMILIES` lists all. Nothing here imports Megatron.
+its checkpoints; `FAMILIES` lists them. Nothing here imports Megatron.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ def describe(h: Any) -> Architecture:
             "docs/megatron.md shows how to add one; --policy.backend fsdp trains any model of transformers"
         )
     family = FAMILIES[h.model_type]
-    # Of a vision-language model only the language model.
+    # Only the language model of a vision-language model.
     text = h.get_text_config()
     out = _common(text, bool(h.tie_word_embeddings))
     out.names |= family.names
@@ -95,13 +95,13 @@ def _common(h: Any, tied: bool) -> Architecture:
     if not hasattr(h, "kv_lora_rank"):
         size = getattr(h, "head_dim", None) or h.hidden_size // heads
         settings |= dict(num_query_groups=h.num_key_value_heads, kv_channels=size, softmax_scale=size**-0.5)
-        # A factor on both rotated queries and keys is its square on their products.
+        # A factor on both rotated queries and keys multiplies their products by its square.
         settings["softmax_scale"] *= _rope(h, out) ** 2
     return out
 
 
 def _rope(h: Any, out: Architecture) -> float:
-    """Set base and frequencies of the rotary embedding; returns the factor on queries and keys that belongs to them."""
+    """Set base and frequencies of the rotary embedding; return their factor on queries and keys."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = h.rope_parameters
@@ -114,7 +114,7 @@ def _rope(h: Any, out: Architecture) -> float:
         return 1.0
     out.frequencies, factor = ROPE_INIT_FUNCTIONS[kind](h, torch.device("cpu"))
     if factor != 1.0 and out.rotary_share != 1.0:
-        # The factor on the turned channels alone would differ within a head.
+        # A factor on the rotated channels alone would differ within a head.
         raise _refuse(h, f"rope_type {kind} with a partial_rotary_factor")
     return factor
 
@@ -159,7 +159,7 @@ def _qwen3_moe(h: Any, out: Architecture) -> None:
     _qwen3(h, out)
     layers = range(h.num_hidden_layers)
     sparse = [int((i + 1) % h.decoder_sparse_step == 0 and i not in (h.mlp_only_layers or [])) for i in layers]
-    # Weights of the chosen experts sum to 1 exactly where the softmax is over them alone.
+    # The weights of the chosen experts sum to 1 exactly if the softmax is over these experts only.
     before = not h.norm_topk_prob
     _experts(h, out, h.num_experts, h.moe_intermediate_size, sparse, moe_router_pre_softmax=before)
 
@@ -169,7 +169,7 @@ def _mixtral(h: Any, out: Architecture) -> None:
 
 
 def _biased_experts(h: Any, out: Architecture) -> None:
-    """Add DeepSeek-V3's experts: sigmoid scores, a bias that only chooses, shared experts, dense layers first."""
+    """Add DeepSeek-V3's experts: sigmoid scores, a bias only for the choice, shared experts, dense layers first."""
     if not h.norm_topk_prob:
         raise _refuse(h, "norm_topk_prob set to false")
     # Groups do not limit the choice if a token may choose from all of them.
@@ -187,7 +187,7 @@ def _biased_experts(h: Any, out: Architecture) -> None:
         moe_shared_expert_intermediate_size=h.moe_intermediate_size * h.n_shared_experts,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        # The checkpoint's bias is kept: engines route with it too.
+        # The checkpoint's bias is kept, because engines route with it too.
         moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=h.routed_scaling_factor,
         moe_router_num_groups=h.n_group if limited else None,
@@ -212,7 +212,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         qk_pos_emb_head_dim=h.qk_rope_head_dim,
         v_head_dim=h.v_head_dim,
         kv_channels=head,
-        # `rope` takes any frequencies; what yarn adds to the scale of the scores is in the other two.
+        # `rope` accepts any frequencies; yarn's change of the score scale is in the other two.
         rope_type="rope",
         rotary_base=out.rope_base,
         rotary_scaling_factor=rope.get("factor") or 1.0,
@@ -222,7 +222,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
 
 
 class _RotaryHead:
-    """A latent-attention config as transformers' rotary functions expect it: only part of a head is rotated."""
+    """A latent-attention config in the form of transformers' rotary functions: only part of a head is rotated."""
 
     def __init__(self, h: Any):
         self.hf, self.head_dim = h, h.qk_rope_head_dim

@@ -1,9 +1,9 @@
 """AdamW in host memory for Megatron's distributed optimizer (`--policy.host-optimizer`).
 
-Megatron's own HybridDeviceOptimizer cannot be resumed here: its groups hold classes, which our checkpoints may not
-name, its first load steps the model along random gradients, and it fails on float32 parameters. This optimizer replaces
-it under its name and is run by the same code, Megatron's "precision-aware" optimizer, in which the optimizer holds the
-float32 weights and the device holds none.
+Megatron's own HybridDeviceOptimizer cannot resume here: its groups hold classes, which our checkpoints may not name,
+its first load steps the model along random gradients, and it fails on float32 parameters. This optimizer replaces it
+under its name, in the same code: Megatron's "precision-aware" optimizer, which holds the float32 weights so that the
+device holds none.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from spmdrl.policy.optimizer import new_state
 
 
 @dataclass
-class Desk:
-    """Host buffers through which one parameter at a time passes; pinned if the parameter is on a GPU."""
+class HostBuffers:
+    """Host buffers for one parameter at a time; pinned if the parameter is on a GPU."""
 
     gradient: torch.Tensor
     """float32."""
     weights: torch.Tensor
     """In the parameter's type."""
     arrived: Any = None
-    """CUDA event: the gradient has arrived. None on a CPU."""
+    """CUDA event after the copy of the gradient to the host; None on a CPU."""
     left: Any = None
-    """CUDA event: the weights have been copied to the device."""
+    """CUDA event after the copy of the weights to the device."""
 
     def fetch(self, p: torch.Tensor) -> None:
-        """Begin to copy a parameter's gradient to the host."""
+        """Start copying a parameter's gradient to the host."""
         if self.left is not None:
             self.left.synchronize()
         self.gradient[: p.numel()].copy_(p.decoupled_grad.flatten(), non_blocking=True)  # type: ignore[attr-defined]
@@ -53,13 +53,13 @@ class Desk:
 class HostAdamW(torch.optim.AdamW):
     """AdamW (https://arxiv.org/abs/1711.05101) whose float32 weights and moments are in host memory.
 
-    Parameters are the shards of the model that this rank updates, on the device and in any type. A step reads their
-    `decoupled_grad` and writes them, one after the other: the host holds 12 bytes per element, and also the gradients
-    of two shards at a time. `state` holds for each parameter "master_param" and torch's own three entries.
+    Parameters are this rank's shards of the model, on the device and in any type. A step reads their `decoupled_grad`
+    and writes them, one after the other: the host holds 12 bytes per element, and the gradients of two shards at a
+    time. `state` holds "master_param" and torch's own three entries for each parameter.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any):
-        """params: groups; further settings of Megatron's optimizer are accepted and ignored."""
+        """params: groups; further settings of Megatron's optimizer are ignored."""
         groups = [dict(group) for group in params]
         for p in (p for group in groups for p in group["params"]):
             if not p.is_leaf:
@@ -73,7 +73,7 @@ class HostAdamW(torch.optim.AdamW):
         return [self]
 
     def _all(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Every parameter with its group."""
+        """Return every parameter with its group."""
         return [(p, group) for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
@@ -88,20 +88,20 @@ class HostAdamW(torch.optim.AdamW):
         """Take one step with the gradients that Megatron stored on the parameters."""
         self.fill()
         todo = self._all()
-        desks = [desk for p, _ in todo[:1] for desk in self._desks(p)]
+        pair = [buffers for p, _ in todo[:1] for buffers in self._buffers(p)]
         for i, (p, group) in enumerate(todo):
-            desk, state = desks[i % 2], self.state[p]
+            buffers, state = pair[i % 2], self.state[p]
             if not i:
-                desk.fetch(p)
+                buffers.fetch(p)
             if i + 1 < len(todo):
-                # The next gradient is copied while this parameter is computed.
-                desks[(i + 1) % 2].fetch(todo[i + 1][0])
-            if desk.arrived is not None:
-                desk.arrived.synchronize()
+                # The next gradient is copied while this parameter is updated.
+                pair[(i + 1) % 2].fetch(todo[i + 1][0])
+            if buffers.arrived is not None:
+                buffers.arrived.synchronize()
             beta1, beta2 = group["betas"]
             adamw(
                 [state["master_param"]],
-                [desk.gradient[: p.numel()].view_as(p)],
+                [buffers.gradient[: p.numel()].view_as(p)],
                 [state["exp_avg"]],
                 [state["exp_avg_sq"]],
                 [],
@@ -115,28 +115,28 @@ class HostAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
-            desk.send(p, state["master_param"])
-        for desk in desks:
-            if desk.left is not None:
+            buffers.send(p, state["master_param"])
+        for buffers in pair:
+            if buffers.left is not None:
                 # The buffers are freed after this.
-                desk.left.synchronize()
+                buffers.left.synchronize()
 
-    def _desks(self, p: torch.Tensor) -> list[Desk]:
+    def _buffers(self, p: torch.Tensor) -> list[HostBuffers]:
         most, pin = max(p.numel() for p, _ in self._all()), p.is_cuda
 
-        def room(dtype: torch.dtype) -> torch.Tensor:
+        def empty(dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(most, dtype=dtype, pin_memory=pin)
 
-        return [Desk(room(torch.float32), room(p.dtype)) for _ in range(2)]
+        return [HostBuffers(empty(torch.float32), empty(p.dtype)) for _ in range(2)]
 
     @torch.no_grad()
     def take(self, p: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy a saved state of one parameter into its own; the master is called "master_param" or "param"."""
+        """Copy a saved state into that of one parameter; the master is called "master_param" or "param"."""
         self.fill()
         state = self.state[p]
         for name, value in tensors.items():
             if name == "step":
-                # Megatron gives all parameters the same tensor, which each of them would increment.
+                # Megatron passes the same tensor for all parameters, and each of them would increment it.
                 state[name] = value.detach().to("cpu", torch.float32, copy=True)
             else:
                 state["master_param" if name == "param" else name].copy_(value)
@@ -148,11 +148,11 @@ class HostAdamW(torch.optim.AdamW):
             state["master_param"].copy_(p)
 
     def dummy_step(self) -> None:
-        """Create the state before a load; Megatron's own takes a step along random gradients."""
+        """Create the state before a load; Megatron's own version takes a step along random gradients."""
         self.fill()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Do nothing when Megatron asks for a copy after a load: the state exists only once."""
+        """Do nothing when Megatron requests a copy after a load: the state exists only once."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does, but copy values without casting them to the parameters' type or moving them."""
@@ -176,7 +176,7 @@ def install() -> None:
         return
 
     def take(self, model_param, tensors):
-        # Megatron would replace the state by parts of the tensors it read, whatever device those are on.
+        # Megatron would replace the state by parts of the tensors it read, on whatever device.
         if not isinstance(self.optimizer, HostAdamW):
             return inner(self, model_param, tensors)
         group, place = self.model_param_group_index_map[model_param]

@@ -46,13 +46,13 @@ class Norm(nn.Module):
         self.eps, self.centered = eps, config.layernorm_zero_centered_gamma
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # finalize_model_grads sums over tp the gradients of modules that see only part of the tokens.
+        # finalize_model_grads sums the gradients of modules that receive only part of the tokens over tp.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x):
         """Normalize [..., D]."""
         if self.centered:
-            # As in transformers: rounded after multiplying with the weight, not before.
+            # As in transformers: rounded after the multiplication by the weight, not before.
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -73,7 +73,7 @@ class DuplicatedLinear(nn.Module):
 
 @cache
 def normed(linear: type, norm: type) -> type:
-    """Return a row-parallel linear layer class whose output is normed (Gemma's second norm of a block)."""
+    """Return a class of row-parallel linear layers whose output is normed (Gemma's second norm of a block)."""
 
     class Normed(linear):
         def __init__(self, input_size, output_size, *, config, **kwargs):
@@ -88,13 +88,13 @@ def normed(linear: type, norm: type) -> type:
 
 
 class States(ColumnParallelLinear):
-    """Replaces the output layer: it holds the weight, but its forward returns the hidden states unprojected.
+    """Replaces the output layer: holds the weight, but its forward returns the hidden states unprojected.
 
-    `schedule.py` applies the head; it gives every rank of a tensor-parallel group the whole gradient of the states.
+    `schedule.py` applies the head and gives every rank of a tensor-parallel group the whole gradient of the states.
     """
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
-        """[S / tp or S, 1, D] to [S, 1, D]."""
+        """Map [S / tp or S, 1, D] to [S, 1, D]."""
         if self.sequence_parallel:
             # In the backward each rank gets the gradient of its own tokens.
             return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
@@ -102,7 +102,7 @@ class States(ColumnParallelLinear):
 
 
 class Scalar(nn.Module):
-    """As `States`, for a head to a few numbers, [labels, D], that every rank of a tensor-parallel group holds whole."""
+    """The same as `States` for a head to a few numbers, [labels, D], which every rank of a tp group holds whole."""
 
     def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()
@@ -113,7 +113,7 @@ class Scalar(nn.Module):
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
-        """[S / tp or S, 1, D] to [S, 1, D]."""
+        """Map [S / tp or S, 1, D] to [S, 1, D]."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
         return input_, None
@@ -135,9 +135,9 @@ class Model(GPTModel):
         labels: int = 1,
         bias: bool = False,
     ):
-        """first: it has the embedding. last: it has the head. stage: virtual stage. engine: use TransformerEngine.
+        """first: has the embedding. last: has the head. stage: virtual stage. engine: use TransformerEngine.
 
-        labels, bias: of a head that is not the vocabulary's.
+        labels, bias: of a head other than the vocabulary's.
         """
         super().__init__(
             config,
@@ -206,7 +206,7 @@ def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> Module
         # TransformerEngine cannot cap scores.
         core = CoreAttention if arch.softcap else te.TEDotProductAttention
     else:
-        # Megatron's latent attention accepts this class among those that are not divided over tp.
+        # Megatron's latent attention accepts this class as one that is not divided over tp.
         mla.Linear = DuplicatedLinear
     core = ModuleSpec(core, params={"softcap": arch.softcap} if core is CoreAttention else {})
     out = normed(row, norm) if arch.post_norms else row

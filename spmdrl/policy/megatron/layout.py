@@ -1,4 +1,4 @@
-"""The division of a Megatron policy over ranks, and checks that a model can be divided so."""
+"""The division of a Megatron policy over ranks, and checks that a model can be divided."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -15,7 +15,7 @@ class Layout:
     pp: int = 1
     """Divides the layers."""
     virtual_stages: int = 1
-    """Non-adjacent parts of the model that each pipeline rank holds."""
+    """Number of non-adjacent parts of the model on each pipeline rank."""
     ep: int = 1
     """Divides the experts, over the ranks of tp, cp and data parallelism."""
     etp: int = 1
@@ -23,7 +23,7 @@ class Layout:
     sequence_parallel: bool = True
     """Divide tokens over tp between the tensor-parallel parts of a layer; no effect at tp 1."""
     last_stage_layers: int = 0
-    """Layers of the last stage. 0: it shares equally with the other stages for which no number is given."""
+    """Layers of the last stage. 0: an equal share with the other stages that have no number."""
     first_stage_layers: int = 0
     """Layers of the first stage. 0: as for the last stage."""
 
@@ -102,7 +102,7 @@ def stages(layout: Layout, layers: int) -> list[int]:
     """Return the number of layers of each pipeline stage.
 
     Raises:
-        ValueError: the layers cannot be divided so; the message names the flag and values that would fit.
+        ValueError: the layers cannot be divided; the message names the flag and values that would fit.
     """
     first, last, parts = layout.first_stage_layers, layout.last_stage_layers, layout.virtual_stages
     if not first and not last:
@@ -117,12 +117,12 @@ def stages(layout: Layout, layers: int) -> list[int]:
                 what = f"take {uneven}"
             raise ValueError(f"--parallel.pp {layout.pp}: the model has {layers} layers; {what}")
         return [layers // layout.pp] * layout.pp
-    # With both set the message is about the last stage, as if the first were given.
+    # If both are set, the message is about the last stage, given the first.
     flag, mine, given = ("last", last, first) if last else ("first", first, 0)
     others = layout.pp - 1 - bool(given)
     if mine not in _end_stage(layout, layers, given, parts=1):
         among = f"with --parallel.first-stage-layers {given} " if given else ""
-        # On two stages both of which have a number, nothing is left to divide.
+        # If both of two stages have a number, nothing is left to divide.
         problem = f"the other {others} of --parallel.pp {layout.pp} cannot divide the rest of {layers} layers"
         name, sizes = f"--parallel.{flag}-stage-layers", _end_stage(layout, layers, given)
         fits = f"{name} may be {some(sizes)}"
@@ -138,8 +138,8 @@ def stages(layout: Layout, layers: int) -> list[int]:
 def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[int]:
     """Return sizes of the first or last stage that leave all others an equal number, nearest to an even share first.
 
-    given: layers of the stage at the other end; 0 if it is one of the others. parts: virtual stages that divide all
-    sizes; 0 for those of the layout.
+    given: layers of the stage at the other end; 0 if it is one of the others. parts: virtual stages that must divide
+    all sizes; 0 for those of the layout.
     """
     parts, others, rest = parts or layout.virtual_stages, layout.pp - 1 - bool(given), layers - given
     if given % parts:
@@ -151,7 +151,7 @@ def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[
 
 
 def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str:
-    """Say that no value fits, and what to change. plain: values that would fit without virtual stages."""
+    """Return a message that no value fits, with advice. plain: values that would fit without virtual stages."""
     if layout.virtual_stages > 1 and plain:
         return f"no {flag} fits --parallel.virtual-stages {layout.virtual_stages}; without that it may be {some(plain)}"
     if given:
@@ -160,7 +160,7 @@ def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:
-    """Raise ValueError, naming the values that would fit, unless size divides count."""
+    """Raise ValueError unless size divides count; the message names the values that would fit."""
     if count % size:
         raise ValueError(f"{flag} {size}: the model has {count} {what}; {flag} may be {some(divisors(count))}")
 

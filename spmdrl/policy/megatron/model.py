@@ -1,7 +1,7 @@
-"""Megatron's process groups, and HF models as Megatron's GPTModel.
+"""Creates Megatron's process groups, and builds HF models as Megatron's GPTModel.
 
 On a CPU, and on a GPU without TransformerEngine, layers are Megatron's own in plain torch; otherwise they are those of
-TransformerEngine. Parameters have the same names either way: norms are separate modules, not fused into the next layer.
+TransformerEngine. Parameters have the same names in both: norms are separate modules, not fused into the next layer.
 """
 
 import logging
@@ -51,8 +51,8 @@ def _warn_of(found: str) -> None:
 def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
     """Create Megatron's process groups over the ranks of a group, in the order of a mesh of them. Collective over them.
 
-    May be called again for another layout. Axes from the innermost outwards are tp, cp, data, pp; for experts they are
-    etp, ep, data, pp.
+    May be called again for another layout. The axes from the innermost outwards are tp, cp, data, pp; for experts they
+    are etp, ep, data, pp.
 
     Args:
         layout: sizes of the axes.
@@ -69,7 +69,7 @@ def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
     check_ranks(layout, len(place))
     for old in parallel_state._global_process_group_list or []:
         if old in dist.distributed_c10d._world.pg_map:
-            # Groups of an earlier layout: each gloo group has a thread that wakes a hundred times a second.
+            # Groups of an earlier layout: the thread of each gloo group wakes a hundred times a second.
             dist.destroy_process_group(old)
     parallel_state.destroy_model_parallel()
     with ranks.making_groups(place):
@@ -105,14 +105,14 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        # Losses are sums over tokens, divided by global counts already; gradients are summed over ranks.
+        # Losses are sums over tokens, already divided by global counts; gradients are summed over ranks.
         calculate_per_token_loss=True,
         # Weights come from files.
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         use_cpu_initialization=kind_of(device) == "cpu",
-        # Micro-batches of packed sequences differ in length, except where `attention.make_packs` makes them alike.
+        # Micro-batches of packed sequences differ in length, except where `attention.make_packs` pads them alike.
         variable_seq_lengths=layout.pp > 1 and layout.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=kind_of(device) != "cpu",
@@ -129,7 +129,7 @@ def transformer_config(
 
 
 def _first_stage(layout: Layout) -> int | None:
-    # Of two stages the last one's number says both; given both, Megatron divides by its count of stages between them.
+    # Of two stages the last one's number fixes both; if both are set, Megatron divides by its count of stages between.
     return None if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers or None
 
 
@@ -153,15 +153,15 @@ def build(
 ) -> list[Any]:
     """Build this rank's part of a model: one GPTModel for each virtual stage, in order.
 
-    The forward (see `attention.make_pack`) returns hidden states [1, S, D] after the last norm on the last stage, alike
-    on every rank of a tensor-parallel group; on other stages the input of the next stage. The gradient of the hidden
-    states must be complete on each rank of the group: the caller sums the contributions of the ranks' parts of the
-    vocabulary (`head_weight`).
+    The forward (see `attention.make_pack`) returns hidden states [1, S, D] after the last norm on the last stage, equal
+    on every rank of a tensor-parallel group; on other stages it returns the input of the next stage. The gradient of
+    the hidden states must be complete on each rank of the group: the caller sums the contributions of the ranks' parts
+    of the vocabulary (`head_weight`).
 
     Args:
         hf_config: configuration of transformers.
-        folder: HF safetensors that fill it; None leaves the weights uninitialized, on a CPU in memory that the system
-            has not handed out yet.
+        folder: HF safetensors for the weights; None leaves them uninitialized, on a CPU in memory that the system has
+            not allocated yet.
         layout: the layout given to `initialize`.
         dtype: type of the parameters.
         device: this rank's device.
@@ -181,7 +181,7 @@ def build(
     arch = describe(hf_config)
     check_model(layout, arch.settings)
     host, bias = device.type == "cpu", head == "score" and scores_tokens(hf_config)
-    # On a CPU Megatron makes each weight whole, in float32, before it takes a rank's part.
+    # On a CPU Megatron creates each weight whole, in float32, before it takes a rank's part.
     with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
@@ -199,7 +199,7 @@ def build(
 
 
 def _with_memory(model: Any, device: torch.device) -> Any:
-    """Put parameters and buffers that are on the meta device onto a device; buffers start at 0. Returns the model."""
+    """Move parameters and buffers from the meta device to a device; buffers start at 0. Returns the model."""
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -207,7 +207,8 @@ def _with_memory(model: Any, device: torch.device) -> Any:
                 continue
             if id(p) not in made:
                 made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                # Megatron's notes on the parameter: how it is divided, and over which ranks its gradient is summed.
+                # Megatron's attributes of the parameter: how it is divided, and over which ranks its gradient is
+                # summed.
                 for note, value in vars(p).items():
                     setattr(made[id(p)], note, value)
             module._parameters[name] = made[id(p)]

@@ -1,7 +1,7 @@
 """Names of Megatron's parameters in HF checkpoints: the common ones, and those of families that differ."""
 
 Names = dict[str, tuple[str, ...]]
-"""Parameter of a Megatron layer -> tensors of a HF layer that it consists of; `E` is the number of an expert."""
+"""Parameter of a Megatron layer -> the tensors of a HF layer in it; `E` is the number of an expert."""
 
 NAMES: Names = {
     "input_layernorm.weight": ("input_layernorm.weight",),

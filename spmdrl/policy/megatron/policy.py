@@ -1,12 +1,12 @@
 """A HF model trained by Megatron-core: the Policy contract over tensor, pipeline, context and expert parallelism.
 
-Law 2 as everywhere: a micro-batch's loss is a sum divided by counts of the whole update, and gradients are summed over
-the ranks that hold other data, so no axis enters the result.
+A micro-batch's loss is a sum divided by counts of the whole update, and gradients are summed over the ranks that hold
+other data, so the result depends on no axis (law 2).
 """
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,7 +24,6 @@ from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import build, initialize, require
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.folder import Tensors
@@ -33,14 +32,14 @@ from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_mode
 
 
 def layout_of(cfg: TrainingConfig) -> Layout:
-    """Return the layout that the settings ask for."""
+    """Return the layout in the settings."""
     axes = cfg.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
     return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers, axes.first_stage_layers)
 
 
 def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
-    """Return the loss weight and the bias rate for evenly used experts (`routing.py`); 0 if the model lacks them.
+    """Return the loss weight and the bias rate for balanced experts (`routing.py`); 0 if the model lacks them.
 
     Raises:
         ValueError: they are demanded, and the model has no experts or no bias.
@@ -74,10 +73,10 @@ class MegatronPolicy(Learner):
         adapt: bool = False,
         labels: int = 1,
     ):
-        """Build a model; arguments as of `FsdpPolicy`. Models of one process share Megatron's groups. Collective.
+        """Build a model; arguments as in `FsdpPolicy`. Models of one process share Megatron's groups. Collective.
 
         Raises:
-            ValueError: a model without a converter, or one that the layout does not divide.
+            ValueError: the model has no converter, or the layout does not divide it.
         """
         from transformers import AutoConfig
 
@@ -123,13 +122,13 @@ class MegatronPolicy(Learner):
         self.pipeline = Pipeline(models, self.grid, *caps, world.device, routing_replay, labels)
         # An interleaved schedule runs its chunks in rounds of pp micro-batches.
         self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
-        self.away: list[Parked] = []
+
         self.fill()
 
     def fill(self) -> None:
         """Read this rank's part of the folder into the model and into the optimizer's own copies.
 
-        The last step of the constructor, which does not depend on values before it: a subclass may leave it out.
+        The rest of the constructor works on parameters without values, so a subclass may leave this out.
         """
         from spmdrl.policy.megatron import convert
 
@@ -197,29 +196,10 @@ class MegatronPolicy(Learner):
             kept, taken = mine.tensor, theirs.tensor
             kept.copy_(taken if share == 1 else (1 - share) * kept + share * taken)
 
-    def _held(self) -> dict[str, list[torch.Tensor | None]]:
+    def held(self) -> dict[str, list[torch.Tensor | None]]:
+        """See `Learner`."""
         parameters: list[torch.Tensor | None] = [p for chunk in self.chunks for p in chunk.parameters()]
         return {"parameters": parameters} | (self.trainer.held() if self.trainer else {})
-
-    def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract. On a CPU the device is the host."""
-        return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self._held().items()}
-
-    def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """See the contract. On a CPU `host` moves nothing."""
-        if not moves(place, self.world.device):
-            return
-        for kind, leaving in self._held().items():
-            if parameters or kind != "parameters":
-                parked = Parked(leaving, "gone" if kind == "gradients" else place, self.world.device)
-                if parked.bytes:
-                    self.away.append(parked)
-
-    def onload(self) -> None:
-        """See the contract."""
-        while self.away:
-            self.away[-1].bring_back()
-            self.away.pop()
 
     def save(self, folder: Path) -> None:
         """See the contract. Weights are written in the compute type; the state holds AdamW's own copies."""

@@ -1,7 +1,8 @@
-"""Megatron-core over some ranks of the job: under split placement those that train, or those that score.
+"""Runs Megatron-core on some ranks of the job: under split placement the training ranks, or the scoring ranks.
 
-Megatron asks the default group how many ranks there are, and gathers and waits over it. Its modules that do so get a
-stand-in for their global name `torch` that answers for the ranks that hold the models; torch itself is left alone.
+Megatron uses the default group for the number of ranks, for gathers and for barriers. Its modules that do so get a
+substitute for their global name `torch`, which uses the group of the ranks that hold the models; torch itself is
+unchanged.
 """
 
 import functools
@@ -20,17 +21,17 @@ from spmdrl.spmd.groups import apart_from_default
 
 MODULES = ("parallel_state", "optimizer", "dist_checkpointing.serialization", "dist_checkpointing.validation")
 STRATEGIES = "dist_checkpointing.strategies.torch"
-"""With MODULES, the modules of megatron.core that use the default group in what a policy does."""
+"""With MODULES, the modules of megatron.core that use the default group in a policy's operations."""
 OVER_ALL = ("get_world_size", "barrier", "all_gather_object", "broadcast_object_list")
-"""Functions of torch.distributed that these call without a group. A rank's own number stays that in the job."""
+"""Functions of torch.distributed that these modules call without a group. A rank keeps its number in the job."""
 NAMES = 1_000_000
-"""Number of the first group that ranks of one role make without the others, for each number of a first rank."""
+"""Names of groups that ranks of one role create without the others start at multiples of this, one per first rank."""
 _made: dict[int, int] = {}
 _group: dist.ProcessGroup | None = None
 
 
 def group() -> dist.ProcessGroup | None:
-    """Return the host-side group of the ranks that hold this process's Megatron models; None if they are all ranks."""
+    """Return the host-side group of the ranks with this process's Megatron models; None if these are all ranks."""
     return _group
 
 
@@ -49,7 +50,7 @@ def _over(function: Any) -> Any:
 
 
 class Distributed(types.ModuleType):
-    """torch.distributed, with `group()` in place of the default group."""
+    """torch.distributed with `group()` in place of the default group."""
 
     def __getattr__(self, name):
         value = getattr(torch.distributed, name)
@@ -57,7 +58,7 @@ class Distributed(types.ModuleType):
 
 
 class Torch(types.ModuleType):
-    """Stands in for torch in modules of megatron.core."""
+    """Replaces torch in modules of megatron.core."""
 
     distributed = Distributed("torch.distributed")
 
@@ -66,7 +67,7 @@ class Torch(types.ModuleType):
 
 
 class _Checkpoint(types.ModuleType):
-    """torch.distributed.checkpoint, which reads over `group()`."""
+    """torch.distributed.checkpoint that reads over `group()`."""
 
     def __getattr__(self, name):
         return getattr(checkpoint, name)
@@ -92,7 +93,7 @@ def over(ranks: dist.ProcessGroup | None) -> range:
     _group = ranks if len(place) < dist.get_world_size() else None
     for name in (*MODULES, STRATEGIES):
         module: Any = importlib.import_module(f"megatron.core.{name}")
-        # On a CPU the stand-in of `cpu.py` is there already.
+        # On a CPU the substitute of `cpu.py` is already there.
         if module.torch is torch:
             module.torch = STAND_IN
     importlib.import_module(f"megatron.core.{STRATEGIES}").checkpoint = CHECKPOINT  # type: ignore[attr-defined]
@@ -101,10 +102,11 @@ def over(ranks: dist.ProcessGroup | None) -> range:
 
 @contextmanager
 def making_groups(place: range) -> Iterator[None]:
-    """Inside this context Megatron makes its groups over these ranks, and no other rank needs to take part.
+    """Inside this context Megatron creates its groups over these ranks, without calls on any other rank.
 
-    A group split off the default communicator involves all ranks of the job, thousands of times on hundreds of GPUs; a
-    host group involves even ranks outside it. So groups are made apart: a communicator when its ranks first use it.
+    Splitting a group off the default communicator involves all ranks of the job, thousands of times on hundreds of
+    GPUs; creating a host group involves even ranks outside it. So groups are created separately, and a communicator
+    only when its ranks first use it.
     """
     from megatron.core import parallel_state
 
@@ -112,8 +114,8 @@ def making_groups(place: range) -> Iterator[None]:
     ours, world = module.RankGenerator, dist.distributed_c10d._world
     count = world.group_count
     if _group is not None:
-        # torch names a group by the number of groups before it. Ranks that make some alone would name the next one
-        # that all ranks make otherwise than the rest of the job, so these names are of another range.
+        # torch names a group by the number of groups before it. Ranks that create groups alone would later name a
+        # group of all ranks differently from the rest of the job, so their own groups use another range of names.
         world.group_count = _made.get(place.start, NAMES * (1 + place.start))
         module.RankGenerator = lambda **sizes: ours(**sizes | {"rank_offset": place.start})
     try:

@@ -1,10 +1,9 @@
-"""Fixes of Megatron-core itself, for every machine; further ones for CPUs are in `cpu.py`.
+"""Fixes of Megatron-core for every machine; further ones for CPUs are in `cpu.py`.
 
-_steps    its distributed optimizer reads a saved state into torch's AdamW, whose counts of steps the state lacks:
-          active everywhere
-_engine   routers and latent attention ask for names that only TransformerEngine brings: active everywhere
-host_adamw.py  its optimizer on the host cannot be resumed and is replaced: active everywhere
-NOISE     its warnings that nobody can act on are suppressed: active everywhere
+_steps         its distributed optimizer reads a saved state into torch's AdamW, but the state lacks step counts
+_engine        routers and latent attention use names that only TransformerEngine provides
+host_adamw.py  its optimizer on the host cannot resume and is replaced
+NOISE          suppresses warnings on which no user can act
 """
 
 import contextlib
@@ -35,7 +34,7 @@ NOISE = (
     r"When using .* CUDA_DEVICE_MAX_CONNECTIONS",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
-"""Warnings at every step on which a user cannot act."""
+"""Warnings at every step on which no user can act."""
 
 
 @contextlib.contextmanager
@@ -47,10 +46,10 @@ def quiet():
 
 
 class OneCopy(TorchFunctionMode):
-    """Makes the optimizer's float32 weights from a rank's parameters without another copy of each in bfloat16.
+    """Makes the optimizer's float32 weights from a rank's parameters without a second copy of each in bfloat16.
 
-    Megatron calls `.clone().float()` on a part of each parameter; `float` alone copies it. Only for the constructor of
-    its optimizer: there no other copy is made of a bfloat16 tensor.
+    Megatron calls `.clone().float()` on a part of each parameter, where `float` alone already copies. Only for the
+    constructor of its optimizer, which makes no other copy of a bfloat16 tensor.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -61,7 +60,7 @@ class OneCopy(TorchFunctionMode):
 
 
 def load() -> dict[str, Any]:
-    """Import MODULES, without their warnings about missing libraries; returns them by name."""
+    """Import MODULES without their warnings about missing libraries; return them by name."""
     with quiet():
         return {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
 

@@ -1,14 +1,14 @@
-"""Routers of a Megatron policy: choices told to them, a loss for evenly used experts, a bias that follows their load.
+"""Routers of a Megatron policy: prescribed choices, a loss for balanced experts, a bias that follows their load.
 
 A pack carries the facts that routers need (`attention.Params.routing`); a router gets them when its layer begins, so
-that activation checkpointing, which runs a layer again after other packs have passed, sees the right ones too.
+that they are right too when activation checkpointing runs a layer again after other packs have passed.
 
-The loss is the load balancing loss of https://arxiv.org/abs/2101.03961 in each sequence by itself, as in DeepSeek-V3
+The loss is the load balancing loss of https://arxiv.org/abs/2101.03961 within each sequence, as in DeepSeek-V3
 (https://arxiv.org/abs/2412.19437, eq. 17 to 20): sequences are never divided over micro-batches or data, so it is the
 same on every layout. Megatron's own loss counts a whole micro-batch, or averages the counts of earlier ones.
 
-S tokens of a pack on this rank (a tp-th of it under sequence parallelism), B sequences, L layers with experts, E
-experts, K of them for a token.
+S tokens of a pack on this rank (1 / tp of it under sequence parallelism), B sequences, L layers with experts, E
+experts, K of them per token.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ class Routing:
     """Facts that routers need about a pack; rows are in the order in which a router gets its tokens."""
 
     sequence_S: torch.Tensor
-    """int64: sequence of each token; B for padding, and for all tokens of a stand-in pack."""
+    """int64: sequence of each token; B for padding, and for all tokens of a dummy pack."""
     lengths_B: torch.Tensor
     """float32: tokens of each sequence, over all ranks."""
     weight: float
     """Weight of one token's loss: the coefficient divided by the tokens of the whole update; 0: no loss."""
-    told_SLK: torch.Tensor | None = None
-    """Experts that the router must choose, FREE (-1) where it chooses itself; None: it always chooses itself."""
+    prescribed_SLK: torch.Tensor | None = None
+    """Experts that the router must choose, FREE (-1) where the choice is its own; None: all choices are its own."""
 
 
 def plan(
@@ -49,13 +49,13 @@ def plan(
     real: bool,
     part: tuple[int, int],
     weight: float,
-    told_TLK: torch.Tensor | None,
+    prescribed_TLK: torch.Tensor | None,
 ) -> Routing:
     """Make the Routing of one pack.
 
-    rows_S: `Pack.rows`. lengths_B: lengths of its sequences. real: False for a stand-in. part: the number of equal
-    parts into which sequence parallelism cuts the pack, and the index of this rank's. weight, told_TLK: as in
-    `Routing`, the latter for all tokens of the pack in their order.
+    rows_S: `Pack.rows`. lengths_B: lengths of its sequences. real: False for a dummy pack. part: number of equal parts
+    into which sequence parallelism cuts the pack, and the index of this rank's. weight: as in `Routing`.
+    prescribed_TLK: as in `Routing`, for all tokens of the pack in their order.
     """
     count, index = part
     rows = rows_S.chunk(count)[index]
@@ -63,23 +63,23 @@ def plan(
     device = rows.device
     ends = lengths_B.to(device).cumsum(0)
     sequence = torch.where(inside & real, torch.searchsorted(ends, rows, right=True), len(ends))
-    told = None
-    if told_TLK is not None and real:
-        told = torch.where(inside[:, None, None], told_TLK.to(device)[rows.clamp(min=0)].long(), -1)
-    return Routing(sequence, lengths_B.to(device, torch.float32), weight, told)
+    prescribed = None
+    if prescribed_TLK is not None and real:
+        prescribed = torch.where(inside[:, None, None], prescribed_TLK.to(device)[rows.clamp(min=0)].long(), -1)
+    return Routing(sequence, lengths_B.to(device, torch.float32), weight, prescribed)
 
 
 class Router(TopKRouter):
-    """Megatron's router, extended by prescribed choices, and by counts and a loss over a pack's real tokens."""
+    """Megatron's router with prescribed choices, and with counts and a loss over a pack's real tokens."""
 
     place = 0
     """Index of this layer among the model's layers with experts, from 0."""
     routing_of: Routing | None = None
-    """Routing of the pack in progress."""
+    """Routing of the current pack."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Megatron calls it in place of topk. Not a module: this router would become a submodule of itself.
+        # Megatron calls it in place of topk. It is no module, because this router would become its own submodule.
         self.router_replay: Any = SimpleNamespace(get_replay_topk=self._choose)
         self.forget()
 
@@ -94,17 +94,17 @@ class Router(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and indices of the chosen experts, [S, K] each. scores: [S, E]."""
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        told = self.routing_of.told_SLK if self.routing_of else None
-        if told is None:
+        prescribed = self.routing_of.prescribed_SLK if self.routing_of else None
+        if prescribed is None:
             return values, chosen
-        chosen = torch.where(told[:, self.place] >= 0, told[:, self.place], chosen)
+        chosen = torch.where(prescribed[:, self.place] >= 0, prescribed[:, self.place], chosen)
         return scores.gather(1, chosen), chosen
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
-        """Route as Megatron does, [S, 1, E] -> weights and choices, [S, E] each; also counts, and attaches the loss."""
+        """Route like Megatron, [S, 1, E] -> weights and choices, [S, E] each; also count, and attach the loss."""
         probs, chosen = super().routing(logits, padding_mask)
         now = self.routing_of
-        # Passes without gradient do not belong to an update: old logp, and the first of two under checkpointing.
+        # Passes without gradient are not part of an update: old logp, and the first of two under checkpointing.
         if now is None or not self.training or not torch.is_grad_enabled():
             return probs, chosen
         real = now.sequence_S < len(now.lengths_B)
@@ -145,7 +145,7 @@ def routers(models: list[Any]) -> list[Router]:
 
 
 def attach(model: nn.Module, arch: Architecture) -> None:
-    """Number the routers of a chunk and make its layers hand them the routing of their pack. model: a GPTModel."""
+    """Number the routers of a chunk, and hook its layers to pass them the routing of their pack. model: a GPTModel."""
     if not arch.settings.get("num_moe_experts"):
         return
     freq = as_list(arch.settings["moe_layer_freq"])
@@ -153,17 +153,17 @@ def attach(model: nn.Module, arch: Architecture) -> None:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
             router.place = sum(freq[: layer.layer_number - 1])
-            layer.register_forward_pre_hook(partial(_tell, router), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(_set_routing, router), with_kwargs=True)
 
 
-def _tell(router: Router, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+def _set_routing(router: Router, layer: nn.Module, args: tuple, kwargs: dict) -> None:
     router.routing_of = getattr(kwargs.get("packed_seq_params"), "routing", None)
 
 
 def mean_loss(models: list[Any]) -> torch.Tensor:
     """Return the mean over layers of the losses in `Router.balance`, summed over this data position's tokens.
 
-    Per token it is 1 if experts are used evenly, and E / K if the same K are always chosen. Collective.
+    The value per token is 1 if experts are used evenly, and E / K if the same K are always chosen. Collective.
     """
     total = torch.zeros((), dtype=torch.float64, device=next(models[0].parameters()).device)
     for router in routers(models):
@@ -180,7 +180,7 @@ def mean_loss(models: list[Any]) -> torch.Tensor:
 def move_biases(models: list[Any], rate: float) -> None:
     """Add rate to the bias of experts with less than the update's mean load, and subtract it from that of the others.
 
-    https://arxiv.org/abs/2408.15664. Loads are numbers of tokens, so the layout does not matter. Collective.
+    Source: https://arxiv.org/abs/2408.15664. Loads are numbers of tokens, so the layout does not matter. Collective.
     """
     for router in routers(models):
         load = router.load_E

@@ -1,4 +1,4 @@
-"""Runs micro-batches through Megatron's pipeline and shares the last stage's results with every rank.
+"""Runs micro-batches through Megatron's pipeline and sends the last stage's results to every rank.
 
 S tokens of a pack on this rank, T of the whole pack.
 """
@@ -25,11 +25,11 @@ from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels import collision_probability, linear_logprob
 
 Numbers = tuple[torch.Tensor, torch.Tensor]
-"""The head's two numbers for each token of a micro-batch: two tensors [T], or [T, L] of a head with L > 1 labels."""
+"""The head's two numbers for each token of a micro-batch: two tensors [T], or [T, L] for a head with L > 1 labels."""
 
 
 def stand_in() -> Batch:
-    """Return a batch for a rank without sequences, because others wait for it in the layers; its loss is 0."""
+    """Return a dummy batch for a rank without sequences, because others wait for it in the layers; its loss is 0."""
     token = {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.tensor([False, True])}
     return Batch(torch.tensor([2]), token)
 
@@ -47,9 +47,9 @@ class Pipeline:
         replay: bool = False,
         labels: int = 1,
     ):
-        """models: as `model.build` gives them, wrapped for training or not. softcap, divisor: of the logits.
+        """models: the result of `model.build`, wrapped for training or not. softcap, divisor: of the logits.
 
-        replay: routers choose the experts that `token["experts"]` names. labels: numbers of a `score` head.
+        replay: routers choose the experts in `token["experts"]`. labels: numbers of a `score` head.
         """
         from megatron.core import parallel_state
 
@@ -67,16 +67,16 @@ class Pipeline:
         self.pp_group = state.get_pipeline_model_parallel_group()
 
     def forward(self, micros: list[Batch], temperature: float, second: Second) -> list[Numbers]:
-        """The head's numbers of every micro-batch, on every stage, without gradient. Collective."""
+        """Return the head's numbers of every micro-batch on every stage, without gradient. Collective."""
         with torch.no_grad():
             return self._everywhere(micros, self._run(micros, temperature, second, None))
 
     def forward_backward(
         self, micros: list[Batch], objective: Objective, shared: Shared, balance: float = 0.0
     ) -> Metrics:
-        """Add the gradient of the sum of losses to the models' buffers; statistics on every stage. Collective.
+        """Add the gradient of the summed losses to the models' buffers; return statistics on every stage. Collective.
 
-        balance: weight of the loss for evenly used experts, for one token.
+        balance: weight of one token's loss for balanced experts.
         """
         metrics, self.balance = Metrics(), balance
         mine = self._run(
@@ -84,7 +84,7 @@ class Pipeline:
         )
         numbers = self._everywhere(micros, mine)
         if not self.last:
-            # Stages without the head compute the statistics from its numbers, so their names need not travel.
+            # Stages without the head compute the statistics from its numbers, so that only numbers are sent.
             with torch.no_grad():
                 for micro, (first_T, second_T) in zip(micros, numbers, strict=True):
                     self._loss(objective, shared, metrics, micro, first_T, second_T)
@@ -107,7 +107,7 @@ class Pipeline:
         return result.loss
 
     def _run(self, micros: list[Batch], temperature: float, second: Second, to_loss: Callable | None) -> list[Numbers]:
-        """Run the schedule once; returns the numbers on the last stage, nothing elsewhere."""
+        """Run the schedule once; return the numbers on the last stage, and nothing on the others."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not micros:
@@ -117,11 +117,11 @@ class Pipeline:
         made = make_packs(tokens, self.layout, self.cp_rank, self.device)
         if self.settings.get("num_moe_experts"):
             for micro, run, pack in zip(micros, runs, made, strict=True):
-                told = None
+                prescribed = None
                 if self.replay and len(micro):
-                    told = run.token["experts"].unflatten(1, (-1, self.settings["moe_router_topk"]))
+                    prescribed = run.token["experts"].unflatten(1, (-1, self.settings["moe_router_topk"]))
                 real = len(micro) > 0
-                pack.params.routing = plan(pack.rows, run.lengths, real, self.part, self.balance, told)
+                pack.params.routing = plan(pack.rows, run.lengths, real, self.part, self.balance, prescribed)
         packs = list(zip(micros, runs, made, strict=True))
         iterators = [iter(packs) for _ in self.models]
 
@@ -134,7 +134,7 @@ class Pipeline:
         def finish(micro: Batch, run: Batch, pack: Pack, model: Any, states: torch.Tensor):
             numbers = self._numbers(unwrapped(model), states[0], run, pack, temperature, second)
             value = to_loss(micro, *numbers) if to_loss else numbers[0].sum()
-            # The count of tokens is 0, as Megatron must not divide by it: the loss contains every denominator already.
+            # The count of tokens is 0, because Megatron must not divide by it: the loss already has every denominator.
             return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
 
         longest = max(pack.tokens.shape[1] for _, _, pack in packs)
@@ -151,9 +151,9 @@ class Pipeline:
     def _numbers(
         self, model: Any, states_SD: torch.Tensor, run: Batch, pack: Pack, temperature: float, second: Second
     ) -> Numbers:
-        """Apply the head to hidden states: [T], 0 outside the loss mask, alike over tp and cp. Collective over both."""
+        """Apply the head to hidden states: [T], 0 outside the loss mask, equal over tp and cp. Collective over both."""
         tokens_T, mask_T = run.token["tokens"].to(self.device), run.token["mask"].to(self.device)
-        # The state before a token predicts it; a reward model reads the one after it.
+        # The state before a token predicts it; a reward model uses the one after it.
         of_S = torch.where(pack.rows < 0, -1, pack.rows + int(self.head != "score"))
         inside = (of_S >= 0) & (of_S < len(mask_T))
         at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()
@@ -176,7 +176,7 @@ class Pipeline:
         return first_T, other_T
 
     def _everywhere(self, micros: list[Batch], mine: list) -> list[Numbers]:
-        """Send the last stage's numbers to every stage; nothing for a stand-in micro-batch. Collective over pp."""
+        """Send the last stage's numbers to every stage; nothing for a dummy micro-batch. Collective over pp."""
         lengths = [micro.n_tokens if len(micro) else 2 for micro in micros]
         if self.pp_group.size() > 1 and micros:
             flat = torch.zeros(2, sum(lengths), *self.shape, device=self.device)

@@ -24,7 +24,7 @@ class Trainer:
     """Trains a model: holds buffers that sum gradients over data positions, and AdamW sharded over these."""
 
     def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
-        """models: as `model.build` returns them. host_optimizer: use `HostAdamW`; on a CPU any AdamW is on the host."""
+        """models: the result of `model.build`. host_optimizer: use `HostAdamW`; on a CPU any AdamW is on the host."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.optimizer import OptimizerConfig as Settings
@@ -38,7 +38,7 @@ class Trainer:
             ]
             for buffer in self._buffers():
                 # Megatron reads a state of several buckets (a tied embedding has its own) at offsets that include
-                # their padding, which it omits when it joins them.
+                # their padding, but omits the padding when it joins them.
                 buffer.numel_unpadded = buffer.numel
                 for bucket in buffer.buckets:
                     bucket.numel_unpadded = bucket.grad_data.numel()
@@ -57,8 +57,8 @@ class Trainer:
                 optimizer_cpu_offload=host_optimizer,
             )
             if host_optimizer:
-                # Otherwise the device would hold float32 weights beside those on the host. Set afterwards: the
-                # constructor asks for the version of TransformerEngine, which may not be installed.
+                # Otherwise the device would hold float32 weights beside those on the host. Set afterwards, because
+                # the constructor checks the version of TransformerEngine, which may not be installed.
                 settings.use_precision_aware_optimizer = True
                 settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
             with repairs.OneCopy():
@@ -66,7 +66,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             # Megatron's scheduler, which is not used here, exempts vectors from decay by this factor.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
-        # Gradients are only summed over the data: no division by ranks, micro-batches or tokens.
+        # Gradients are only summed over data positions, never divided by ranks, micro-batches or tokens.
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = lambda models, tokens=None, **groups: finalize(models, None, **groups)
 
@@ -84,7 +84,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=next(self.models[0].parameters()).device)
         for gradient in gradients:
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        # One collective for all optimizers: a pipeline stage may lack the one for experts.
+        # One collective for all optimizers, because a pipeline stage may lack the one for experts.
         dist.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
         return math.sqrt(total.item())
 
@@ -100,7 +100,7 @@ class Trainer:
                 clip(parameters, largest, norm, each.config.use_precision_aware_optimizer)
         *before, last = self._chained()
         for each in before:
-            # Each optimizer would gather the weights of all; the last one's gather is enough.
+            # Each optimizer would all-gather the weights of all; the last one's gather is enough.
             chunks, each.model_chunks = each.model_chunks, []
             each.step_with_ready_grads()
             each.model_chunks = chunks
@@ -120,7 +120,7 @@ class Trainer:
         return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
 
     def _chained(self) -> list[Any]:
-        """Megatron's optimizers; experts have a separate one."""
+        """Return Megatron's optimizers; experts have a separate one."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _optimizers(self) -> list[Any]:
@@ -131,7 +131,7 @@ class Trainer:
             if isinstance(each, HostAdamW):
                 each.fill()
             elif isinstance(each, torch.optim.AdamW):
-                # Megatron reads a step count, which torch's AdamW has only from its first step on.
+                # Megatron reads a step count, which torch's AdamW has only after its first step.
                 fill_state(each)
         names = {}
         for i, model in enumerate(self.models):
@@ -160,7 +160,7 @@ class Trainer:
             restore_settings(each, own)
             for state in each.state.values():
                 if "step" in state:
-                    # Megatron gives all parameters the same tensor, which each of them would increment.
+                    # Megatron passes the same tensor for all parameters, and each of them would increment it.
                     state["step"] = state["step"].clone()
 
     def take_weights(self) -> None:

@@ -1,8 +1,8 @@
-"""The packing of the forward that runs.
+"""The packing of the current forward.
 
-Attention gets its packing as a keyword argument. Many families hand their other layers a few named arguments only, so
-these layers ask here. Activation checkpointing runs a layer again during the backward, long after the forward, perhaps
-on another thread: `again` carries the packing there.
+Attention receives its packing as a keyword argument. Many families pass only a few named arguments to their other
+layers, so these layers look it up here. Activation checkpointing runs a layer again in the backward, long after the
+forward and perhaps on another thread: `again` carries the packing there.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _PACKING: ContextVar[Packing | None] = ContextVar("packing", default=None)
 
 
 def active() -> Packing | None:
-    """Return the packing of the forward that runs; None where a model runs by itself."""
+    """Return the packing of the current forward; None where a model runs by itself."""
     return _PACKING.get()
 
 

@@ -1,8 +1,8 @@
-"""Layers that mix tokens without attention: recurrent ones and short convolutions, family by family of transformers.
+"""Runs layers that mix tokens without attention over packs: recurrent layers and short convolutions of transformers.
 
-A layer runs transformers' own forward, on rows (`rows.py`) instead of the pack: on a GPU with the kernels of
-flash-linear-attention, causal-conv1d and mamba-ssm where transformers finds them, else in plain torch. A state is
-handed over by what transformers passes as a cache.
+A layer runs transformers' own forward on rows (`rows.py`) instead of the pack: on a GPU with the kernels of
+flash-linear-attention, causal-conv1d and mamba-ssm if transformers finds them, else in plain torch. A state passes from
+row to row as the layer's cache.
 """
 
 import inspect
@@ -24,12 +24,12 @@ CARRIERS = (
     *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Zamba2MambaMixer"),
     "ShortConv",
 )
-"""Ends of the names of layers that can start from a state: gated delta rules, Mamba-2, short convolutions.
+"""Name endings of layers that can start from a state: gated delta rules, Mamba-2, short convolutions.
 
 transformers' Mamba-1 reads a state for a single token only."""
 
 OTHERS = ("LightningAttention", "MambaMixer", "RecurrentBlock")
-"""Ends of the names of further layers: MiniMax, Mamba-1, Griffin."""
+"""Name endings of further layers: MiniMax, Mamba-1, Griffin."""
 
 
 UNUSED = ("attention_mask", "cache_params", "past_key_values")
@@ -38,31 +38,31 @@ OF_PACKS = (*UNUSED, "packing", "seq_idx", "cu_seq_lens_q")
 
 
 class State:
-    """A cache of transformers for one layer and one call, which keeps the gradient of what it hands over."""
+    """A cache of transformers for one layer and one call, which keeps the gradient of the states it passes on."""
 
     record_past = False
 
     def __init__(self, start: "dict[str, torch.Tensor] | None"):
-        """start: `conv` [B, C, k - 1] and, of layers that have one, `recurrent`; None for zeros."""
+        """start: `conv` [B, C, k - 1] and, for layers that have one, `recurrent`; None for zeros."""
         self.start, self.last = start, {}
 
     @property
     def layers(self) -> Any:
-        """The layers by index; whichever it is asked for is this one."""
+        """The layers by index; every index returns this layer."""
         return _Anything(self)
 
     @property
     def conv_states(self) -> list[torch.Tensor]:
-        """As transformers' cache of a layer."""
+        """See transformers' cache of a layer."""
         return [self.start["conv"]] if self.start else []
 
     @property
     def recurrent_states(self) -> list[torch.Tensor | None]:
-        """As transformers' cache of a layer."""
+        """See transformers' cache of a layer."""
         return [self.start.get("recurrent")] if self.start else [None]
 
     def has_previous_state(self, *_, **__) -> bool:
-        """As transformers' cache."""
+        """See transformers' cache."""
         return self.start is not None
 
     def update_conv_state(self, x_BCL: torch.Tensor, *_, conv_kernel_size: int, **__) -> torch.Tensor:
@@ -74,7 +74,7 @@ class State:
         return whole
 
     def update_recurrent_state(self, state: torch.Tensor, *_, **__) -> torch.Tensor:
-        """Keep the state behind the last token."""
+        """Keep the state after the last token."""
         self.last["recurrent"] = state
         return state
 
@@ -88,7 +88,7 @@ class _Anything:
 
 
 def install(hf: nn.Module) -> None:
-    """Let the layers of a HF model run over packs, where one is `active`; otherwise they run as they were."""
+    """Make the layers of a HF model run over packs while one is `active`; otherwise they run unchanged."""
     for module in hf.modules():
         if _is_mixer(module) and getattr(module.forward, "func", None) is not _forward:
             module.forward = partial(_forward, module, module.forward)
@@ -135,7 +135,7 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
 
 @contextmanager
 def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterator[None]:
-    """Let Mamba-2 cut rows of so many tokens into chunks that are not much longer; chunks change rounding alone.
+    """Limit Mamba-2's chunks to about the length of these rows; chunks change only rounding.
 
     In plain torch a chunk costs the square of its size, padding included. Kernels of a GPU keep their size.
     """
@@ -151,7 +151,7 @@ def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterato
 
 
 def _lay_out(value: Any, rows: RowClass, packing: Packing) -> Any:
-    """Lay out what belongs to tokens, [1, T, ...] -> [B, L, ...]."""
+    """Lay out values of tokens, [1, T, ...] -> [B, L, ...]; return other values unchanged."""
     if isinstance(value, tuple):
         return tuple(_lay_out(part, rows, packing) for part in value)
     if torch.is_tensor(value) and value.dim() > 1 and value.shape[:2] == (1, packing.part.tokens):

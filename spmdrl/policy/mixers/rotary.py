@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the length of a sequence, over packs.
+"""Runs rotary embeddings whose frequencies depend on the length of a sequence over packs.
 
-transformers chooses frequencies once a forward, by the longest position in it: `longrope` takes one set of factors up
-to the original length and another beyond it; `dynamic` grows with the length. In a pack each sequence gets those that
-it has alone. Tokens that sequences of unlike frequencies begin with are not the same, so these share nothing.
+transformers chooses frequencies once per forward, by the longest position in it: `longrope` has one set of factors up
+to the original length and another beyond it; `dynamic` grows with the length. In a pack each sequence gets the
+frequencies that it has alone. Sequences with different frequencies share no prefix, since its states would differ.
 """
 
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from spmdrl.policy.mixers.active import active
 
 @dataclass(frozen=True)
 class Moving:
-    """How the frequencies of a rotary embedding depend on the length of a sequence."""
+    """The dependence of a rotary embedding's frequencies on the length of a sequence."""
 
     limit: int
-    """Tokens up to which frequencies are the original ones."""
+    """Longest sequence with the original frequencies, in tokens."""
     grows: bool
-    """True if each length beyond has frequencies of its own, False if all of them have the same."""
+    """True if every greater length has frequencies of its own, False if all of them have the same."""
 
     def mark(self, length: int) -> int:
-        """Return a number that is the same for lengths of the same frequencies."""
+        """Return a number that is equal for lengths with the same frequencies."""
         return 0 if length <= self.limit else length if self.grows else 1
 
 
 def install(hf: nn.Module) -> list[Moving]:
-    """Let the rotary embeddings of a HF model run over packs, where one is `active`; return those that move."""
+    """Make the rotary embeddings of a HF model run over packs while one is `active`; return those that move."""
     out = []
     for module in hf.modules():
         if not (moving := _moving(module)):
@@ -44,12 +44,12 @@ def install(hf: nn.Module) -> list[Moving]:
 
 
 def alike(moving: list[Moving], lengths: list[int]) -> bool:
-    """Tell whether sequences of these lengths have the same frequencies."""
+    """Return True if sequences of these lengths have the same frequencies."""
     return all(len({rope.mark(length) for length in lengths}) == 1 for rope in moving)
 
 
 def _moving(module: Any) -> dict[str | None, Moving]:
-    """The rotary embeddings that move, by the type of layer; None for one of all layers."""
+    """Return the rotary embeddings that move, by type of layer; the key None stands for all layers."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     out = {}
@@ -74,7 +74,7 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
     parts = []
     for tokens in groups:
         if rope.grows:
-            # transformers keeps the frequencies of the longest sequence so far; one token puts the original ones back.
+            # transformers keeps the frequencies of the longest sequence so far; one token restores the original ones.
             forward(x, position_ids[..., :1] * 0, **more)
         parts.append(forward(x, position_ids if len(groups) == 1 else position_ids[..., tokens], **more))
     if len(parts) == 1:
@@ -86,7 +86,7 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
 def _groups(rope: Moving, packing: Packing) -> list[torch.Tensor]:
     """Group the tokens of a pack, int64 [n] each, by the frequencies of their sequences."""
     if packing.roots < len(packing.lengths):
-        # A tree has one kind (`alike`).
+        # All sequences of a tree have the same frequencies (`alike`).
         return [torch.arange(sum(packing.lengths), device=packing.device)]
     lengths = torch.tensor(packing.lengths, device=packing.device)
     marks = torch.tensor([rope.mark(n) for n in packing.lengths], device=packing.device).repeat_interleave(lengths)

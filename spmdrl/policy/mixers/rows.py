@@ -1,11 +1,11 @@
-"""How a pack is laid out for layers that carry a state from token to token.
+"""Lays out a pack for layers that carry a state from token to token.
 
-A row is one sequence, or a part of one that begins where an earlier row ended, and then starts from that row's last
-state. Rows of similar length stand side by side, padded on the right, where padding changes no token before it.
+A row is one sequence, or a part of one that starts from the last state of an earlier row. Rows of similar length are
+computed side by side, padded on the right, where padding changes no token before it.
 
-In a tree (`data/tree.py`) a node that others follow is a row of its own, without padding, which hands its last state
-over to them. For layers that cannot hand over a state each row is a whole path from a root to a leaf, which is exact
-too and costs as much as sequences that share nothing.
+In a tree (`data/tree.py`) a node with children is a row of its own, without padding, and passes its last state to them.
+For layers that cannot pass on a state each row is a whole path from a root to a leaf, which is exact too and costs as
+much as sequences that share nothing.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 @dataclass
 class RowClass:
-    """B rows that a layer runs side by side."""
+    """B rows that a layer computes side by side."""
 
     gather: torch.Tensor
     """int64 [B * L]: token of each slot; padding repeats a row's first token."""
@@ -31,14 +31,14 @@ class RowClass:
     tokens: torch.Tensor
     """int64 [n]: the tokens of these slots."""
     starts: torch.Tensor | None
-    """int64 [B]: the state that each row starts from, by its number among those handed over; None for zeros."""
+    """int64 [B]: index of the state that each row starts from, among the states passed on; None for zeros."""
     hands: bool
-    """True if the rows' last states are handed over; they get the next numbers, in the order of the rows."""
+    """True if the rows' last states are passed on; they get the next indices, in the order of the rows."""
 
 
 @dataclass
 class Rows:
-    """All rows of a pack, in an order in which states exist before they are needed."""
+    """All rows of a pack, ordered so that states are computed before they are used."""
 
     classes: list[RowClass]
     order: torch.Tensor
@@ -46,7 +46,7 @@ class Rows:
 
 
 def rows_of(packing: Packing, hand: bool) -> Rows:
-    """Lay out a pack; made once for all layers of a forward. hand: rows may start from the states of others."""
+    """Lay out a pack, once for all layers of a forward. hand: rows may start from the states of others."""
     if hand not in packing.rows:
         packing.rows[hand] = _plan(packing, hand)
     return packing.rows[hand]
@@ -55,21 +55,21 @@ def rows_of(packing: Packing, hand: bool) -> Rows:
 def _plan(packing: Packing, hand: bool) -> Rows:
     own = [spans[-1] for spans in packing.spans]
     followed = set(packing.parents)
-    spans: list[list[Span]] = []  # of a row that ends with this node
+    spans: list[list[Span]] = []  # of the row that ends with this node
     source: list[int] = []  # the node whose state that row starts from, -1 for zeros
     handing: list[bool] = []
-    depth: list[int] = []  # states that must exist before
+    depth: list[int] = []  # number of states that must be computed before
     for node, parent in enumerate(packing.parents):
         takes = parent >= 0 and handing[parent]
         spans.append([own[node]] if takes or parent < 0 else [*spans[parent], own[node]])
         source.append(parent if takes else source[parent] if parent >= 0 else -1)
         depth.append(depth[source[node]] + 1 if source[node] >= 0 else 0)
-        # Behind a state transformers takes a single token for a step of generation.
+        # After a state transformers treats a single token as a step of generation.
         handing.append(hand and node in followed and sum(n for _, n in spans[node]) > 1)
     classes: list[RowClass] = []
     number: dict[int, int] = {}
     seen: set[Span] = set()
-    # A node that hands nothing over is read in the row of the first one behind it.
+    # A node that passes on no state is computed in the row of its first child.
     ends = [node for node in range(len(own)) if handing[node] or node not in followed]
     for level in range(max(depth) + 1):
         for hands, groups in ((True, grouped), (False, alike)):
@@ -87,7 +87,7 @@ def _plan(packing: Packing, hand: bool) -> Rows:
 def _row_class(
     rows: list[list[Span]], seen: set[Span], starts: list[int] | None, hands: bool, device: torch.device
 ) -> RowClass:
-    """Lay rows out side by side. seen: spans that are read elsewhere; those read here are added."""
+    """Lay rows out side by side. seen: spans whose outputs count elsewhere; those counted here are added."""
     tokens, fresh = [], []
     for spans in rows:
         tokens.append(torch.cat([torch.arange(first, first + n) for first, n in spans]))
