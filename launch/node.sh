@@ -33,10 +33,10 @@ name=${NODE_NAME:-${SLURMD_NODENAME:-$(hostname)}}
 if [[ $1 == doctor ]]; then
     shift
     unset NODE_RANK MASTER_ADDR
-    exec "$python" -m spmdrl.doctor --node "$name" "$@"
+    exec "$python" -m spmdrl.tools.doctor --node "$name" "$@"
 fi
 if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # a host that was started from here starts no others
-    exec "$python" -m spmdrl.tools.hosts "$@"
+    exec "$python" -m spmdrl.tools.ssh_start "$@"
 fi
 nodes=${NNODES:-${SLURM_NNODES:-1}}
 node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}

@@ -78,7 +78,7 @@ class RunConfig:
         unread_by=(EVALUATE,),
     )
     """Keep the batch of an optimizer step whose gradient norm is above so many times the median of the last 32, for
-    `python -m spmdrl.replay`; of a run the first 3, and 3 that are not finite. 0: only those."""
+    `python -m spmdrl.tools.replay`; of a run the first 3, and 3 that are not finite. 0: only those."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ def advice(error: BaseException) -> str:
     """Returns advice on an error; empty where its own message has it, as the messages of this program do."""
     if timed_out(error):
         missing = briefly(hearts[0].missing, "") if hearts else ""
-        record = f"`python -m spmdrl.flight {rank_status.folder}` compares the last collectives of all ranks, "
+        record = f"`python -m spmdrl.tools.flight {rank_status.folder}` compares the last collectives of all ranks, "
         missing = missing or "another rank did not come, and it is not known where it is"
         return (
             f"{missing}; {record if rank_status.folder else ''}"

@@ -1,4 +1,4 @@
-"""The flight record: the last collectives of every rank, written when a job fails; `python -m spmdrl.flight` compares.
+"""The flight record: the last collectives of every rank, written when a job fails; `tools/flight.py` compares.
 
 torch's own recorder notes each collective with its Python frames (switched on in `session/environ.py`); here its last
 entries go to RUN/flight/rank_00000.json. A rank that was killed leaves none.

@@ -126,7 +126,7 @@ def check_ungraded(
         by = " + ".join(functions(cfg))
         problem = f"could not be graded by {by}"
         helps = (
-            "mend their rows, the sandbox (python -m spmdrl.doctor) or the judge, add a reward that applies to them "
+            "mend their rows, the sandbox (python -m spmdrl.tools.doctor) or the judge, add a reward that applies to "
         )
         if env:
             causes = f"the environment failed, its first prompt is too long, or {by} could not grade them"

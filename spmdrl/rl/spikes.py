@@ -1,4 +1,4 @@
-"""Keeps the batch of an optimizer step that stands out, for `python -m spmdrl.replay`.
+"""Keeps the batch of an optimizer step that stands out, for `python -m spmdrl.tools.replay`.
 
 RUN/spikes/step_000012/rank_00000.safetensors  each data position's sequences of the step, with every column
 RUN/spikes/step_000012/spike.json              what was seen, the weights it began with, the files that belong to it
@@ -40,7 +40,7 @@ class Spikes:
         warn: Callable[[str], None],
         replays: bool = True,
     ):
-        """folder: the run folder. replays: `spmdrl.replay` knows the losses of the run."""
+        """folder: the run folder. replays: `spmdrl.tools.replay` knows the losses of the run."""
         self.folder, self.world, self.algo, self.warn, self.replays = folder, world, algo, warn, replays
         self.step = 0
         """Counted from 1, the caller moves it."""
@@ -75,7 +75,7 @@ class Spikes:
             treefile.write(place / rank_file(self.world.rank), tree)
         # One that ends the job must not end it under a file that is being written.
         self._meet()
-        look = f"python -m spmdrl.replay {place}" if self.replays else f"the batch in {place}"
+        look = f"python -m spmdrl.tools.replay {place}" if self.replays else f"the batch in {place}"
         if self.world.rank == self.world.roles.trainers[0]:
             told = {
                 "step": self.step,

@@ -114,6 +114,6 @@ class Agreement:
             said.append(f"{what} {', '.join(parts)}")
         raise LockstepError(
             f"ranks went different ways in this step: {'; '.join(said)}. Somewhere a rank decides alone whether to "
-            "communicate (law 1): `python -m spmdrl.flight` on the run folder shows the lines, and "
+            "communicate (law 1): `python -m spmdrl.tools.flight` on the run folder shows the lines, and "
             "--run.lockstep-debug stops at the first"
         )

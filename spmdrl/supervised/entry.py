@@ -38,7 +38,8 @@ def launch(loaded: Loaded[Any], kind: Kind, train: Callable[[Any], None]) -> Non
         mixture = open_mixture(loaded.config)
         config = with_steps(loaded.config, mixture)
         loaded = dataclasses.replace(loaded, config=with_template(config, kind.begin, mixture))
-        seen = preview(kind.begin(loaded.config), open_mixture(config)) if loaded.dry_run else []
+        begun = kind.begin(loaded.config) if loaded.dry_run else None
+        seen = preview(begun.encode, begun.tokenizer, open_mixture(config)) if begun else []
     except ValueError as error:
         exit_with(f"{kind.prog}: {error}")
     plan = lambda cfg, size: kind.lines(cfg, size) + seen  # noqa: E731

@@ -3,16 +3,14 @@
 import sys
 from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmdrl.data.mixture import Mixture
 from spmdrl.data.row_columns import Row, unread_line
 from spmdrl.data.tokens import Masked
 from spmdrl.data.unshown import UNSHOWN, unshown_line
+from spmdrl.supervised.rows import Encode
 from spmdrl.tracking.console import clean
-
-if TYPE_CHECKING:
-    from spmdrl.supervised.build import Start
 
 ROWS = 200
 """Rows that are looked at."""
@@ -23,7 +21,7 @@ LONGEST = 1500
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-def preview(begun: "Start", mixture: Mixture, colour: bool | None = None) -> list[str]:
+def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | None = None) -> list[str]:
     """Lines on the first rows: counts, and one row whose trained text is green, or in [[ ]] where there is no colour.
 
     colour: None: if stdout is a terminal.
@@ -37,7 +35,7 @@ def preview(begun: "Start", mixture: Mixture, colour: bool | None = None) -> lis
     for drawn in mixture.draw(min(ROWS, mixture.rows or ROWS)):
         try:
             row = Row(drawn.read())
-            found = begun.encode(row)
+            found = encode(row)
         except ValueError as error:
             refused.append(f"{drawn.where}: {error}")
             continue
@@ -63,9 +61,7 @@ def preview(begun: "Start", mixture: Mixture, colour: bool | None = None) -> lis
     coloured = sys.stdout.isatty() if colour is None else colour
     lines.append(f"example  {example}, the trained text {'in green' if coloured else 'in [[ ]]'}:")
     for number, piece in enumerate(pieces):
-        lines += ["  ---"] * (number > 0) + [
-            f"  {line}" for line in shown(piece, begun.tokenizer, coloured).split("\n")
-        ]
+        lines += ["  ---"] * (number > 0) + [f"  {line}" for line in shown(piece, tokenizer, coloured).split("\n")]
     return lines
 
 

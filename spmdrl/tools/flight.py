@@ -1,4 +1,4 @@
-"""Compares the flight records of a failed run: `python -m spmdrl.flight RUN`.
+"""Compares the flight records of a failed run: `python -m spmdrl.tools.flight RUN`.
 
 For every process group it shows the first collective in which ranks differ, with file and line on each, and the ranks
 that have not come to the last one. Ranks that were killed have left no record and are named.
@@ -125,8 +125,12 @@ def report(folder: Path) -> list[str]:
 def main() -> None:
     """Print the report of one run folder."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m spmdrl.flight RUN")
+        sys.exit("usage: python -m spmdrl.tools.flight RUN")
     try:
         print("\n".join(report(Path(sys.argv[1]))))
     except (ValueError, OSError) as error:
-        sys.exit(f"python -m spmdrl.flight: {error}")
+        sys.exit(f"python -m spmdrl.tools.flight: {error}")
+
+
+if __name__ == "__main__":
+    main()

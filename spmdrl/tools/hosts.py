@@ -1,7 +1,8 @@
-"""Runs launch/node.sh on several hosts: `python -m spmdrl.tools.hosts`, which it becomes itself where HOSTS is set.
+"""Runs launch/node.sh on several hosts, for the preflight and the start by ssh.
 
-In a SLURM job srun does it; else ssh, with a process at the far end that reads its orders from the connection: the
-variables and the command first, then signals. Where the connection ends, the command is ended. Standard library only.
+In a SLURM job srun does it; else ssh, with a process at the far end, `python -m spmdrl.tools.hosts`, that reads its
+orders from the connection: the variables and the command first, then signals. Where the connection ends, the command is
+ended. Standard library only.
 """
 
 import contextlib
@@ -83,7 +84,7 @@ def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def far(host: str, variables: dict[str, str], words: Sequence[str], **streams: Any) -> subprocess.Popen:
     """Starts a command on another host. `tell` sends signals; a closed stdin ends it."""
     python = ".venv/bin/python" if (ROOT / ".venv" / "bin" / "python").exists() else "python3"
-    line = f"cd {shlex.quote(str(ROOT))} && exec {python} -m spmdrl.tools.hosts --far-end"
+    line = f"cd {shlex.quote(str(ROOT))} && exec {python} -m spmdrl.tools.hosts"
     process = subprocess.Popen([*SSH, host, line], stdin=subprocess.PIPE, **streams)
     order = {"variables": carried() | variables, "words": list(words)}
     tell(process, json.dumps(order))
@@ -143,65 +144,5 @@ def unreachable(hosts: Sequence[str]) -> dict[str, str]:
     return dead
 
 
-# ── the start without SLURM ──────────────────────────────────────────────────
-
-
-def chosen(hosts: list[str], port: int) -> list[str]:
-    """Chooses the hosts that the job takes: the first NODES good ones.
-
-    Raises:
-        ValueError: too few answer or are good, or NODES is no such number.
-    """
-    from spmdrl.tools.preflight import choose, look_at
-
-    need = int(os.environ.get("NODES") or len(hosts))
-    if not 0 < need <= len(hosts):
-        raise ValueError(f"NODES={need}: HOSTS names {len(hosts)}")
-    if os.environ.get("PREFLIGHT") == "0":
-        return hosts[:need]
-    floors = tuple(float(os.environ.get(name) or 0) for name in ("FLOOR_ALL_REDUCE", "FLOOR_ALL_TO_ALL"))
-    folder = Path(os.environ.get("RUN_DIR") or ROOT / "runs" / "preflight") / "logs" / "preflight"
-    look = look_at(Hosts(), folder.absolute(), port, say)
-    return choose(hosts, need, look, (floors[0], floors[1]), say, unreachable(hosts), slurm=False)
-
-
-def say(line: str) -> None:
-    """Prints a line of the start."""
-    print(f"[hosts] {line}", file=sys.stderr, flush=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Starts `launch/node.sh WORDS` on the hosts of HOSTS; returns the exit code of the one that failed first."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words == ["--far-end"]:
-        return far_end()
-    hosts = list(dict.fromkeys(os.environ["HOSTS"].replace(",", " ").split()))
-    port = int(os.environ.get("MASTER_PORT") or 29500)
-    try:
-        hosts = chosen(hosts, port)
-    except (ValueError, OSError) as error:
-        say(f"error: {error}")
-        return 1
-    say(f"nodes: {' '.join(hosts)}")
-    variables = {"NODE_NAMES": " ".join(hosts), "MASTER_PORT": str(port)}
-    running = {host: far(host, variables | {"NODE_NAME": host}, [NODE, *words]) for host in hosts}
-
-    def pass_on(number: int, _) -> None:
-        for process in running.values():
-            tell(process, str(number))
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, pass_on)
-    code, until = 0, float("inf")
-    while any(process.poll() is None for process in running.values()) and time.monotonic() < until:
-        for host, process in running.items():
-            if process.poll() and not code:
-                code, until = code_of(process.returncode), time.monotonic() + OTHERS
-                say(f"{host} ended with exit code {code}")
-        time.sleep(0.2)
-    end(list(running.values()))
-    return code or next((code_of(p.returncode) for p in running.values() if p.returncode), 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(far_end())

@@ -165,7 +165,7 @@ FAULTS = {
     "hang in a collective": Fault(
         # Whoever's time is up first names where the other one is.
         stay_away,
-        ("spmdrl.flight", "faults.py or rank 0 is in phase"),
+        ("spmdrl.tools.flight", "faults.py or rank 0 is in phase"),
         TIMEOUT,
         "[01]",
     ),

@@ -339,7 +339,7 @@ def hosts(folder: Path, words, **env) -> Job:
 
 
 def test_hosts_without_slurm_leave_a_dead_one_out_and_report_by_node(tmp_path):
-    ended = ends(hosts(tmp_path, ["-m", "spmdrl.doctor", "--quick"], HOSTS=f"127.0.0.9,{A} {B}", NODES="2"), 150)
+    ended = ends(hosts(tmp_path, ["-m", "spmdrl.tools.doctor", "--quick"], HOSTS=f"127.0.0.9,{A} {B}", NODES="2"), 150)
     assert ended.rc == 0, ended.show()
     assert "[hosts] bad node 127.0.0.9: no answer to ssh within 8 s" in ended.err, ended.show()
     assert f"[hosts] nodes: {A} {B}" in ended.err, ended.show()

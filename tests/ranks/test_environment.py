@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spmdrl.config.dump import to_yaml
-from spmdrl.tools.rerun_step import replay
+from spmdrl.tools.replay import replay
 from spmdrl.train import train
 from tests.ranks.cases import full_weights
 from tests.ranks.demo import Interrupted, demo, metrics, open_demo, untimed

@@ -12,7 +12,7 @@ from spmdrl.config.dump import to_yaml
 from spmdrl.data import treefile
 from spmdrl.hub.folder import TINY
 from spmdrl.rl.spikes import read
-from spmdrl.tools.rerun_step import replay
+from spmdrl.tools.replay import replay
 from tests.e2e.runner import succeed
 from tests.ranks.cases import full_weights, relative
 from tests.ranks.demo import demo, metrics, open_demo, train, untimed
@@ -103,7 +103,7 @@ def test_spike_is_kept_and_replayed_on_one_process(spiked):
     assert told["norm"] == rows[SPIKE]["grad_norm"] and told["version"] == SPIKE - 1
     assert len(batch) == 32 and sorted(told["files"]) == ["rank_00000.safetensors", "rank_00001.safetensors"]
     assert (batch.seq["reward"] > 1e4).sum() == 2 and torch.isfinite(batch.token["advantages"]).all()
-    ended = succeed([places[0]], module="spmdrl.replay")
+    ended = succeed([places[0]], module="spmdrl.tools.replay")
     text = "\n".join(ended.out)
     assert f"step_{SPIKE - 1}, as it began" in text, text
     norm = float(next(line for line in ended.out if line.startswith("norm")).split()[1].rstrip(","))

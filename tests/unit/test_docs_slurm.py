@@ -27,7 +27,8 @@ COMMANDS = [
 
 def test_variables_are_those_of_the_scripts():
     told = {row[0].strip("`"): row[2].strip("`") for row in table(CHAPTERS["Variables"])}
-    text = "\n".join(SCRIPTS.values()) + (ROOT / "spmdrl" / "tools" / "hosts.py").read_text()
+    tools = [ROOT / "spmdrl" / "tools" / f"{name}.py" for name in ("hosts", "ssh_start")]
+    text = "\n".join([*SCRIPTS.values(), *(file.read_text() for file in tools)])
     assert len(told) > 10 and all(f"${{{name}:-" in text or f"${{{name}:+" in text for name in told)
     for name, default in told.items():
         if default not in ("by script", "none") and name not in ("NPROC", "RUN_DIR", "ROOT"):
@@ -75,7 +76,7 @@ def test_command_of_the_doctor_runs(command, tmp_path):
     wanted = ["--model.path", "--data.train", "--data.eval"] if "--config" in words else []
     assert bad == wanted and ended.returncode == bool(wanted), ended.stdout + ended.stderr
     assert re.search(r"^\d+ ok", ended.stdout, re.MULTILINE), ended.stdout + ended.stderr
-    if command == "python -m spmdrl.doctor":
+    if command == "python -m spmdrl.tools.doctor":
         printed = {line[5:].split("  ")[0] for line in ended.stdout.splitlines() if re.match("ok|warn|fail", line)}
         assert printed == LINES - ELSEWHERE, "the page's table has every line"
     if words[0] == "torchrun":

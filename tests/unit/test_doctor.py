@@ -1,4 +1,4 @@
-"""`python -m spmdrl.doctor`: every check in its good and bad states, the report, exit codes; real ranks and files."""
+"""The doctor: every check in its good and bad states, the report, exit codes; real ranks and files."""
 
 import ast
 import errno
@@ -20,9 +20,9 @@ import torch
 from spmdrl.config.schema import Config
 from spmdrl.hub.folder import TINY
 from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
-from spmdrl.tools.doctor import bandwidth, clocks
 from spmdrl.tools.doctor_findings import fail, ok, warn
 from spmdrl.tools.doctor_python import PYTHON, python
+from spmdrl.tools.doctor_report import bandwidth, clocks
 from spmdrl_sandbox import bubblewrap, sandlock
 from spmdrl_sandbox.open import plain
 from tests.ranks.harness import run_ranks
@@ -32,7 +32,7 @@ INFINITE = resource.RLIM_INFINITY
 
 
 def doctor(*words, limit: float = 90, env=None) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "spmdrl.doctor", *map(str, words)]
+    command = [sys.executable, "-m", "spmdrl.tools.doctor", *map(str, words)]
     outside = {k: v for k, v in os.environ.items() if k not in doctor_machine.OWN and not k.startswith("TORCHELASTIC_")}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, env=outside | (env or {}))
 
@@ -62,7 +62,7 @@ def test_report_of_this_machine_in_lines_and_json(tmp_path):
 
 @pytest.mark.slow
 def test_bad_limits_fail_with_exit_code_1_and_json_on_stdout(tmp_path):
-    command = f'ulimit -n 64; exec "{sys.executable}" -m spmdrl.doctor --quick --json - --dir "{tmp_path}"'
+    command = f'ulimit -n 64; exec "{sys.executable}" -m spmdrl.tools.doctor --quick --json - --dir "{tmp_path}"'
     ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=90)
     told = json.loads(ended.stdout)
     assert ended.returncode == 1 and not told["ok"], ended.stderr
@@ -82,12 +82,12 @@ def test_bad_limits_fail_with_exit_code_1_and_json_on_stdout(tmp_path):
 def test_bad_command_lines_are_one_message_and_exit_code_2(words, said):
     ended = doctor("--quick", *words)
     (line,) = ended.stderr.splitlines()
-    assert ended.returncode == 2 and line.startswith("python -m spmdrl.doctor: ") and said in line
+    assert ended.returncode == 2 and line.startswith("python -m spmdrl.tools.doctor: ") and said in line
 
 
 def test_bad_python_without_the_packages_is_told_to_install():
     ended = subprocess.run(
-        [sys.executable, "-S", "-m", "spmdrl.doctor"], cwd=ROOT, capture_output=True, text=True, env={"PATH": ""}
+        [sys.executable, "-S", "-m", "spmdrl.tools.doctor"], cwd=ROOT, capture_output=True, text=True, env={"PATH": ""}
     )
     assert ended.returncode == 1 and "./launch/install.sh" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
@@ -99,18 +99,24 @@ import runpy, sys
 sys.version_info = (3, 9, 18)
 class Refuses:
     def find_spec(self, name, path=None, target=None):
-        allowed = ("spmdrl", "spmdrl.doctor", "spmdrl.tools")
+        allowed = ("spmdrl", "spmdrl.tools.doctor", "spmdrl.tools")
         allowed += ("spmdrl.tools.doctor_findings", "spmdrl.tools.doctor_python")
         if name not in allowed and name.startswith("spmdrl") or name == "packaging":
             raise TypeError(f"{name} is imported under an old Python")
 sys.meta_path.insert(0, Refuses())
-runpy.run_module("spmdrl.doctor", run_name="__main__")
+runpy.run_module("spmdrl.tools.doctor", run_name="__main__")
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.startswith(f"fail Python  3.9.18, {sys.executable}; fix: install 3.11 or later: PYTHON=")
     # The files that an old Python reads are written as it reads them.
-    for file in ("__init__.py", "doctor.py", "tools/__init__.py", "tools/doctor_findings.py", "tools/doctor_python.py"):
+    for file in (
+        "__init__.py",
+        "tools/doctor.py",
+        "tools/__init__.py",
+        "tools/doctor_findings.py",
+        "tools/doctor_python.py",
+    ):
         ast.parse((ROOT / "spmdrl" / file).read_text(), feature_version=(3, 7))
     least = ".".join(map(str, PYTHON))
     assert f'requires-python = ">={least}"' in (ROOT / "pyproject.toml").read_text()

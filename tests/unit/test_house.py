@@ -32,9 +32,6 @@ FLOORS = [
         "online_preference",
         "distill",
         "evaluate",
-        "replay",
-        "flight",
-        "doctor",
     ],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}

@@ -253,7 +253,7 @@ def test_dry_run_shows_both_sides_of_a_pair(tmp_path):
     cfg = dataclasses.replace(PreferenceConfig(), data=dataclasses.replace(PreferenceDataConfig(), train=(str(file),)))
     encode = encoder()
     begun = Start(tmp_path, encode.encoder.tokenizer, cfg.data.max_tokens, encode)
-    lines = preview(begun, open_mixture(cfg), colour=False)
+    lines = preview(begun.encode, begun.tokenizer, open_mixture(cfg), colour=False)
     asked = [f"  {line}" for line in chatml(*ASKED, said="right").split("\n")]
     assert lines[-2 * len(asked) - 1 :] == [*asked, "  ---", *asked[:-1], asked[-1].replace("right", "wrong")]
 

@@ -167,7 +167,7 @@ def test_columns_that_nothing_reads_are_named_before_a_job_and_at_its_first_step
     cfg = SFTConfig()
     cfg.data = dataclasses.replace(cfg.data, train=(str(file),))
     encode = Encoder(cfg.data, tokenizer_for(TEMPLATE), 99)
-    lines = preview(SimpleNamespace(encode=encode, tokenizer=encode.tokenizer), open_mixture(cfg), False)  # type: ignore[arg-type]
+    lines = preview(encode, encode.tokenizer, open_mixture(cfg), False)
     assert "columns  nothing reads these columns: id" in lines
     drawn = [Drawn("rows:1", lambda: {"messages": [USER, SAID], "id": 7})]
     assert list(encoded(drawn, range(1), encode).unread) == ["id"]
@@ -345,7 +345,7 @@ def test_tools_and_variables_that_the_template_does_not_show_are_named_once(tmp_
     file.write_text(json.dumps({"messages": [USER, SAID]} | columns) + "\n")
     cfg.data = dataclasses.replace(cfg.data, train=(str(file),))
     encode = Encoder(cfg.data, tokenizer_for(jinja), 99)
-    lines = preview(SimpleNamespace(encode=encode, tokenizer=encode.tokenizer), open_mixture(cfg), False)  # type: ignore[arg-type]
+    lines = preview(encode, encode.tokenizer, open_mixture(cfg), False)
     assert [each for each in lines if each.startswith("columns")] == ([f"columns  {line}"] if names else [])
     assert "not shown" not in lines[0]
 

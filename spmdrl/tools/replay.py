@@ -1,4 +1,4 @@
-"""Runs an optimizer step that stood out once more: `python -m spmdrl.replay runs/demo/spikes/step_000012`.
+"""Runs an optimizer step that stood out once more: `python -m spmdrl.tools.replay runs/demo/spikes/step_000012`.
 
 One process, the batch that the run kept and the weights of the checkpoint before it give loss and gradient norm again,
 and the part of each sequence in them. Takes no optimizer step and writes nothing.
@@ -32,7 +32,7 @@ SAME = 1e-5
 
 def main(argv: list[str] | None = None) -> None:
     """Replays the step of one folder and prints the report."""
-    words = argparse.ArgumentParser("python -m spmdrl.replay", description=(__doc__ or "").splitlines()[0])
+    words = argparse.ArgumentParser("python -m spmdrl.tools.replay", description=(__doc__ or "").splitlines()[0])
     words.add_argument("folder", type=Path, help="what a run has kept: RUN/spikes/step_000012")
     words.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
     words.add_argument("--top", type=int, default=8, help="sequences shown")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         for line in replay(asked.folder, asked.model, asked.top, asked.device):
             print(line, flush=True)
     except (ValueError, OSError) as error:
-        sys.exit(f"python -m spmdrl.replay: {error}")
+        sys.exit(f"python -m spmdrl.tools.replay: {error}")
 
 
 def alone(cfg: Config, device: str, model: str) -> Config:
@@ -123,7 +123,7 @@ def settings(file: Path) -> Config:
     if not file.is_file():
         raise ValueError(f"there is no {file}: give a folder that lies in its run, RUN/spikes/step_000012")
     try:
-        return from_command_line(["--config", str(file)], "python -m spmdrl.replay").config
+        return from_command_line(["--config", str(file)], "python -m spmdrl.tools.replay").config
     except ConfigError as error:
         raise ValueError(str(error)) from error
 
@@ -261,3 +261,7 @@ def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int
         )
         for episode in to_episodes(whole(batch, i)):
             yield from (f"        {line}" for line in conversation_lines(episode, tokenizer.decode, reader))
+
+
+if __name__ == "__main__":
+    main()
