@@ -9,11 +9,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.losses import LOSSES
 from spmdrl.algos.rows import settings_of
+from spmdrl.config.builtin import REWARDS
 from spmdrl.config.load import from_command_line
 from spmdrl.config.parameters import parameters_of
 from spmdrl.config.presets import PRESETS
@@ -61,7 +63,7 @@ def section(name: str, function: Callable, known: dict, more: list[str]) -> str:
 def linked(text: str, known: set[str]) -> str:
     """Returns a text of a docstring in which names of rows and places in docs/ are links."""
     text = re.sub(r"`(\w+)`", lambda m: f"[`{m[1]}`](#{m[1]})" if m[1] in known else m[0], text)
-    return re.sub(r"\bdocs/((\w+\.md)#[\w-]+)", r"[\2](\1)", text)
+    return re.sub(r"\bdocs/((\w+\.md)(?:#[\w-]+)?)", r"[\2](\1)", text)
 
 
 def settings(function: Callable) -> str:
@@ -140,12 +142,26 @@ def preset_names() -> str:
     return filled(f"{len(PRESETS)} presets: " + ", ".join(f"`{name}`" for name in PRESETS) + ".")
 
 
+# ── rewards ──────────────────────────────────────────────────────────────────
+
+
+def rewards() -> str:
+    """Returns the table of built-in rewards: of each the first paragraph of its docstring."""
+    rows: dict[str, str] = {}
+    for name, row in REWARDS.items():
+        documented = getattr(import_module(f"spmdrl.rewards.{row.module}"), row.documented or name)
+        says = " ".join(inspect.cleandoc(documented.__doc__).split("\n\n")[0].split())
+        rows[says] = f"{rows[says]}, `{name}`" if says in rows else f"`{name}`"
+    return table(["reward", "score and parts"], *([found, linked(says, set())] for says, found in rows.items()))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "losses": losses,
     "advantages": advantages,
     "advantages by group": advantages_by_group,
     "presets": presets,
     "names of presets": preset_names,
+    "rewards": rewards,
 }
 
 

@@ -7,6 +7,7 @@ supervised.py  settings that jobs on given rows share; sft.py, preference.py, re
 online_preference.py  settings of preference learning on own samples
 distillation.py  settings of distillation; divergence.py: those of the divergence, and their rules
 presets.py     published methods by name, as settings
+builtin.py     the rewards that come with spmdrl, a row each
 declare.py     how a setting declares its default, its rule, and whether a resume may change it
 load.py        makes one Config from files and flags
 given.py       the user's text for settings: words of the command line, entries of YAML files

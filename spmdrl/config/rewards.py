@@ -5,30 +5,12 @@ import math
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from spmdrl.config.builtin import REWARDS
 from spmdrl.config.dump import redact_text
 from spmdrl.config.named import file_problems, name_problems
 from spmdrl.config.schema import Config, RewardConfig
+from spmdrl.config.yaml_file import SUFFIXES
 
-REWARDS = (
-    *(
-        "auto",
-        "boxed",
-        "choice",
-        "code",
-        "code_partial",
-        "environment",
-        "exact_match",
-        "exact_match_qa",
-        "first_integer",
-        "gsm8k",
-    ),
-    *("gsm8k_flexible", "math", "math_dapo", "math_dapo_boxed", "none", "numeric", "reasoning_gym"),
-)
-"""Built-in rewards. The functions are in `rewards/quick.py` and `rewards/worker.py`."""
-JUDGES = (".yaml", ".yml")
-"""Ends of the names of files of judges, which `config/judge.py` reads."""
-IN_SANDBOX = ("auto", "code", "code_partial")
-"""Built-in rewards that run programs, or may."""
 CONTAINERS = ("apptainer", "docker")
 SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
 
@@ -78,7 +60,7 @@ def same_names(reward: RewardConfig) -> list[str]:
 
 def runs_programs(reward: RewardConfig) -> bool:
     """Tell whether a reward runs programs, or may."""
-    return bool(set(functions(reward)) & set(IN_SANDBOX))
+    return any(name in REWARDS and REWARDS[name].runs_programs for name in functions(reward))
 
 
 def kwargs_of(reward: RewardConfig) -> dict:
@@ -113,7 +95,7 @@ def reward_problems(config: Config) -> list[str]:
     for flag_name, function in named:
         if ".py" in function:
             problems += file_problems(flag_name, function, default="compute_score")
-        elif not function.endswith(JUDGES):
+        elif not function.endswith(SUFFIXES):
             found = name_problems(flag_name, function, REWARDS, file_allowed=True)
             problems += [f"{each}, or a judge.yaml" for each in found]
     problems += _kwargs_problems(reward, [function for _, function in named])

@@ -363,11 +363,9 @@ class RewardConfig:
     """How samples are scored."""
 
     function: str = "exact_match"
-    """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `numeric` (near it),
-    `math` (symbolic), `boxed`, `math_dapo` (1 or -1), `math_dapo_boxed`, `choice` (a letter), `exact_match_qa`, `code`
-    (1 if the program passes all tests), `code_partial` (the share that it passes), `reasoning_gym`, `auto` (by each
-    row's data_source), `judge.yaml` (a judge: docs/judge.md), `environment` (what `--env` gave), `none` (0), or
-    `path/to/file.py[:function]` in a form of verl or TRL: docs/rewards.md."""
+    """A built-in reward, such as `exact_match`, `gsm8k`, `math` (symbolic), `code` (tests of a program), `auto` (by the
+    row's data_source), `environment` (what `--env` gave) or `none` (0); `judge.yaml` (a judge: docs/judge.md); or
+    `path/to/file.py[:function]` in a form of verl or TRL. docs/rewards.md lists all of them."""
     more: tuple[str, ...] = ()
     """Further rewards whose scores are added, each as `function=weight`; the weight is 1, as the first one's, where it
     is left out."""

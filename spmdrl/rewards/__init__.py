@@ -12,7 +12,7 @@ trial.py       tries a reward on right and wrong answers, and trial_report.py sa
                command
 route.py       the reward `auto`: which one grades rows of a data_source
 prefilled.py   where a reply that the prompt begins opens the mark of an answer
-quick.py       built-in rewards that are called in the process itself
+quick.py       built-in rewards that are called in the process itself, by the rows of config/builtin.py
 truths.py      finds rows whose truths a reward cannot compare with, before a run begins
 judge.py       a language model as a judge, and judge_pairs.py as one of pairs; judge_verdict.py is what is asked and
                what is read from the answer, judge_asker.py how both ask; judge_server.py asks a server and counts,

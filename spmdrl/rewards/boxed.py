@@ -100,7 +100,7 @@ def same(answer: str, truth: str) -> bool:
 
 
 def boxed(item: RewardInput) -> Reward:
-    r"""1 when the last `\boxed{...}` is the truth, which may stand in a box too. Part `format`: there is a box."""
+    r"""1 if the last `\boxed{...}` has the truth's normal form. Nothing is computed. Part `format`: there is a box."""
     whole = truth_text(item.ground_truth)
     inside = last_box(whole)
     truth = whole if inside is None else truth_text(inside)

@@ -116,7 +116,9 @@ def chosen(solution: str) -> tuple[str | None, bool]:
 
 
 def choice(item: RewardInput) -> Reward:
-    """1 when the response gives the letter of the truth, in either case. Part `format`: an answer was marked."""
+    r"""1 if the response gives the letter of the truth, in either case: `Answer: B`, `The answer is B`, `\boxed{B}`,
+    else `(B)`, else `B` as the whole response. Part `format`: it was marked, as in the first three forms.
+    """
     text = truth_text(item.ground_truth).strip()
     truth = _TRUTH.fullmatch(text)
     if truth is None:

@@ -52,7 +52,12 @@ class Settings:
 
 
 class CodeGrader:
-    """Grades programs, one after another, in sandboxes that stay open."""
+    """`code`: 1 if the last Python block, else the response, passes all tests of its row (docs/programs.md);
+    `code_partial`: the share of the tests that it passes. Parts: `passed`, `wrong`, `error`, `timeout`, `memory` and
+    `output`, shares of the tests; `format`, there is a block.
+
+    Programs are graded one after another, in sandboxes that stay open.
+    """
 
     def __init__(self, settings: Settings, partial_credit: bool):
         """Open the sandboxes.

@@ -59,7 +59,9 @@ def normal_form(text: str) -> str:
 
 
 def math_dapo(item: RewardInput) -> Reward:
-    """1 when the last `Answer: ...` is the truth, else -1. Parts: `acc` (1 or 0), `format` (there is such a line)."""
+    """1 if the last line `Answer: ...` within the last 300 characters has the truth's normal form, else -1. Parts:
+    `acc`, 1 or 0; `format`, there is such a line.
+    """
     truth = normal_form(truth_text(item.ground_truth))
     answers = _ANSWER.findall(item.solution[-TAIL:])
     right = bool(answers) and normal_form(answers[-1]) == truth
@@ -67,7 +69,9 @@ def math_dapo(item: RewardInput) -> Reward:
 
 
 def math_dapo_boxed(item: RewardInput) -> Reward:
-    r"""1 when the last `\boxed{...}` is the truth, else -1. Parts: `acc` (1 or 0), `format` (there is a box)."""
+    r"""1 if the last `\boxed{...}` within the last 100 characters is the truth to the letter (any minus), else -1.
+    Parts: `acc`, 1 or 0; `format`, there is a box.
+    """
     truth = truth_text(item.ground_truth).translate(SIGNS)
     answer = last_box(item.solution[-BOX_TAIL:].translate(SIGNS))
     return Reward(

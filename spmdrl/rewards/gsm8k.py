@@ -35,12 +35,16 @@ def _grade(item: RewardInput) -> tuple[float, float, float]:
 
 
 def gsm8k(item: RewardInput) -> Reward:
-    """1 when the last `#### n` of the response is the truth. Parts: `flexible`, `format` (there is a `#### n`)."""
+    """1 if the number behind the last `####` equals the truth: a number, or GSM8K's answer that ends in `#### n`.
+    Parts: `flexible`, the score of `gsm8k_flexible`; `format`, there is a `#### n`.
+    """
     strict, flexible, form = _grade(item)
     return Reward(strict, {"flexible": flexible, "format": form})
 
 
 def gsm8k_flexible(item: RewardInput) -> Reward:
-    """1 when the last number of the response is the truth. Parts: `strict`, `format` (there is a `#### n`)."""
+    """1 if the last number equals the truth, which is as for `gsm8k`. Parts: `strict`, the score of `gsm8k`;
+    `format`, there is a `#### n`.
+    """
     strict, flexible, form = _grade(item)
     return Reward(flexible, {"strict": strict, "format": form})

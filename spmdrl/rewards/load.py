@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from spmdrl.config.builtin import REWARDS
 from spmdrl.config.judge import is_judge, read_judge
-from spmdrl.config.rewards import IN_SANDBOX, functions, kwargs_of, same_names, short_name, weighted
+from spmdrl.config.rewards import functions, kwargs_of, same_names, short_name, weighted
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.data.keys import describe
@@ -17,7 +18,6 @@ from spmdrl.rewards.judge_server import Server
 from spmdrl.rewards.pool import Pool
 from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.several import Several, Term
-from spmdrl.rewards.worker import POOLED
 
 DEFAULT_FUNCTION = "compute_score"
 
@@ -100,10 +100,10 @@ def _load(
         judge, short = read_judge(name), short_name(name)
         asker = EngineAsker(judge, short) if judge.engine else Server(judge, short)
         return (Pairs if judge.compare else Judge)(judge, short, asker)
-    is_file = name not in POOLED
+    row = REWARDS.get(name)
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
-    function = _file_function(name, flag) if is_file else f"builtin:{name}"
-    settings = kwargs_of(cfg) if is_file else dataclasses.asdict(sandbox) if name in IN_SANDBOX else {}
+    function = f"builtin:{name}" if row else _file_function(name, flag)
+    settings = kwargs_of(cfg) if row is None else dataclasses.asdict(sandbox) if row.runs_programs else {}
     if name == "auto":
         settings["sources"] = sorted(set(sources))
     return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, settings, alone)
@@ -145,9 +145,10 @@ def scores_timeouts(cfg: RewardConfig) -> bool:
 
 
 def _scores_timeouts(name: str, cfg: RewardConfig) -> bool:
-    if name in QUICK or name in ("code", "code_partial") or is_judge(name):
+    row = REWARDS.get(name)
+    if is_judge(name) or (row and (row.has_clocks or not row.pooled)):
         return False
-    return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and name in POOLED)
+    return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and row is not None)
 
 
 def check_cost(cfg: RewardConfig, cost: str) -> None:
@@ -169,9 +170,7 @@ def _file_function(spec: str, flag: str) -> str:
     elif "/" in spec or ":" in spec:
         raise ValueError(f"{flag} {spec!r}: a file is given as path/to/file.py[:function]")
     else:
-        raise ValueError(
-            f"unknown {flag} {spec!r}: {nearest(spec, {**QUICK, **POOLED})}, a judge.yaml, or a file.py[:function]"
-        )
+        raise ValueError(f"unknown {flag} {spec!r}: {nearest(spec, REWARDS)}, a judge.yaml, or a file.py[:function]")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"{flag} {spec!r}: there is no file {path}")

@@ -156,7 +156,9 @@ def _equal(truth: str, answer: str, form: str) -> bool:
 
 
 def math_reward(item: RewardInput) -> Reward:
-    r"""1 when the answer equals the truth. Part `format`: the answer was marked (`\boxed{}` or `Answer:`)."""
+    r"""1 if the answer equals the truth as text, as a number, or by math-verify: the last `\boxed{...}`, else the
+    last line `Answer: ...`, else the end of the response. Part `format`: the answer was marked.
+    """
     whole = truth_text(item.ground_truth)
     boxed = last_boxed(whole)
     raw_truth = whole if boxed is None else boxed

@@ -87,7 +87,9 @@ def _tolerance(extra: dict, name: str, default: float) -> Decimal:
 
 
 def numeric(item: RewardInput) -> Reward:
-    """1 when the response's number lies within the tolerance of the truth. Part `format`: it has a number."""
+    r"""1 if the last number of the last `\boxed{...}`, else of the response, is within the tolerance of the truth.
+    Part `format`: there is a number.
+    """
     with localcontext(_EXACT):
         truth, given = truth_of(item.ground_truth), last_number(item.solution)
         relative = _tolerance(item.extra, "tolerance", TOLERANCE) * abs(truth)

@@ -60,9 +60,8 @@ def truths_of(ground_truth: object) -> list[str]:
 
 
 def exact_match_qa(item: RewardInput) -> Reward:
-    """1 when the text in the last `<answer>` tags is one of the truths. Part `format`: there are such tags.
-
-    A right answer among more than 10 tags of a kind counts a quarter, so that writing many does not pay.
+    """1 if the text in the last `<answer>...</answer>` is one of the truths after the normalisation of SQuAD; 0.25 if
+    there are more than 10 tags of a kind, so that writing many does not pay. Part `format`: there are tags.
     """
     truths = truths_of(item.ground_truth)
     answer = tagged(item.solution)

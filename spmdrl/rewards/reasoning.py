@@ -8,7 +8,8 @@ from spmdrl.rewards.base import Reward, RewardInput
 
 
 def reasoning_reward(item: RewardInput) -> Reward:
-    """The task's score of the reply (in `<answer>` tags, or all of it). Part `format`: the tags are there.
+    """The task's own score of the text in `<answer>` tags, else of the response; 0 for an answer that its scorer
+    cannot read. Part `format`: there are tags.
 
     `extra` holds the columns of prompts from `reasoning-gym:<task>`: task, config, entry.
     """

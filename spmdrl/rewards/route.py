@@ -7,9 +7,10 @@ https://github.com/volcengine/verl), whose `prime_math` is here the symbolic `ma
 from collections.abc import Callable
 from typing import Any
 
+from spmdrl.config.builtin import REWARDS
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.quick import QUICK
-from spmdrl.rewards.worker import POOLED, load_function
+from spmdrl.rewards.worker import load_function
 
 ROUTE = {
     "openai/gsm8k": "gsm8k",
@@ -44,7 +45,11 @@ def reward_of(data_source: str) -> str:
 
 
 class Route:
-    """The rewards of the rows that came so far, each loaded when its first row comes."""
+    """The score and parts of the reward that the row's `data_source` names
+    (docs/rewards.md#auto-one-run-several-data-sets).
+
+    Each reward is loaded when its first row comes.
+    """
 
     def __init__(self, settings: dict[str, Any]):
         """Load the rewards of the sources that will come.
@@ -77,7 +82,7 @@ class Route:
         name = reward_of(item.data_source)
         if name in QUICK:
             self._loaded[name] = QUICK[name]
-        elif name in POOLED:
+        elif name in REWARDS:
             self._loaded[name] = load_function(f"builtin:{name}", self._settings)
         else:
             raise ValueError(f"there is no reward {name} here, which grades data_source {item.data_source!r}")

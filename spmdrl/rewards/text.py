@@ -49,7 +49,8 @@ def none(item: RewardInput) -> Reward:
 
 
 def environment(item: RewardInput) -> Reward:
-    """The rewards that the environment gave, with the parts of the final one.
+    """The rewards that the environment of `--env` gave, turn by turn and at the end, with the parts of the final one
+    (docs/agents.md#rewards).
 
     Raises ValueError where no environment was there.
     """
@@ -59,13 +60,13 @@ def environment(item: RewardInput) -> Reward:
 
 
 def exact_match(item: RewardInput) -> Reward:
-    """1 when the response, stripped, is the truth, stripped."""
+    """1 if the whole response is the truth, spaces around it apart."""
     truth = truth_text(item.ground_truth, may_be_empty=True)
     return Reward(float(item.solution.translate(SIGNS).strip() == truth.translate(SIGNS).strip()))
 
 
 def first_integer(item: RewardInput) -> Reward:
-    """1 when the first number in the response is the truth, an integer. Part `format`: there is a number."""
+    """1 if the first number equals the truth, an integer. Part `format`: there is a number."""
     truth = to_decimal(truth_text(item.ground_truth))
     if truth is None or truth != truth.to_integral_value():
         raise ValueError(

@@ -26,26 +26,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from spmdrl.config.builtin import REWARDS
 from spmdrl.config.user_code import import_file, said
 from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
 from spmdrl.rewards.forms import adapted
 from spmdrl.workers.in_child import die_with, take_pipes, write_all
-
-POOLED = {
-    "auto": "spmdrl.rewards.route",
-    "code": "spmdrl.rewards.code",
-    "code_partial": "spmdrl.rewards.code",
-    "math": "spmdrl.rewards.math",
-    "reasoning_gym": "spmdrl.rewards.reasoning",
-}
-"""Built-in rewards that run in the pool: name -> module, whose `load(name, settings)` gives the function."""
 
 
 def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput], object]:
     """The function that `{"function": spec}` names. Raises ValueError in words for the user of `--reward.function`."""
     if spec.startswith("builtin:"):
         name = spec.removeprefix("builtin:")
-        return importlib.import_module(POOLED[name]).load(name, settings)
+        return importlib.import_module(f"spmdrl.rewards.{REWARDS[name].module}").load(name, settings)
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
     module = import_file(path, f"spmdrl_user_reward_{path.stem}")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmdrl.config.builtin import REWARDS
 from spmdrl.data.scores import is_right
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.math import load
 from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.trial import Row
 from spmdrl.rewards.units import split_unit, unit_of
-from spmdrl.rewards.worker import POOLED
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
 MARKS = (r"so it is \boxed{%s}.", "work\nAnswer: %s", "Answer: $%s$", "so it is $%s$.")
@@ -512,7 +512,7 @@ def test_a_column_of_floats_holds_whole_numbers(function, score):
 
 def test_every_grader_of_text_is_tried():
     others = {"none", "environment", "code", "code_partial", "auto", "reasoning_gym"}
-    assert set(TEXT_GRADERS) | others == {*QUICK, *POOLED}
+    assert set(TEXT_GRADERS) | others == set(REWARDS)
 
 
 # -- what counts as right ---------------------------------------------------------------------------------------------

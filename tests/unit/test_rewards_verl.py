@@ -15,7 +15,6 @@ from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.math import load
 from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.route import PREFIXES, ROUTE
-from spmdrl.rewards.worker import POOLED
 
 REPO = Path(__file__).resolve().parents[2]
 GOLDEN = json.loads((REPO / "tests" / "golden" / "rewards_verl.json").read_text())
@@ -97,8 +96,3 @@ def test_the_page_has_the_route():
         **ROUTE,
         **{f"{prefix}...": reward for prefix, reward in PREFIXES.items()},
     }
-
-
-def test_the_page_has_every_built_in():
-    named = {name for row in table("rewards") for name in re.findall(r"`(\w+)`", row[0])}
-    assert named == {*QUICK, *POOLED}
