@@ -77,10 +77,9 @@ def trl_settings(job: Any, folder: Path) -> dict[str, Any]:
     )
 
 
-def run_ours(job: Any, folder: Path, schema: type, build: Any, train: Any, more: dict[str, Any]) -> None:
-    """Trains on spmdrl's side. more: flags beside those of every job."""
+def run_ours(job: Any, folder: Path, kind: Any, more: dict[str, Any]) -> None:
+    """Trains on spmdrl's side. kind: `JOB` of the entry point; more: flags beside those of every job."""
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.config.supervised import supervised_lines
     from spmdrl.session.open import open_run
 
     flags = {
@@ -95,9 +94,8 @@ def run_ours(job: Any, folder: Path, schema: type, build: Any, train: Any, more:
         "tracking.console": "plain",
     } | more
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    config = from_command_line(words, "a benchmark", schema).config
-    with open_run(Loaded(config), build, supervised_lines) as run:
-        assert run is not None, "no dry run was asked for"
+    config = from_command_line(words, "a benchmark", kind.settings).config
+    with open_run(kind, Loaded(config)) as run:
         turns, steps = Turns(folder, "spmdrl"), run.steps()
 
         def in_turns():
@@ -107,7 +105,7 @@ def run_ours(job: Any, folder: Path, schema: type, build: Any, train: Any, more:
             turns.arrive()
 
         run.steps = in_turns
-        train(run)
+        kind.train(run)
         (folder / f"spmdrl.{run.world.rank}.json").write_text(json.dumps({"peak_mib": peak_mib()}))
 
 

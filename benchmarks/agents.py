@@ -179,16 +179,14 @@ def main() -> None:
     import torch
 
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.config.plan import plan_lines
-    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
+    from spmdrl.train import JOB
 
     torch.set_num_threads(1)
     found: dict = {"tree": trees(args)}
     with tempfile.TemporaryDirectory() as work:
         config = from_command_line(flags(Path(work), args)).config
-        with open_run(Loaded(config), build_run, plan_lines) as run:
-            assert run is not None, "no dry run was asked for"
+        with open_run(JOB, Loaded(config)) as run:
             with run.memory.rollout_phase():
                 rollouts = Rollouts(run, args)
                 found["sides"] = rollouts.sides(args.rounds)

@@ -117,9 +117,7 @@ def ours(job: Job, folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from spmdrl.config.preference import PreferenceConfig
-    from spmdrl.preference import train
-    from spmdrl.supervised.preference import build_preference
+    from spmdrl.preference import JOB
 
     more = {
         "policy.reshard_after_forward": "false",
@@ -127,7 +125,7 @@ def ours(job: Job, folder: Path) -> None:
         "data.max_tokens": job.length // 2,
         "preference.beta": BETA,
     }
-    _rows.run_ours(job, folder, PreferenceConfig, build_preference, train, more)
+    _rows.run_ours(job, folder, JOB, more)
 
 
 def encode(job: Job, folder: Path) -> dict[str, list]:
@@ -136,10 +134,10 @@ def encode(job: Job, folder: Path) -> dict[str, list]:
     from spmdrl.data.tree import prompt_lengths
     from spmdrl.hub.resolve import resolve
     from spmdrl.hub.tokenizer import load_tokenizer
+    from spmdrl.supervised.pair_encoder import PairEncoder
     from spmdrl.supervised.rows import pack
-    from spmdrl.supervised.sides import SideEncoder
 
-    encoder = SideEncoder(PreferenceDataConfig(), load_tokenizer(resolve(job.model)), job.length // 2, pairs=True)
+    encoder = PairEncoder(PreferenceDataConfig(), load_tokenizer(resolve(job.model)), job.length // 2, pairs=True)
     out: dict[str, list] = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
     for line in (folder / "rows.jsonl").read_text().splitlines():
         sides = encoder(json.loads(line)).sequences

@@ -117,10 +117,8 @@ def side(folder: Path, args) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.config.plan import plan_lines
-    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
-    from spmdrl.train import train
+    from spmdrl.train import JOB, train
 
     flags = {
         "run.dir": folder / "run",
@@ -145,7 +143,7 @@ def side(folder: Path, args) -> None:
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
     rows = []
-    with open_run(Loaded(config), build_run, plan_lines) as run:
+    with open_run(JOB, Loaded(config)) as run:
         run.memory.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
         run.memory.engine.stop_tokens = []
         watched, experience = Watched(run.memory.engine, args.longest, args.spread), run.experience

@@ -110,12 +110,10 @@ def ours(job: Job, folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from spmdrl.config.sft import SFTConfig
-    from spmdrl.sft import train
-    from spmdrl.supervised.sft import build_sft
+    from spmdrl.sft import JOB
 
     more = {"data.rows_per_step": job.rows, "data.max_tokens": job.length, "policy.max_tokens_per_microbatch": job.ours}
-    _rows.run_ours(job, folder, SFTConfig, build_sft, train, more)
+    _rows.run_ours(job, folder, JOB, more)
 
 
 def encode(job: Job, folder: Path) -> dict[str, list]:

@@ -139,10 +139,8 @@ def ours(job: Job, folder: Path) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.config.plan import plan_lines
-    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
-    from spmdrl.train import train
+    from spmdrl.train import JOB, train
 
     flags = {
         "run.dir": folder / "run",
@@ -164,8 +162,7 @@ def ours(job: Job, folder: Path) -> None:
         "tracking.console": "plain",
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
-    with open_run(Loaded(config), build_run, plan_lines) as run:
-        assert run is not None, "no dry run was asked for"
+    with open_run(JOB, Loaded(config)) as run:
         # Fixed length on both sides: nothing ends a response early.
         run.memory.engine.stop, run.memory.engine.stop_tokens = torch.zeros(0, dtype=torch.int64), []
         turns, steps = Turns(folder, "spmdrl"), run.steps()

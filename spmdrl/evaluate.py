@@ -11,61 +11,76 @@ SIGTERM or SIGUSR1 the line tells what was measured until then, and `stopped` wh
 
 import dataclasses
 import json
-import os
 from typing import Any
 
-from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, check_use, evaluation_lines
-from spmdrl.config.load import Loaded, load_or_exit
-from spmdrl.config.online_preference import OnlinePreferenceConfig
+from spmdrl.config.load import Loaded
 from spmdrl.config.schema import Config
-from spmdrl.session.environ import postpone_collections, prepare
-
-RUNS = (Config, DistillationConfig, OnlinePreferenceConfig)
-"""Settings of the runs whose files are read."""
+from spmdrl.session.job import Job, jobs, late, launch, ranks_of_job, show
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Evaluate `--model.path` on `--data.eval`."""
-    asked = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluationConfig, check_config, check_use, RUNS)
-    # A run folder's config.yaml tells how many the run looked at while it trained.
-    prompts = asked.config.eval.prompts if "eval.prompts" in asked.given else 0
-    cfg = as_run(asked.config, prompts)
-    prepare()
-    postpone_collections()
+def evaluate(run) -> None:
+    """Sample and grade, then print the numbers."""
     from spmdrl.health.failure import request
     from spmdrl.health.status import rank_status
-    from spmdrl.plan.dry import sandbox_lines
-    from spmdrl.plan.dry_data import with_data
-    from spmdrl.rl.build import build_run
     from spmdrl.rl.evaluation import MEASURED
-    from spmdrl.session.open import open_run, show
     from spmdrl.tracking.trackers import plain
 
-    if asked.dry_run:
-        settings = dataclasses.replace(asked.config, eval=dataclasses.replace(asked.config.eval, prompts=prompts))
-        lines = with_data(lambda cfg, world: evaluation_lines(cfg, world) + sandbox_lines(cfg), train=False)
-        return show(settings, lines(cfg, int(os.environ.get("WORLD_SIZE", "1"))))
-    with open_run(Loaded(cfg), build_run, evaluation_lines, keeps=False) as run:
-        assert run is not None
-        rank_status.keeps = run.evaluation.keeps_graded = True
-        with run.memory.rollout_phase():
-            run.evaluate(0)
-        with run.memory.training_phase():
-            run.judge()
-        run.journal.rows(run.evaluation.take_rows(1))
-        if run.world.is_first:
-            assert run.evaluation.prompts is not None
-            prompts = len(run.evaluation.prompts)
-            what: dict[str, Any] = {"model": cfg.model.path, "data": cfg.data.eval}
-            what |= {"prompts": prompts, "samples": prompts * cfg.eval.samples}
-            measured = int(run.evaluation.numbers.pop(MEASURED))
-            if measured < what["samples"]:
-                # Prompts count with all of their samples or not at all.
-                what |= {"prompts": measured // cfg.eval.samples, "samples": measured, "stopped": request()}
-            numbers = {name: plain(value) for name, value in run.evaluation.numbers.items()}
-            print(json.dumps(what | numbers), flush=True)
+    cfg, evaluation = run.cfg, run.evaluation
+    rank_status.keeps = evaluation.keeps_graded = True
+    with run.memory.rollout_phase():
+        run.evaluate(0)
+    with run.memory.training_phase():
+        run.judge()
+    run.journal.rows(evaluation.take_rows(1))
+    if run.world.is_first:
+        prompts = len(evaluation.prompts)
+        what: dict[str, Any] = {"model": cfg.model.path, "data": cfg.data.eval}
+        what |= {"prompts": prompts, "samples": prompts * cfg.eval.samples}
+        measured = int(evaluation.numbers.pop(MEASURED))
+        if measured < what["samples"]:
+            # Prompts count with all of their samples or not at all.
+            what |= {"prompts": measured // cfg.eval.samples, "samples": measured, "stopped": request()}
+        numbers = {name: plain(value) for name, value in evaluation.numbers.items()}
+        print(json.dumps(what | numbers), flush=True)
 
+
+def settle(job: Job, loaded: Loaded[EvaluationConfig]) -> Loaded[Any]:
+    """Return the run that only evaluates; for a dry run the settings as they were given."""
+    # A run folder's config.yaml tells how many the run looked at while it trained.
+    prompts = loaded.config.eval.prompts if "eval.prompts" in loaded.given else 0
+    config = dataclasses.replace(loaded.config, eval=dataclasses.replace(loaded.config.eval, prompts=prompts))
+    return dataclasses.replace(loaded, config=config if loaded.dry_run else as_run(config, prompts))
+
+
+def dry_run(job: Job, loaded: Loaded[EvaluationConfig]) -> None:
+    """Print the settings, the plan, and what the first rows give."""
+    from spmdrl.plan.dry import sandbox_lines
+    from spmdrl.plan.dry_data import with_data
+
+    cfg, size = as_run(loaded.config, loaded.config.eval.prompts), ranks_of_job()
+    show(
+        loaded.config, with_data(lambda cfg, world: job.lines(cfg, world) + sandbox_lines(cfg), train=False)(cfg, size)
+    )
+
+
+JOB = Job(
+    module="spmdrl.evaluate",
+    page="docs/usage.md",
+    settings=EvaluationConfig,
+    check=check_config,
+    check_use=check_use,
+    # Files of all jobs that sample are read.
+    reads=lambda: tuple(job.settings for job in jobs().values() if issubclass(job.settings, Config)),
+    lines=evaluation_lines,
+    settle=settle,
+    build=late("spmdrl.rl.build:build_run"),
+    train=evaluate,
+    dry=dry_run,
+    keeps=lambda cfg: False,
+    columns=(),
+    phases=(),
+)
 
 if __name__ == "__main__":
-    main()
+    launch(JOB)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import date
 from pathlib import Path
 
@@ -118,10 +118,16 @@ def check_evaluation(folder: Path, world: World) -> None:
         )
 
 
-def check_settings(folder: Path, cfg: TrainingConfig, world: World, given: Collection[str] = ()) -> list[str]:
+def check_settings(
+    folder: Path,
+    cfg: TrainingConfig,
+    world: World,
+    given: Collection[str] = (),
+    kinds: Mapping[str, type] | None = None,
+) -> list[str]:
     """Checks that a run which goes on from its folder has the settings it began with. Collective; returns notes.
 
-    given: as `differences` takes it.
+    given, kinds: as `differences` takes them.
 
     Raises:
         ValueError: it is a run of another entry point, or settings that change the answer differ, each one listed,
@@ -130,7 +136,7 @@ def check_settings(folder: Path, cfg: TrainingConfig, world: World, given: Colle
     told: dict = {"notes": [], "error": ""}
     path = recorded_settings(folder)
     if world.is_first and path.exists():
-        found = differences(path, cfg, given)
+        found = differences(path, cfg, given, kinds)
         told["notes"] = found.notes
         if found.other:
             told["error"] = (

@@ -5,7 +5,7 @@ first run nor the second.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -74,21 +74,17 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     return found
 
 
-OWN_SECTIONS = {
-    "spmdrl.distill": "distill",
-    "spmdrl.sft": "sft",
-    "spmdrl.reward_model": "reward_model",
-    "spmdrl.online_preference": "preference rollout",
-    "spmdrl.preference": "preference",
-    "spmdrl.train": "rollout",
-}
-"""Entry point -> sections of settings that tell its runs from those of the entry points below it."""
+def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
+    """Return the entry point whose settings have these sections; empty where it is none's.
 
-
-def entry_point(sections: Iterable[Any]) -> str:
-    """Return the entry point whose settings have these sections; empty where it is none's."""
-    there = set(sections)
-    return next((name for name, own in OWN_SECTIONS.items() if there.issuperset(own.split())), "")
+    kinds: entry point -> its settings. They have all of the sections, and one that the class which they extend lacks.
+    """
+    there, sizes = set(sections), {}
+    for name, schema in kinds.items():
+        names, (base, *_) = {each.name for each in fields(schema)}, schema.__bases__
+        if issubclass(base, TrainingConfig) and there <= names and there - {each.name for each in fields(base)}:
+            sizes[name] = len(names)
+    return min(sizes, key=sizes.__getitem__, default="")
 
 
 @dataclass
@@ -103,11 +99,14 @@ class Differences:
     """Further lines for the user."""
 
 
-def differences(path: Path, cfg: TrainingConfig, given: Collection[str] = ()) -> Differences:
+def differences(
+    path: Path, cfg: TrainingConfig, given: Collection[str] = (), kinds: Mapping[str, type] | None = None
+) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
     A setting that the file lacks (it may be older than the setting) counts as its default. given: settings that a user
-    named. ChatML that nobody named is what a folder without a template rendered its messages by.
+    named. ChatML that nobody named is what a folder without a template rendered its messages by. kinds: as of
+    `entry_point`.
     """
     out, there = Differences(), {}
     try:
@@ -119,8 +118,8 @@ def differences(path: Path, cfg: TrainingConfig, given: Collection[str] = ()) ->
             there = with_target(there, there[CONTROLLER] == "adaptive", float(AIM))
         if (power := there.pop(POWER, None)) is not None and METHOD in there:
             there[METHOD] = with_power(there[METHOD], power)
-        wrote = entry_point(nested)
-        out.other = wrote if wrote != entry_point(each.name for each in fields(cfg)) else ""
+        wrote = entry_point(nested, kinds or {})
+        out.other = wrote if wrote and type(cfg) is not (kinds or {})[wrote] else ""
         unknown = sorted(set(there) - set(leaves(type(cfg))))
         if unknown:
             out.notes.append(f"{path} has settings that are not known here: {', '.join(unknown)}")

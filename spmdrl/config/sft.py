@@ -106,5 +106,5 @@ def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
         words = f"{teacher.path}: writes its {teacher.top_k:,} likeliest tokens into {teacher.write}, and the job ends"
     else:
         words = f"{teacher.read or teacher.path}: {divergence_words(teacher, teacher.temperature)}"
-    taught = [f"teacher  {words}"] if teacher.path or teacher.read else []
-    return supervised_lines(config, world_size) + taught
+    teaching = [f"teacher  {words}"] if teacher.path or teacher.read else []
+    return supervised_lines(config, world_size) + teaching

@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 from spmdrl.config.dump import redact_text
+from spmdrl.config.load import Loaded
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.rewards import is_service, runs_programs
 from spmdrl.config.schema import Config
+from spmdrl.plan.dry_data import with_data
 from spmdrl.plan.gpus import GPUS, Gpu
 from spmdrl.plan.run import GIB
+from spmdrl.session.job import Job, ranks_of_job, show
 from spmdrl_sandbox.base import SandboxError
 from spmdrl_sandbox.open import open_for
 
@@ -22,6 +26,11 @@ ASK = (
     "if ok else None))"
 )
 HOW = "memory   for GPUs: python -m spmdrl.plan with these settings and --world {} --gpu h100 (or {}, or a file)"
+
+
+def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
+    """Print the settings, the plan with its memory, and what the first rows give."""
+    show(loaded.config, with_data(dry_lines)(loaded.config, ranks_of_job()))
 
 
 def dry_lines(cfg: Config, world: int) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.load import exit_with
+from spmdrl.config.load import Loaded, exit_with
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.row_columns import unread_line
@@ -13,12 +13,18 @@ from spmdrl.hub.resolve import MODELSCOPE, is_hub_name, resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.rewards.truths import check_truths
 from spmdrl.rollout.build import prompt_limit
+from spmdrl.session.job import Job, ranks_of_job, show
 from spmdrl.tracking.console import clean
 
 ROWS = 1000
 """Rows of a source that are read."""
 SHOWN = 300
 """Characters of the example that are printed."""
+
+
+def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
+    """Print the settings, the plan and what the first rows give."""
+    show(loaded.config, with_data(job.lines)(loaded.config, ranks_of_job()))
 
 
 def with_data(lines: Callable[[Any, int], list[str]], train: bool = True) -> Callable[[Any, int], list[str]]:

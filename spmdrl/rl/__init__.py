@@ -1,6 +1,7 @@
 """Reinforcement learning: a step, the sources of its samples, and the updates that learn from them.
 
 run.py           runs the steps of one run
+method.py        what a run learns by: policy gradients
 build.py         builds a run: prompts, models, checkpoints, engine
 sampler.py       samples a step's experience, also ahead: plan, rollout, grade, fill the batch
 rollout_plan.py  plans and results of rollouts
@@ -22,11 +23,11 @@ reading.py       how a reward model reads responses: tokens, steps, labels
 retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
 objectives.py    losses of the policy, a critic, a process reward model
-online_preference.py  which samples of a prompt are compared
+online_preference.py  the method of pairs of own samples: which samples of a prompt are compared
 teacher_prompts.py  the prompts as a teacher reads them
 alignment.py     a teacher that reads other tokens
 spans.py         spans of text that tokens of both cover
-distillation.py  what teachers say of a batch, responses of the data set
+distillation.py  the method of distillation: what teachers say of a batch, responses of the data set
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       makes an Algorithm from settings
 spikes.py        keeps the batch of an anomalous optimizer step

@@ -103,7 +103,7 @@ class Algorithm:
             **optional,
         )
 
-    def young(self, batch: Batch, version: int) -> torch.Tensor:
+    def fresh_mask(self, batch: Batch, version: int) -> torch.Tensor:
         """Marks the tokens, bool [T], whose weights are at most `--rollout.staleness` versions old.
 
         Carried over and replayed tokens are older. version: of the policy where the update begins.
@@ -127,14 +127,14 @@ def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
     return torch.where(mask_T, x_T, 0.0).sum() / mask_T.sum()
 
 
-def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, young_T) -> None:
+def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, fresh_T) -> None:
     """Measures how far the trainer's logp, where its update begins, is from the engine's on sampled tokens.
 
-    `mismatch/*` of all of them. `logp_diff/*`, by which a run is stopped, of those in `young_T`: older weights are
+    `mismatch/*` of all of them. `logp_diff/*`, by which a run is stopped, of those in `fresh_T`: older weights are
     apart from the trainer's without anything being wrong.
     """
     for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T).items():
         metrics.add(name, value, weight)
-    value, weight, largest = disagreement(logp_T, rollout_logp_T, mask_T & young_T)
+    value, weight, largest = disagreement(logp_T, rollout_logp_T, mask_T & fresh_T)
     metrics.add("logp_diff/mean", value, weight)
     metrics.add_max("logp_diff/max", largest)

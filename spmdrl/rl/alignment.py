@@ -77,7 +77,7 @@ class Alignment:
             self.cfg.distill, self.reader, head, matched, temperature, run.peers, run.world.sp_group
         )
 
-    def teach(self, batch: Batch) -> Metrics:
+    def score(self, batch: Batch) -> Metrics:
         """Add the teacher's columns to a batch. Collective over the ranks that train."""
         found, metrics = self.align(batch)
         kept = [i for i, each in enumerate(found) if each is not None]

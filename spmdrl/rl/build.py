@@ -25,6 +25,7 @@ from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment
 from spmdrl.rl.evaluation import Evaluation, is_evaluated
+from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.rank_state import RankState
 from spmdrl.rl.reading import at_last, reading_of
 from spmdrl.rl.replay_buffer import ReplayBuffer
@@ -45,8 +46,8 @@ from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.storage import scratch_folder
 
 
-def build_run(session: Session[Config]) -> Run:
-    """Everything that one run is made of. Collective over all ranks."""
+def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGradient) -> Run:
+    """Everything that one run is made of. Collective over all ranks. method: what it learns by."""
     cfg, world = session.cfg, session.world
     algo = compose(cfg)
     keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
@@ -84,7 +85,7 @@ def build_run(session: Session[Config]) -> Run:
         session.note(models.labels.says)
     if judges and models.policy:
         judges.check_policy(models.policy)
-    spikes = Spikes(session.folder, world, models, algo, session.warn, replays=type(cfg) is Config)
+    spikes = Spikes(session.folder, world, models, algo, session.warn, replays=method.replays)
     state = RunState(algo, spikes)
     checkpoints = Checkpoints(session, models, state, prompts.digest())
     first, greedy = checkpoints.start_step, "greedy" in algo.needs
@@ -116,6 +117,7 @@ def build_run(session: Session[Config]) -> Run:
         prompts=prompts,
         experts_width=experts_width,
     )
+    run.method = method(run)
     checkpoints.begin(RankState(cfg, world, prompts, sampler, replay, greedy))
     return run
 

@@ -5,11 +5,12 @@ student does not see; the response is the same.
 """
 
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from spmdrl.config.distillation import DistillationConfig, further_teachers, is_aligned
+from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.order import drawn_indices
@@ -18,18 +19,28 @@ from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.distillation import DistillObjective, reader_of, share_name
 from spmdrl.rl.alignment import Alignment
+from spmdrl.rl.build import build_run
 from spmdrl.rl.engine_teachers import EngineTeachers
+from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.run import Run
 from spmdrl.rl.teacher_prompts import teacher_prompts
 from spmdrl.rl.update import refresh_reference
+from spmdrl.session.session import Session
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
 
 GIVEN = 0x617E  # keeps these draws apart from those of prompts that are sampled
 
 
-class Distillation:
-    """The parts of a distillation that a run of reinforcement learning lacks."""
+def build_distillation(session: Session[Config]) -> Run:
+    """Everything that a distillation is made of. Collective over all ranks."""
+    return build_run(session, Distillation)
+
+
+class Distillation(PolicyGradient):
+    """What a teacher says of the student's own samples, and the update towards it."""
+
+    replays = False
 
     def __init__(self, run: Run):
         """Read what the teacher is told beside the student's prompts.
@@ -37,8 +48,8 @@ class Distillation:
         Raises:
             ValueError: a setting that does not fit the models or the data; the message names it.
         """
-        assert isinstance(run.cfg, DistillationConfig)
-        self.run, self.cfg = run, run.cfg
+        super().__init__(run)
+        self.cfg = cast(DistillationConfig, run.cfg)
         paths = [self.cfg.model.path, self.cfg.reference.path, *(t.path for t in further_teachers(self.cfg).values())]
         self.reader = reader_of(self.cfg.distill, "distill", paths, self.cfg.model)
         self.on_engine = EngineTeachers(run) if self.cfg.distill.on_engine else None
@@ -64,8 +75,7 @@ class Distillation:
 
         Within a rollout phase.
         """
-        with self.run.timer("exchange"):
-            batch = self.run.pack(episodes + self.given(step), step)
+        batch = self.run.pack(episodes + self.given(step), step)
         if self.on_engine:
             self.on_engine.read(batch, self.reader, self.shares(batch))
         return batch
@@ -101,17 +111,21 @@ class Distillation:
         tokens = [*tokenizer(text, add_special_tokens=False).input_ids, end]
         return tokens[: self.cfg.rollout.max_new_tokens]
 
-    def teach(self, batch: Batch) -> Metrics:
+    def score(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Add the teachers' columns to a batch. Collective over the ranks that train and those that score."""
+        return batch, self.answer(batch)
+
+    def answer(self, batch: Batch) -> Metrics:
+        """Does the same on ranks that score: those that ask and those that answer select alike."""
         if self.alignment is not None:
-            return self.alignment.teach(batch)
+            return self.alignment.score(batch)
         for name, share_B in self.shares(batch).items():
             batch.seq[share_name(name)] = share_B
             if self.on_engine:
                 continue
             # The rank that asks and the rank that answers select alike.
-            taught = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
-            read = told(taught, self.prompts) if self.prompts else taught
+            asked = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
+            read = told(asked, self.prompts) if self.prompts else asked
             found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.none
             # All have the same tokens under their masks, in the same order.
             here_T = batch.token["mask"] & batch.per_token(share_B > 0)
@@ -134,7 +148,11 @@ class Distillation:
         table_BK = torch.tensor(rows, dtype=torch.float64).view(len(batch), len(self.teachers))
         return dict(zip(self.teachers, table_BK.unbind(1), strict=True))
 
-    def learn(self, batch: Batch, step: int) -> Metrics:
+    def advantages(self, batch: Batch) -> Batch:
+        """The batch as it is: a divergence is the same for all samples, whatever their rewards."""
+        return batch
+
+    def update(self, batch: Batch, step: int) -> Metrics:
         """Update the student on a batch with the teachers' columns. Collective over the ranks that train.
 
         step: counted from 0.

@@ -35,8 +35,7 @@ class EngineTeachers:
         Raises:
             ValueError: a teacher that the engine cannot be, with the setting to change.
         """
-        cfg = run.cfg
-        assert isinstance(cfg, DistillationConfig)
+        cfg = cast(DistillationConfig, run.cfg)
         self.run, self.temperature = run, cfg.rollout.temperature
         self.folders: dict[str, Tensors] = {}
         paths, trust = engine_teachers(cfg), cfg.model.trust_remote_code

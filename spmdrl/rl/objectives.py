@@ -92,8 +92,8 @@ class PolicyObjective(Objective):
         for name, value in stats.items():
             metrics.add(name, mean(value, mask), mask.sum())
         if algo.old_logp != "policy" and shared.first:
-            young_T = algo.young(micro, shared.version).to(mask.device)
-            add_mismatch(metrics, logp.detach(), x["rollout_logp"], mask, x["seq"], young_T)
+            fresh_T = algo.fresh_mask(micro, shared.version).to(mask.device)
+            add_mismatch(metrics, logp.detach(), x["rollout_logp"], mask, x["seq"], fresh_T)
         return LossResult(loss, metrics)
 
     def token_loss(self, micro: Batch, shared: PolicyShared, device: torch.device) -> TokenLoss | None:

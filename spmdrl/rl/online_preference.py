@@ -5,40 +5,53 @@ the worst sample of each prompt; RAFT (https://arxiv.org/abs/2304.06767) the bes
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from spmdrl.algos.preference import Terms
 from spmdrl.config.online_preference import OnlinePreferenceConfig, takes_best_alone
 from spmdrl.config.preference import losses_of
+from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import balance
+from spmdrl.data.episode import Episode
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.policy.contract import LossResult, Objective
 from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.pairs import PairObjective, PairShared
 from spmdrl.rl.algorithm import Algorithm, add_mismatch
+from spmdrl.rl.build import build_run
+from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.reading import finite
 from spmdrl.rl.run import Run
 from spmdrl.rl.score import add_model_scores, shape
 from spmdrl.rl.update import refresh_reference
+from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Metrics
 
 ROUNDING = 1e-6
 """Share of a reward by which two rewards must differ more than `--preference.gap` asks for."""
 
 
-class OnlinePreference:
-    """The parts of preference learning that a run of reinforcement learning lacks."""
+def build_online_preference(session: Session[Config]) -> Run:
+    """Everything that a run of preference learning on own samples is made of. Collective over all ranks."""
+    return build_run(session, OnlinePreference)
+
+
+class OnlinePreference(PolicyGradient):
+    """Pairs of the policy's own samples, and the update of preference learning."""
+
+    replays = False
 
     def __init__(self, run: Run):
         """Read which samples of a prompt are compared."""
-        assert isinstance(run.cfg, OnlinePreferenceConfig)
-        self.run, self.cfg = run, run.cfg
-        self.alone = takes_best_alone(run.cfg)
+        super().__init__(run)
+        self.cfg = cast(OnlinePreferenceConfig, run.cfg)
+        self.alone = takes_best_alone(self.cfg)
 
-    def balance(self, batch: Batch) -> Batch:
-        """Give ranks equal work, and each the whole group of a prompt. Collective over the world."""
+    def pack(self, episodes: list[Episode], step: int) -> Batch:
+        """This rank's episodes as a batch of which each rank will get whole groups. Collective."""
+        batch = self.run.pack(episodes, step)
         if batch.branches:
             raise ValueError(
                 "pairs are compared of episodes that do not branch: take an environment that keeps its history"
@@ -47,16 +60,13 @@ class OnlinePreference:
         if not self.cfg.reward.model:
             # Most samples of a large group are only carried.
             learnt_B = torch.zeros(len(batch), dtype=torch.bool)
-            learnt_B[self.sides(batch, batch.seq["reward"])] = True
+            learnt_B[self.extremes(batch, batch.seq["reward"])] = True
             batch.seq["work"] = torch.where(learnt_B, batch.seq["work"], 1)
             if "common" in batch.seq:
                 batch.seq["common"] = torch.minimum(batch.seq["common"], batch.seq["work"] - 1)
-        shared = balance(batch, self.run.world)
-        # Only the pairs have to stay together in a micro-batch.
-        del shared.seq["unit"]
-        return shared
+        return batch
 
-    def sides(self, batch: Batch, reward_B: torch.Tensor) -> torch.Tensor:
+    def extremes(self, batch: Batch, reward_B: torch.Tensor) -> torch.Tensor:
         """Places in the batch of the samples to learn from, int64: of each prompt the best and, unless that one stands
         alone, right after it the worst. Among equals the first one drawn is taken. Two that are the same tokens are no
         pair, whatever a reward makes of them.
@@ -77,7 +87,7 @@ class OnlinePreference:
                 found += [best, worst]
         return torch.tensor(found, dtype=torch.int64)
 
-    def compare(self, batch: Batch) -> tuple[Batch, Metrics]:
+    def score(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The samples to learn from, the sides of a pair neighbours, with the reference's log p. Collective.
 
         Collective over the ranks that train, and with them those that score.
@@ -86,10 +96,12 @@ class OnlinePreference:
             ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
         """
         models, cfg, algo, metrics = self.run.models, self.cfg, self.run.algo, Metrics()
+        # Only the sides of a pair have to stay together in a micro-batch.
+        batch.seq.pop("unit", None)
         if models.reward_model:
             metrics.merge(add_model_scores(batch, models, algo, cfg.reward.model_coef))
         batch.seq["shaped"] = shape(batch, cfg, algo.state, self.run.peers)
-        index = self.sides(batch, batch.seq["shaped"])
+        index = self.extremes(batch, batch.seq["shaped"])
         pairs = batch.select(index)
         shaped = pairs.seq["shaped"].view(-1, 1 if self.alone else 2)
         prompts = len(set(batch.seq["position"].tolist()))
@@ -108,8 +120,17 @@ class OnlinePreference:
             pairs.seq["sample"] = torch.tensor([CHOSEN, REJECTED]).repeat(len(gap))
         return pairs, metrics
 
-    def learn(self, pairs: Batch, step: int) -> Metrics:
-        """Update the policy on what `compare` returned, then the reference if it is due. Collective. step: from 0."""
+    def answer(self, batch: Batch) -> Metrics:
+        """See `PolicyGradient`."""
+        batch.seq.pop("unit", None)
+        return super().answer(batch)
+
+    def advantages(self, batch: Batch) -> Batch:
+        """The pairs as they are: their losses compare two samples."""
+        return batch
+
+    def update(self, pairs: Batch, step: int) -> Metrics:
+        """Update the policy on what `score` returned, then the reference if it is due. Collective. step: from 0."""
         models, cfg = self.run.models, self.cfg
         stats = models.policy.update(pairs, self.objective())
         refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
@@ -154,4 +175,4 @@ class OwnPairs(PairObjective):
 
 def sampled_of(batch: Batch, algo: Algorithm, version: int) -> tuple[torch.Tensor, ...]:
     """Return the columns that `add_mismatch` compares the policy's log p with. version: of the policy."""
-    return batch.token["rollout_logp"], batch.token["mask"], batch.seq_index, algo.young(batch, version)
+    return batch.token["rollout_logp"], batch.token["mask"], batch.seq_index, algo.fresh_mask(batch, version)

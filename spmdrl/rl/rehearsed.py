@@ -71,13 +71,13 @@ def rehearse_online(cfg: OnlinePreferenceConfig, plain: OnlinePreferenceConfig) 
     algo, peers = compose(plain), Peers(None, torch.device("cpu"))
     others: dict[str, Any] = {name: StandIn(cfg) for name in wanted_models(cfg, algo.needs)}
     run: Any = SimpleNamespace(cfg=cfg, algo=algo, models=Models(StandIn(cfg), **others), peers=peers)
-    lesson = OnlinePreference(run)
-    pairs, _ = lesson.compare(sampled(cfg, plain, algo, peers))
-    lesson.learn(pairs, max(1, plain.reference.refresh_every) - 1)
+    method = OnlinePreference(run)
+    pairs, _ = method.score(sampled(cfg, plain, algo, peers))
+    method.update(pairs, max(1, plain.reference.refresh_every) - 1)
 
 
 def rehearse(cfg: Config, plain: Config) -> None:
-    """One step: sampling and filters, score, advantages, update, what steers it.
+    """One step: sampling and filters, score, advantages, update, coefficients.
 
     cfg: the settings that are watched; plain: the same ones, for what the rehearsal itself wants to know.
     """
@@ -88,7 +88,7 @@ def rehearse(cfg: Config, plain: Config) -> None:
     from spmdrl.policy.models import Models, wanted_models
     from spmdrl.rl.compose import compose
     from spmdrl.rl.score import score
-    from spmdrl.rl.update import steer, update
+    from spmdrl.rl.update import adapt_coefficients, update
     from spmdrl.spmd.peers import Peers
 
     algo, peers = compose(cfg), Peers(None, torch.device("cpu"))
@@ -102,7 +102,7 @@ def rehearse(cfg: Config, plain: Config) -> None:
     stats = score(batch, models, algo, cfg, peers)
     batch = algo.advantages(batch, peers)
     stats.merge(update(batch, models, algo, cfg, LATE, peers))
-    steer(algo, cfg, stats.reduce(lambda x, op: x), len(batch))
+    adapt_coefficients(algo, cfg, stats.reduce(lambda x, op: x), len(batch))
 
 
 def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":

@@ -2,10 +2,11 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,10 +26,9 @@ from spmdrl.rl.fill_batch import Experience
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
-from spmdrl.rl.score import serve
 from spmdrl.rl.spikes import Spikes
 from spmdrl.rl.turn_calls import CallReader, call_reader
-from spmdrl.rl.update import steer
+from spmdrl.rl.update import adapt_coefficients
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
 from spmdrl.session.journal import Journal, merge_roles
@@ -37,6 +37,9 @@ from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics, Timer
+
+if TYPE_CHECKING:
+    from spmdrl.rl.method import PolicyGradient
 
 
 @dataclass
@@ -59,6 +62,8 @@ class Run:
     prompts: PromptSet
     experts_width: int
     """Columns of routing that a batch replays; 0: none."""
+    method: "PolicyGradient" = field(init=False)
+    """What it learns by; `rl/build.py` sets it once the run stands."""
     timeouts_seen: int = 0
     step_began: float = 0.0
 
@@ -123,23 +128,20 @@ class Run:
         # Ranks without the policy add the same columns.
         cfg, share = self.cfg, shares_prompts(self.cfg.policy)
         later = self.models.reading.names if self.models.reading else ()
-        return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share, later)
+        with self.timer("exchange"):
+            return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share, later)
 
-    def stand_by(self, step: int, batch: Batch, answer: Callable[[Batch], Metrics] | None = None) -> Metrics:
+    def stand_by(self, step: int, batch: Batch) -> Metrics:
         """Work of a rank that does not train, while others do. Collective over ranks of its kind.
 
-        It samples the steps to come, or answers for the frozen models; `log` adds its numbers. answer: what those who
-        train call with the batch to ask them; None: `score`.
+        It samples the steps to come, or answers for the frozen models; `log` adds its numbers.
         """
         if self.sampler:
             with suppress(AbandonedError):
                 self.sampler.look_ahead(step, self.memory.version)
-        else:
-            with self.timer("logp"):
-                if answer is not None:
-                    return answer(batch)
-                serve(batch, self.models, self.algo, self.cfg.rollout.temperature)
-        return Metrics()
+            return Metrics()
+        with self.timer("logp"):
+            return self.method.answer(batch)
 
     def evaluate(self, step: int, force: bool = False) -> None:
         """Evaluate before this step's rollout if it is due; the numbers stand in that step's log line. Collective.
@@ -182,7 +184,7 @@ class Run:
                 # `finish` evaluates once more, and its numbers join this line.
                 values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
             rollout = self.cfg.rollout
-            steer(self.algo, self.cfg, values, rollout.prompts_per_step * rollout.samples_per_prompt)
+            adapt_coefficients(self.algo, self.cfg, values, rollout.prompts_per_step * rollout.samples_per_prompt)
             self._write(step + 1, values, batch, done)
             # Once the step is written down: its numbers are what there is to look at.
             if warning := check_mismatch(step + 1, values, self.cfg):

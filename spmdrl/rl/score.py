@@ -52,8 +52,8 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
         else:
             metrics.add("entropy/mean", mean(other_T, mask_T), mask_T.sum())
         finite(batch, token["old_logp"], "the policy")
-        young_T = algo.young(batch, models.policy.version)
-        add_mismatch(metrics, token["old_logp"], token["rollout_logp"], mask_T, seq_T, young_T)
+        fresh_T = algo.fresh_mask(batch, models.policy.version)
+        add_mismatch(metrics, token["old_logp"], token["rollout_logp"], mask_T, seq_T, fresh_T)
     elif algo.needs & {"reference", "logp", "collision"} or algo.select is not None:
         token["old_logp"] = token["rollout_logp"]
     if "reference" in algo.needs:

@@ -1,4 +1,4 @@
-"""Updates every model that learns from a scored batch, then moves what steers them."""
+"""Updates every model that learns from a scored batch, then adapts the coefficients of their losses."""
 
 from spmdrl.algos.kl import adaptive_coef
 from spmdrl.algos.value import dual_step
@@ -46,7 +46,7 @@ def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -
         models.reference.take_over(models.policy, mix)
 
 
-def steer(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
+def adapt_coefficients(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
     """Move the KL coefficient and the Lagrange multiplier by a step's reduced metrics, alike on every rank."""
     if cfg.algo.kl_target is not None and "kl/mean" in values:
         algo.state["kl_coef"] = adaptive_coef(

@@ -3,6 +3,7 @@
 Jobs with an engine have a device table, too: it, its flags, the push and the check of the engine read the sections of
 rollout and reference. The other files read only the sections that every training has (`config.schema.TrainingConfig`).
 
+job.py           the kinds of jobs: what an entry point declares, and how it starts
 open.py          opens and closes a job on this rank
 session.py       settings, ranks, clock, console and folder of a job
 checkpoints.py   resumes a job from its checkpoint, and saves it after steps and at preemption

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import date
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from spmdrl import checkpoint
-from spmdrl.config.dump import to_yaml
 from spmdrl.config.load import Loaded
 from spmdrl.config.paths import check_run_folder, run_folder
 from spmdrl.config.placement import engine_ranks
@@ -23,100 +22,63 @@ from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
 from spmdrl.session.determinism import make_deterministic
 from spmdrl.session.environ import keep_freed_memory, keep_what_started, share_cores
+from spmdrl.session.job import Job, jobs
 from spmdrl.session.session import Session
 from spmdrl.spmd.devices import without_gpu
 from spmdrl.spmd.lockstep import lockstep
 from spmdrl.spmd.mesh import start
 from spmdrl.spmd.network import choose_interface
-from spmdrl.tracking.console import REINFORCED, Columns, Console
+from spmdrl.spmd.world import World
+from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.metrics import Timer
 
 
-class Job(Protocol):
-    """A run as `open_run` sees it."""
-
-    def leave(self, left: PreemptedError) -> None:
-        """Save what no checkpoint has; the job was asked to go. Collective."""
-        ...
-
-    def close(self) -> None:
-        """Close files and processes."""
-        ...
-
-
-C = TypeVar("C", bound=TrainingConfig)
-J = TypeVar("J", bound=Job)
-Plan = Callable[[C, int], list[str]]
-"""Lines on how the counts of the settings multiply out on so many ranks."""
-Build = Callable[[Session[C]], J]
-"""Builds the job once the ranks have met and the run folder is taken. Collective."""
-
-
 @contextmanager
-def open_run(
-    loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool = True, columns: Columns = REINFORCED
-) -> Iterator[J | None]:
-    """Opens the job on this rank; gives None for a dry run. A failure inside ends the whole job by name. Collective.
-
-    Args:
-        loaded: settings, and whether this is a dry run.
-        build: makes the job.
-        plan: printed at the start; a dry run prints it and stops.
-        keeps: the run folder belongs to this job alone and records its settings. An evaluation only leaves its log.
-        columns: metrics on the console.
-    """
-    cfg = loaded.config
-    timer, console, run = Timer(), None, None
+def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
+    """Opens the job on this rank, gives it, and closes it. A failure inside ends the whole job by name. Collective."""
+    cfg, keeps = loaded.config, job.keeps(loaded.config)
+    timer, console = Timer(), None
 
     def give_terminal_back() -> None:
         if console:
             console.close()
 
     with named_exit(lambda: timer.phase, give_terminal_back):
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if loaded.dry_run:
-            show(cfg, plan(cfg, size))
-            yield None
-            return
         make_deterministic(cfg.run)
         folder = run_folder(cfg)
         newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
             # For whoever fails before the watch begins.
             rank_status.saved = newest
-        notes = [choose_interface()]
         # The group first: from here on one rank alone speaks for all when something fails.
-        world = start(cfg.parallel, engine_ranks(cfg), cfg.run.device, cfg.run.timeout)
-        if world.device.type == "cuda":
-            notes.append(share_cores())
-        # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.
-        logging.getLogger("spmdrl").addHandler(logging.NullHandler())
+        world, notes = meet(cfg)
         check_run_folder(folder)
         if keeps:
             notes += checkpoint.take_folder(folder, cfg.run.fresh, world, cfg.run.timeout)
         else:
             checkpoint.check_evaluation(folder, world)
-        setup_logging(folder, rank)
-        watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
+        setup_logging(folder, world.rank)
+        watch(world.store, world.rank, world.size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
         if keeps:
-            notes += checkpoint.check_settings(folder, cfg, world, loaded.given)
-        Today.kept = checkpoint.first_day(folder, world)
-        if Today.kept != date.today():
-            notes.append(f"chat templates that show the date show {Today.kept}, on which this run began first")
+            kinds = {module: each.settings for module, each in jobs().items()}
+            notes += checkpoint.check_settings(folder, cfg, world, loaded.given, kinds)
+        Today.kept = today = checkpoint.first_day(folder, world)
+        if today != date.today():
+            notes.append(f"chat templates that show the date show {today}, on which this run began first")
         notes.append(settle_on(world.device.type, cfg))
         disable_progress_bar()
         if world.is_first:
-            console = Console(cfg.tracking.console, cfg.run.steps, newest(), columns=columns)
+            console = Console(cfg.tracking.console, cfg.run.steps, newest(), columns=job.columns, phases=job.phases)
             timer = Timer(console.phase)
-            for line in [*filter(None, notes), *plan(cfg, size)]:
+            for line in [*filter(None, notes), *job.lines(cfg, world.size)]:
                 console.note(line)
         with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
-            run = build(Session(cfg, world, timer, console))
+            run = job.build(Session(cfg, world, timer, console))
             if keeps and world.is_first:
                 # Only once everything could be built: a start that fails leaves an existing run folder as it was.
                 checkpoint.write_config(folder, cfg)
-                checkpoint.write_first_day(folder, Today.kept)
+                checkpoint.write_first_day(folder, today)
                 (folder / "PREEMPTED").unlink(missing_ok=True)
             keep_what_started()
             try:
@@ -124,18 +86,18 @@ def open_run(
             except PreemptedError as left:
                 run.leave(left)
             run.close()
-        give_terminal_back()
-        with suppress(Exception):
-            dist.barrier(group=world.host_group)
-        # Engines tear the process group down; leave before they can complain.
-        sys.stdout.flush()
-        os._exit(0)
+        leave(world, give_terminal_back)
 
 
-def show(settings: Any, plan: list[str]) -> None:
-    """Prints the settings and the plan on rank 0, for `--dry-run`."""
-    if os.environ.get("RANK", "0") == "0":
-        print(to_yaml(settings) + "\n" + "\n".join(plan))
+def meet(cfg: TrainingConfig) -> tuple[World, list[str]]:
+    """Meet the other ranks of the job; returns all ranks, and lines to tell. Collective."""
+    notes = [choose_interface()]
+    world = start(cfg.parallel, engine_ranks(cfg), cfg.run.device, cfg.run.timeout)
+    if world.device.type == "cuda":
+        notes.append(share_cores())
+    # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.
+    logging.getLogger("spmdrl").addHandler(logging.NullHandler())
+    return world, notes
 
 
 def settle_on(device: str, cfg: TrainingConfig) -> str:
@@ -145,3 +107,13 @@ def settle_on(device: str, cfg: TrainingConfig) -> str:
         if cfg.run.device == "auto" and (why := without_gpu()):
             return f"warning: this run is on the CPU: {why} (--run.device cpu says that it is meant)"
     return ""
+
+
+def leave(world: World, give_terminal_back: Callable[[], None]) -> None:
+    """End the process once every rank has come so far."""
+    give_terminal_back()
+    with suppress(Exception):
+        dist.barrier(group=world.host_group)
+    # Engines tear the process group down; leave before they can complain.
+    sys.stdout.flush()
+    os._exit(0)

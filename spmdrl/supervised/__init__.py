@@ -1,7 +1,7 @@
 """Jobs that learn from given data: supervised fine-tuning, preference learning, reward models.
 
 run.py           runs the steps of one job
-entry.py         starts a job: rows are read before ranks meet
+entry.py         reads rows before ranks meet
 build.py         builds a job: rows, model, checkpoints, engine
 sft.py           the parts of supervised fine-tuning
 preference.py    the parts of preference learning
@@ -12,7 +12,7 @@ stored.py        numbers of the rows' tokens in files, written before any model 
 precomputed.py   log p of the reference, computed before the first step
 teacher.py       writes a teacher's likeliest tokens into files
 stored_teacher.py reads them in the teacher's place
-sides.py         turns a row of preference data into sequences
+pair_encoder.py  turns a row of preference data into sequences
 labelled.py      the loss of labelled responses
 scores.py        the loss of a reward model
 steps.py         turns a row of labelled steps into a sequence

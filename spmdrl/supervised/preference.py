@@ -16,16 +16,16 @@ from spmdrl.policy.pairs import PairObjective
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
 from spmdrl.supervised.labelled import LabelledObjective
+from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
 from spmdrl.supervised.precomputed import Known
 from spmdrl.supervised.run import SupervisedRun
-from spmdrl.supervised.sides import SideEncoder, pack_sides
 
 
 def begin_preference(cfg: PreferenceConfig) -> Start:
     """Read the tokenizer, and find the encoder of the rows."""
     folder, pairs = resolve(cfg.model.path, cfg.model.trust_remote_code), has_pairs(cfg.preference)
     beside = "kto" in losses_of(cfg.preference)
-    return begin(cfg, folder, lambda tokenizer, longest: SideEncoder(cfg.data, tokenizer, longest, pairs, beside))
+    return begin(cfg, folder, lambda tokenizer, longest: PairEncoder(cfg.data, tokenizer, longest, pairs, beside))
 
 
 def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
@@ -52,8 +52,8 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
         begun,
         models,
         lambda models: objective(cfg, session, models),
-        lambda sequences, step: pack_sides(sequences, pairs, share, columns=columns),
-        Known(session, begun, partial(pack_sides, pairs=pairs, share=share), reference) if ahead else None,
+        lambda sequences, step: pack_pair_sides(sequences, pairs, share, columns=columns),
+        Known(session, begun, partial(pack_pair_sides, pairs=pairs, share=share), reference) if ahead else None,
         lambda held_out: [piece for _, number, piece in held_out if number == CHOSEN],
     )
     run.moves = cfg.reference

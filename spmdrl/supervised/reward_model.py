@@ -16,9 +16,9 @@ from spmdrl.policy.self_check import choose_form
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Placed, Start, assemble, begin
 from spmdrl.supervised.encoder import Encoded
+from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
 from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.scores import ScoreObjective, report
-from spmdrl.supervised.sides import SideEncoder, pack_sides
 from spmdrl.supervised.step_scores import StepObjective
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 
@@ -35,7 +35,7 @@ class ScoredEncoder:
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
         """longest: tokens of the longest sequence."""
-        self.sides = SideEncoder(cfg.data, tokenizer, longest, pairs=True)
+        self.sides = PairEncoder(cfg.data, tokenizer, longest, pairs=True)
         self.outputs, self.column = cfg.reward_model.outputs, cfg.data.output_column
         self.columns = StepColumns(steps=cfg.data.steps_column, labels=cfg.data.labels_column)
         self.chosen = cfg.data.chosen_column
@@ -143,7 +143,7 @@ def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -
 
 def pack_pairs(sequences: Placed, step: int) -> Batch:
     """Pack the sides of pairs, of which only the last trained token is read."""
-    batch = pack_sides(sequences, pairs=True, share=False, numbers={"margin": 0.0, "output": 0.0})
+    batch = pack_pair_sides(sequences, pairs=True, share=False, numbers={"margin": 0.0, "output": 0.0})
     mask_T = batch.token["mask"]
     places_T = mask_T.nonzero().flatten()
     seq_T = batch.seq_index[places_T]

@@ -1,5 +1,9 @@
 """Parts of supervised fine-tuning: its rows, model and loss."""
 
+from dataclasses import replace
+from typing import Any
+
+from spmdrl.config.load import Loaded
 from spmdrl.config.sft import SFTConfig
 from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import named, resolve
@@ -7,13 +11,15 @@ from spmdrl.policy.contract import MEASURE
 from spmdrl.policy.distillation import DistillObjective, reader_of
 from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.models import Models
+from spmdrl.session.job import Job
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
 from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.entry import settle
 from spmdrl.supervised.rows import pack
 from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.stored_teacher import StoredTeacher
-from spmdrl.supervised.teacher import Written, write_teacher
+from spmdrl.supervised.teacher import Written, in_its_folder, write_teacher
 
 
 def begin_sft(cfg: SFTConfig) -> Start:
@@ -23,10 +29,18 @@ def begin_sft(cfg: SFTConfig) -> Start:
     return begin(cfg, folder, lambda tokenizer, longest: Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on))
 
 
-def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
+def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
+    """See `settle`. The logs of a job that writes a teacher's files lie in their folder."""
+    config = loaded.config
+    return settle(job, replace(loaded, config=in_its_folder(config)) if config.teacher.write else loaded)
+
+
+def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
     """Everything that a job is made of. Collective over all ranks."""
     cfg, peers = session.cfg, session.world.data_peers
     begun = begin_sft(cfg)
+    if cfg.teacher.write:
+        return write_teacher(session, begun)
     # Noise belongs to a token of one sequence, so that none may stand for several.
     share = cfg.policy.share_prompts and not cfg.sft.neftune
     plain = SftObjective(cfg.sft.loss, peers)
@@ -35,7 +49,7 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
         session,
         begun,
         lambda: Models(policy(session, begun.folder, share)),
-        lambda models: taught(session, models, stored) if has_teacher(cfg) else plain,
+        lambda models: teacher_objective(session, models, stored) if has_teacher(cfg) else plain,
         lambda sequences, step: pack(sequences, cfg.sft.neftune * (step != MEASURE), (cfg.run.seed, step)),
         stored,
     )
@@ -43,17 +57,12 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     return run
 
 
-def build_teacher_files(session: Session[SFTConfig]) -> Written:
-    """Write the files of `--teacher.write`; there is nothing else to do. Collective over all ranks."""
-    return write_teacher(session, begin_sft(session.cfg))
-
-
 def has_teacher(cfg: SFTConfig) -> bool:
     """Return True for a job that learns from a teacher."""
     return bool(cfg.teacher.path or cfg.teacher.read)
 
 
-def taught(session: Session[SFTConfig], models: Models, stored: StoredTeacher | None) -> DistillObjective:
+def teacher_objective(session: Session[SFTConfig], models: Models, stored: StoredTeacher | None) -> DistillObjective:
     """Build the teacher, unless it answers from files, and return the objective of learning from it. Collective.
 
     Raises:

@@ -41,7 +41,14 @@ def in_its_folder(cfg: SFTConfig) -> SFTConfig:
 
 @dataclass
 class Written:
-    """A job that is over once it is built."""
+    """A job that is over once it is built: it has no steps."""
+
+    def steps(self) -> tuple[()]:
+        """The steps still to do: none."""
+        return ()
+
+    def finish(self) -> None:
+        """Implements `finish` of a job."""
 
     def leave(self, left: PreemptedError) -> None:
         """Implements `leave` of a job."""

@@ -16,7 +16,7 @@ C = TypeVar("C", bound=SupervisedConfig)
 def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
     """Return the settings with ChatML as the chat template, where the tokenizer has none and the first rows want one.
 
-    So that the template is recorded with the run and saved with the model. begin: as of `entry.Kind`. mixture: it is
+    So that the template is recorded with the run and saved with the model. begin: as of `Job`. mixture: it is
     drawn from.
 
     Raises:

@@ -25,62 +25,16 @@ from rich.text import Text
 
 from spmdrl.config.dump import redact_text
 
-Columns = Sequence[tuple[str, str]]
-"""Label and metric, in the order shown; a metric of an evaluation only where it was measured."""
-REINFORCED: Columns = [
-    ("reward", "reward/mean"),
-    ("kl", "kl/mean"),
-    ("entropy", "entropy/mean"),
-    ("|dlogp|", "logp_diff/mean"),
-    ("tok/s", "tokens/s"),
-    ("eval", "eval/accuracy"),
-    ("score", "eval/score"),
-]
-SUPERVISED: Columns = [
-    ("loss", "loss"),
-    ("accuracy", "accuracy/mean"),
-    ("grad", "grad_norm"),
-    ("tok/s", "tokens/s"),
-    ("epoch", "data/epoch"),
-    ("eval", "eval/loss"),
-]
-SCORED: Columns = [
-    ("loss", "loss"),
-    ("accuracy", "accuracy/mean"),
-    ("calib", "calibration/error"),
-    ("length", "length/correlation"),
-    ("grad", "grad_norm"),
-    ("tok/s", "tokens/s"),
-    ("epoch", "data/epoch"),
-    ("eval", "eval/accuracy"),
-]
-PREFERRED: Columns = [
-    ("loss", "loss"),
-    ("accuracy", "accuracy/mean"),
-    ("margin", "rewards/margin"),
-    ("grad", "grad_norm"),
-    ("tok/s", "tokens/s"),
-    ("epoch", "data/epoch"),
-    ("eval", "eval/accuracy"),
-]
-COMPARED: Columns = [
-    ("reward", "reward/mean"),
-    ("loss", "loss"),
-    ("pairs", "pairs/kept"),
-    ("|dlogp|", "logp_diff/mean"),
-    ("tok/s", "tokens/s"),
-    ("eval", "eval/accuracy"),
-    ("score", "eval/score"),
-]
-DISTILLED: Columns = [
-    ("divergence", "divergence/mean"),
-    ("entropy", "entropy/mean"),
-    ("reward", "reward/mean"),
-    ("tok/s", "tokens/s"),
-    ("eval", "eval/accuracy"),
-    ("score", "eval/score"),
-]
-PHASES = ["rollout", "rows", "reward", "exchange", "logp", "update", "push"]
+LABELS = {
+    "logp_diff/mean": "|dlogp|",
+    "tokens/s": "tok/s",
+    "eval/score": "score",
+    "grad_norm": "grad",
+    "data/epoch": "epoch",
+    "calibration/error": "calib",
+    "rewards/margin": "margin",
+}
+"""Metric -> its label; that of others is the first part of their names."""
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -94,7 +48,8 @@ class Console:
         total_steps: int = 0,
         first_step: int = 0,
         stream: TextIO | None = None,
-        columns: Columns = REINFORCED,
+        columns: Sequence[str] = (),
+        phases: Sequence[str] = (),
     ) -> None:
         """Start showing.
 
@@ -103,7 +58,8 @@ class Console:
             total_steps: length of the run.
             first_step: steps done before (a resumed run), for the progress and its ETA.
             stream: where to write; None is stdout.
-            columns: the metrics that are shown.
+            columns: the metrics that are shown; those of an evaluation only where it was measured.
+            phases: those of a step in their order; others stand behind them.
         """
         if kind not in ("auto", "live", "plain"):
             raise ValueError(f"--tracking.console {kind}: must be auto, live or plain")
@@ -111,9 +67,9 @@ class Console:
         with contextlib.suppress(AttributeError, ValueError):
             self._stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an ASCII locale must not end a run
         terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.total_steps, self.columns = total_steps, columns
+        self.total_steps, self.columns, self.phases = total_steps, columns, phases
         self._metrics: dict[str, float] = {}
-        self._curves: dict[str, deque[float]] = {name: deque(maxlen=400) for _, name in columns}
+        self._curves: dict[str, deque[float]] = {name: deque(maxlen=400) for name in columns}
         self._samples: Sequence[Mapping[str, Any]] = ()
         self._phase, self._phase_since = "start", time.monotonic()
         self._next_samples = first_step
@@ -175,7 +131,7 @@ class Console:
             self._progress.update(self._task, completed=step)
             self._live.refresh()
             return
-        self._print(plain_line(step, self.total_steps, metrics, self.columns))
+        self._print(plain_line(step, self.total_steps, metrics, self.columns, self.phases))
         if samples and step >= self._next_samples:
             self._next_samples = (step // SAMPLES_EVERY + 1) * SAMPLES_EVERY
             for sample in samples:
@@ -209,12 +165,12 @@ class Console:
 
     def _panel(self) -> RenderableType:
         numbers = Table.grid(padding=(0, 2))
-        for label, name in self.columns:
+        for name in self.columns:
             curve = self._curves[name]
             if name.startswith("eval/") and not curve:
                 continue
             value = self._metrics.get(name, curve[-1] if curve else None)
-            numbers.add_row(Text(label, "dim"), Text(number(value, name), "bold"), Text(sparkline(curve), "cyan"))
+            numbers.add_row(Text(label(name), "dim"), Text(number(value, name), "bold"), Text(sparkline(curve), "cyan"))
         columns = Table.grid(padding=(0, 4))
         columns.add_row(numbers, self._phase_table())
         parts: list[RenderableType] = [self._progress, columns]
@@ -232,7 +188,7 @@ class Console:
 
     def _phase_table(self) -> Table:
         table = Table.grid(padding=(0, 1))
-        times = phase_times(self._metrics)
+        times = phase_times(self._metrics, self.phases)
         whole = self._metrics.get("time/step") or sum(times.values()) or 1.0
         for name, seconds in times.items():
             share = min(1.0, max(0.0, seconds / whole))
@@ -241,16 +197,23 @@ class Console:
         return table
 
 
-def plain_line(step: int, total_steps: int, metrics: Mapping[str, float], columns: Columns = REINFORCED) -> str:
+def label(metric: str) -> str:
+    """Return the word by which the console names a metric."""
+    return LABELS.get(metric, metric.partition("/")[0])
+
+
+def plain_line(
+    step: int, total_steps: int, metrics: Mapping[str, float], columns: Sequence[str], phases: Sequence[str]
+) -> str:
     """One aligned line: `step 12/60 reward 0.61 kl 0.0012 ... time 0.8s (rollout .3 logp .0 update .4 push .0)`."""
     words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
-    for label, name in columns:
+    for name in columns:
         if name.startswith("eval/") and name not in metrics:
             continue
-        words.append(f"{label} {number(metrics.get(name), name):<7}")
+        words.append(f"{label(name)} {number(metrics.get(name), name):<7}")
     if "time/step" in metrics:
         words.append(f"time {metrics['time/step']:.1f}s")
-    times = phase_times(metrics)
+    times = phase_times(metrics, phases)
     if times:
         # No leading zero, the line is long enough: .3 and 12.3
         shown = [f"{name} {f'{seconds:.1f}'.removeprefix('0')}" for name, seconds in times.items()]
@@ -258,11 +221,11 @@ def plain_line(step: int, total_steps: int, metrics: Mapping[str, float], column
     return " ".join(words)
 
 
-def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, the known phases first and in the order of a step; without the step as a whole."""
+def phase_times(metrics: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:
+    """Seconds by phase, `phases` first and in their order; without the step as a whole."""
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     times.pop("step", None)
-    return {name: times[name] for name in [*PHASES, *times] if name in times}
+    return {name: times[name] for name in [*phases, *times] if name in times}
 
 
 def number(value: float | None, name: str = "") -> str:

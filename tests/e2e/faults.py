@@ -291,10 +291,11 @@ def main() -> None:
     """Trains with the fault of the environment."""
     from spmdrl import train
     from spmdrl.session.environ import prepare
+    from spmdrl.session.job import launch
 
     prepare()
     plant(json.loads(os.environ[VARIABLE]))
-    train.main()
+    launch(train.JOB)
 
 
 if __name__ == "__main__":

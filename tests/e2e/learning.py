@@ -179,20 +179,14 @@ def _child(words: list[str], folder: str, target: float, program: str) -> None:
     import torch
 
     from spmdrl import distill, train
-    from spmdrl.config.distillation import DistillationConfig, check_distillation
     from spmdrl.config.load import load_or_exit
-    from spmdrl.config.plan import plan_lines
-    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
 
-    if program == "distill":
-        loaded = load_or_exit(words, "spmdrl.distill", DistillationConfig, check_distillation)
-    else:
-        loaded = load_or_exit(words)
+    job = (distill if program == "distill" else train).JOB
+    loaded = load_or_exit(words, job.prog, job.settings, job.check)
     torch.set_num_threads(1)
     seen: list[tuple[int, float]] = []
-    with open_run(loaded, build_run, plan_lines) as run:
-        assert run is not None
+    with open_run(job, loaded) as run:
         evaluate = run.evaluate
 
         def watched(step: int, force: bool = False) -> None:
@@ -205,7 +199,7 @@ def _child(words: list[str], folder: str, target: float, program: str) -> None:
 
         run.evaluate = watched
         with contextlib.suppress(Reached):
-            (distill if program == "distill" else train).train(run)
+            job.train(run)
 
 
 # ── many runs ────────────────────────────────────────────────────────────────

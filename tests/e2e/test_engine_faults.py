@@ -301,6 +301,7 @@ def main() -> None:
     import os
 
     from spmdrl import train
+    from spmdrl.session.job import launch
 
     poll, polls = HFEngine.poll, []
 
@@ -312,7 +313,7 @@ def main() -> None:
         return poll(self)
 
     HFEngine.poll = broken_poll
-    train.main()
+    launch(train.JOB)
 
 
 # ── an engine that disagrees with the trainer ────────────────────────────────

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from spmdrl.config.load import load_or_exit
-from spmdrl.config.plan import plan_lines
 from spmdrl.session.environ import prepare
 
 SHORTER = 2
@@ -73,20 +72,19 @@ def as_nccl(inside: ExitStack) -> list:
 
 
 def main() -> None:
-    """Runs `spmdrl.train.main` with the stand-ins."""
+    """Runs `spmdrl.train` with the stand-ins."""
     loaded = load_or_exit(sys.argv[1:])
     prepare()
     import torch
 
-    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
-    from spmdrl.train import train
+    from spmdrl.train import JOB, train
 
     stand_ins()
     with ExitStack() as inside:
         several = int(os.environ["WORLD_SIZE"]) > 1 and loaded.config.rollout.engine != "hf"
         recorders = as_nccl(inside) if several else []
-        with open_run(loaded, build_run, plan_lines) as run:
+        with open_run(JOB, loaded) as run:
             train(run)
             pushed = run.memory.last_push
             (run.session.folder / f"pushed_{run.world.rank}.json").write_text(json.dumps(pushed.bytes))

@@ -18,14 +18,28 @@ from benchmarks._models import REWARD, tiny_mixture
 from tests.builds import no_vllm
 from tests.e2e.kills import differences
 from tests.e2e.runner import ROOT, argv, metrics, succeed
+from tests.ranks.cases import small_model
 
 STEPS = 3
 COMMON = argv(
-    f"--deterministic --run.steps {STEPS} --run.seed 5 --rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 "
-    "--rollout.max_prompt_tokens 16 --rollout.max_new_tokens 8 --rollout.assignment static --algo.updates_per_step 2 "
-    "--optimizer.lr 3e-4 --eval.every 2 --eval.prompts 16 --data.limit 64 --policy.max_tokens_per_microbatch 256 "
-    "--tracking.trackers jsonl --run.timeout 120 --checkpoint.every 2"
+    f"--deterministic --run.steps {STEPS} --run.seed 5 --optimizer.lr 3e-4 --eval.every 2 --data.limit 64 "
+    "--policy.max_tokens_per_microbatch 256 --tracking.trackers jsonl --run.timeout 120 --checkpoint.every 2"
 )
+SAMPLING = (
+    "--rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 --rollout.max_prompt_tokens 16 "
+    "--rollout.max_new_tokens 8 --rollout.assignment static --eval.prompts 16 "
+)
+ROWS = "--data.rows_per_step 16 --data.max_tokens 128 --eval.rows 16 "
+ANSWERS = "--generate.every 2 --generate.max_new_tokens 16 --generate.engine hf "
+KINDS = {
+    "train": SAMPLING + "--algo.updates_per_step 2",
+    "distill": SAMPLING,
+    "online_preference": SAMPLING,
+    "sft": ROWS + ANSWERS,
+    "preference": ROWS + ANSWERS,
+    "reward_model": ROWS,
+}
+"""Entry point -> flags of all its jobs."""
 HF = "--rollout.engine hf "
 TURNS = HF + (
     "--data.train builtin:episodes --data.eval builtin:episodes:eval --data.chat_template {template} "
@@ -49,8 +63,23 @@ JOBS = {
     "env": (2, TURNS + "--env {echoes}"),
     "env-tp": (2, TURNS + "--env {counts} --rollout.tp 2"),
     "env-branches": (2, TURNS + "--env {sums} --algo.advantage gigpo"),
+    "distill": (2, HF + "--reference.path {teacher} --distill.beta 0.5 --distill.given_per_step 2"),
+    "distill-split": (
+        3,
+        HF + "--reference.path {teacher} --distill.top_k 8 --parallel.placement split "
+        "--parallel.rollout_ranks 1 --parallel.scoring_ranks 1",
+    ),
+    "online_preference": (2, HF + "--reference.refresh_every 2 --reference.mix 0.5"),
+    "sft": (2, "--data.eval builtin:reverse:eval --sft.neftune 1"),
+    "sft-teacher": (2, "--data.eval builtin:reverse:eval --teacher.path {teacher}"),
+    "preference": (2, "--data.eval builtin:reverse-pairs:eval --reference.refresh_every 2 --reference.mix 0.5"),
+    "reward_model": (2, "--data.eval builtin:reverse-pairs:eval"),
+    "reward_model-steps": (
+        2,
+        "--reward_model.rows steps --data.train builtin:reverse-steps --data.eval builtin:reverse-steps:eval",
+    ),
 }
-"""Name -> ranks, flags."""
+"""Name -> ranks, flags. A job is one of the entry point with whose name it begins, otherwise of `train`."""
 RESUMED = ("resume", "env", "env-tp", "env-branches")
 """Jobs that end after two steps, with episodes cut short in mid-conversation, and go on by the same command."""
 WORLDS = {"echoes": "Echoes", "counts": "Counts", "sums": "Sums"}
@@ -67,10 +96,12 @@ RUN_JSON = "state/run.json: not the same file"
 
 def train(tree: Path, name: str, folder: Path, facts: dict[str, str]) -> None:
     """Runs a job of JOBS on the code of a tree."""
-    ranks, text = JOBS[name]
-    flags = [*COMMON, *argv(text.format(**facts)), "--run.dir", str(folder)]
+    (ranks, text), kind = JOBS[name], name.partition("-")[0]
+    kind = kind if kind in KINDS else "train"
+    flags = [*COMMON, *argv(KINDS[kind]), *argv(text.format(**facts)), "--run.dir", str(folder)]
+    paths = ":".join(str(tree / each) for each in (".", "kernels", "sandbox"))
     for more in [["--run.steps", "2"], []] if name in RESUMED else [[]]:
-        succeed([*flags, *more], 240, ranks=ranks, env={"PYTHONPATH": f"{tree}:{tree / 'kernels'}"}, cwd=tree)
+        succeed([*flags, *more], 240, ranks=ranks, module=f"spmdrl.{kind}", env={"PYTHONPATH": paths}, cwd=tree)
 
 
 def worlds(folder: Path) -> dict[str, str]:
@@ -110,6 +141,7 @@ def main() -> None:
         subprocess.run(["git", "worktree", "add", "--detach", "-q", before, args.ref], cwd=ROOT, check=True)
         (root / "reward.py").write_text(REWARD)
         facts = {"mixture": str(tiny_mixture(root / "mixture")), "reward": str(root / "reward.py")} | worlds(root)
+        facts["teacher"] = small_model(root / "teacher", seed=5, vocab_size=64)
         try:
             for name in args.only:
                 if name == "vllm" and (why := no_vllm()):

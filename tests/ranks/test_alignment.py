@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from spmdrl.data.dealing import balance
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.rl.distillation import Distillation
 from tests.ranks.cases import small_model
 from tests.ranks.demo import metrics, untimed
 from tests.ranks.harness import RankError, run_ranks
@@ -210,12 +209,11 @@ def test_responses_that_cannot_be_aligned_are_counted_and_teach_nothing(pair, tm
 def left_out(world, folder: str, teacher: str, sections: dict) -> list[bool]:
     """Which sequences of the first step have no span."""
     run = opened(world, folder, teacher, sections)
-    lesson = Distillation(run)
     with run.memory.rollout_phase():
-        done = run.experience(0)
+        packed = run.method.pack(run.experience(0).episodes, 0)
     with run.memory.training_phase():
-        batch = balance(run.pack(done.episodes + lesson.given(0), 0), run.world)
-        stats = lesson.teach(batch)
+        batch = balance(packed, run.world)
+        _, stats = run.method.score(batch)
     run.close()
     found = [not (lead >= 0).any() for lead in batch.token["reference/lead"].split(batch.lengths.tolist())]
     assert stats.reduce(lambda x, op: x)["align/left_out"] == sum(found) / len(found)

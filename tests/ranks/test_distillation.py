@@ -11,13 +11,12 @@ import torch
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.data.dealing import balance
-from spmdrl.distill import train
 from spmdrl.hub.resolve import resolve
-from spmdrl.rl.build import build_run
-from spmdrl.rl.distillation import Distillation
+from spmdrl.rl.distillation import build_distillation
 from spmdrl.session.session import Session
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
+from spmdrl.train import train
 from tests.ranks.cases import small_model
 from tests.ranks.demo import Interrupted, dying, metrics, untimed
 from tests.ranks.given import small_run, with_sections
@@ -42,7 +41,7 @@ def opened(world, folder: str, teacher: str, sections: dict, stop_after: int = 0
     Path(folder).mkdir(exist_ok=True)
     if parallel := sections.get("parallel"):
         world = world_from_group(ParallelConfig(**parallel), 1, torch.device("cpu"), world.rank, timedelta(seconds=60))
-    return dying(build_run(Session(settings(folder, teacher, **sections), world, Timer())), stop_after)
+    return dying(build_distillation(Session(settings(folder, teacher, **sections), world, Timer())), stop_after)
 
 
 def trained(world, folder: str, teacher: str, sections: dict, stop_after: int = 0) -> dict[str, torch.Tensor]:
@@ -68,14 +67,13 @@ def how_far_the_teacher_is(world, folder: str, teacher: str, sections: dict) -> 
 def first_gradient(world, folder: str, teacher: str, sections: dict) -> dict[str, torch.Tensor]:
     """Returns the gradient of the first step, whole, what it says of itself, and the sequences of this rank."""
     run = opened(world, folder, teacher, sections)
-    lesson = Distillation(run)
     with run.memory.rollout_phase():
-        fresh = lesson.pack(run.experience(0).episodes, 0)
+        fresh = run.method.pack(run.experience(0).episodes, 0)
     with run.memory.training_phase():
         batch = balance(fresh, run.world)
-        lesson.teach(batch)
+        run.method.score(batch)
     policy = run.models.policy
-    objective = lesson.objective()
+    objective = run.method.objective()
     stats = policy.gradient(policy.microbatches(batch), objective, objective.prepare(batch, 0))
     found = {name: p.grad.full_tensor().detach().clone() for name, p in policy.model.named_parameters()}
     run.close()

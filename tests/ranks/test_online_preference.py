@@ -12,15 +12,15 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.online_preference import OnlinePreferenceConfig, check_online_preference
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import balance
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.hub.resolve import resolve
-from spmdrl.online_preference import train
-from spmdrl.rl.build import build_run
-from spmdrl.rl.online_preference import OnlinePreference
+from spmdrl.rl.online_preference import build_online_preference
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
+from spmdrl.train import train
 from tests.ranks.cases import small_model
 from tests.ranks.demo import Interrupted, dying, metrics, untimed
 from tests.ranks.given import small_run, weights, with_sections
@@ -59,7 +59,7 @@ def opened(world, folder: str, sections: dict, stop_after: int = 0):
         world = world_from_group(ParallelConfig(**parallel), 1, torch.device("cpu"), world.rank, timedelta(seconds=60))
     cfg = settings(folder, sections)
     check_online_preference(cfg, world.size)
-    return dying(build_run(Session(cfg, world, Timer())), stop_after)
+    return dying(build_online_preference(Session(cfg, world, Timer())), stop_after)
 
 
 def trained(world, folder: str, sections: dict, stop_after: int = 0) -> dict[str, torch.Tensor]:
@@ -76,13 +76,12 @@ def trained(world, folder: str, sections: dict, stop_after: int = 0) -> dict[str
 def first_gradient(world, folder: str, sections: dict) -> dict:
     """Returns the gradient of the first step, whole, what it says of itself, and this rank's samples and pairs."""
     run = opened(world, folder, sections)
-    lesson = OnlinePreference(run)
     with run.memory.rollout_phase():
-        done = run.experience(0)
+        packed = run.method.pack(run.experience(0).episodes, 0)
     with run.memory.training_phase():
-        batch = lesson.balance(run.pack(done.episodes, 0))
-        pairs, stats = lesson.compare(batch)
-    policy, objective = run.models.policy, lesson.objective()
+        batch = balance(packed, run.world)
+        pairs, stats = run.method.score(batch)
+    policy, objective = run.models.policy, run.method.objective()
     shared = objective.prepare(pairs, 0)
     stats.merge(policy.gradient(policy.microbatches(pairs), objective, shared))
     found = {name: p.grad.full_tensor().detach().clone() for name, p in policy.model.named_parameters()}

@@ -9,7 +9,7 @@ from spmdrl.config.preference import PreferenceConfig
 from spmdrl.data.order import drawn_indices
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.preference import train
+from spmdrl.sft import train
 from spmdrl.supervised.preference import build_preference
 from tests.ranks import given
 from tests.ranks.demo import metrics, untimed

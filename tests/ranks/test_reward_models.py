@@ -15,7 +15,7 @@ from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.models import Models, build_models
 from spmdrl.rl.compose import compose
 from spmdrl.rl.score import score
-from spmdrl.rl.update import steer, update
+from spmdrl.rl.update import adapt_coefficients, update
 from spmdrl.spmd.exchange import all_gather_rows
 from tests.ranks.cases import config, full_weights, group_of, packed, relative, small_model, synthetic_batch
 from tests.ranks.demo import open_demo, train_demo
@@ -210,12 +210,12 @@ def test_what_steers_moves_by_the_papers_formulas():
         safety={"cost": "cost", "limit": 0.5, "lr": 0.1, "multiplier": 2.0},
     )
     algo = compose(cfg)
-    steer(algo, cfg, {"kl/mean": 0.11, "safety/cost": 1.5}, 100)
+    adapt_coefficients(algo, cfg, {"kl/mean": 0.11, "safety/cost": 1.5}, 100)
     assert algo.state["kl_coef"] == pytest.approx(0.2 * (1 + 0.1 * 100 / 1000))  # 10% above the target
     assert algo.state["multiplier"] == pytest.approx(2.0 * math.exp(0.1 * 2.0))  # a cost of 1 above the limit
-    steer(algo, cfg, {"kl/mean": 9.0, "safety/cost": 0.5}, 100)
+    adapt_coefficients(algo, cfg, {"kl/mean": 9.0, "safety/cost": 0.5}, 100)
     assert algo.state["kl_coef"] == pytest.approx(0.2 * 1.01 * 1.02)  # the error is bounded to 20%
     constant = config(algo={"kl_coef": 0.2})
     fixed = compose(constant)
-    steer(fixed, constant, {"kl/mean": 9.0}, 100)
+    adapt_coefficients(fixed, constant, {"kl/mean": 9.0}, 100)
     assert fixed.state["kl_coef"] == 0.2

@@ -10,9 +10,9 @@ from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.data.order import drawn_indices
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.models import build_models
-from spmdrl.reward_model import train
 from spmdrl.rl.compose import compose
 from spmdrl.rl.reading import AtLast
+from spmdrl.sft import train
 from spmdrl.supervised.reward_model import build_reward_model
 from tests.ranks import given
 from tests.ranks.cases import config

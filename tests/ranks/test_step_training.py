@@ -12,9 +12,9 @@ from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.models import build_models
-from spmdrl.reward_model import train
 from spmdrl.rl.compose import compose
 from spmdrl.rl.reading import reading_of
+from spmdrl.sft import train
 from spmdrl.supervised.reward_model import build_reward_model
 from tests.ranks import given
 from tests.ranks.cases import config, packed

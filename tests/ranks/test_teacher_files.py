@@ -12,7 +12,7 @@ from spmdrl.config.sft import SFTConfig
 from spmdrl.hub.resolve import resolve
 from spmdrl.session.session import Session
 from spmdrl.sft import train
-from spmdrl.supervised.sft import build_sft, build_teacher_files
+from spmdrl.supervised.sft import build_sft
 from spmdrl.supervised.teacher import weights_digest
 from spmdrl.tracking.metrics import Timer
 from tests.ranks import given
@@ -42,7 +42,7 @@ def trained(world, folder: str, data: str, sections: dict, stop_after: int = 0) 
 
 def written(world, folder: str, data: str, sections: dict) -> None:
     Path(folder).mkdir(exist_ok=True)
-    build_teacher_files(Session(settings(folder, data, sections), world, Timer())).close()
+    build_sft(Session(settings(folder, data, sections), world, Timer())).close()
 
 
 @pytest.fixture(scope="module")

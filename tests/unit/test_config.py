@@ -31,7 +31,7 @@ from spmdrl.config.resume import differences
 from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
-from spmdrl.evaluate import RUNS
+from spmdrl.evaluate import JOB
 from spmdrl.rl.evaluation import evaluation_plan
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +167,7 @@ def test_a_schema_derived_by_an_entry_point_takes_its_own_section():
 
 
 def asked(*argv: str):
-    return from_command_line(list(argv), "evaluate", EvaluationConfig, RUNS)
+    return from_command_line(list(argv), "evaluate", EvaluationConfig, JOB.reads())
 
 
 def test_an_evaluation_passes_over_what_files_say_of_training(yaml_file):
@@ -195,7 +195,7 @@ def test_an_evaluation_reads_the_files_of_every_method(preset, yaml_file):
     check_config(asked("--config", yaml_file(to_yaml(run))).config, 1)
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", JOB.reads())
 def test_an_evaluation_reads_the_files_of_every_kind_of_run(kind, yaml_file):
     check_config(asked("--config", yaml_file(to_yaml(kind()))).config, 1)
 

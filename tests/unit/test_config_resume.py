@@ -10,21 +10,18 @@ import pytest
 import yaml
 
 from spmdrl import checkpoint
-from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.engines import engine_name
 from spmdrl.config.learning import resampling
 from spmdrl.config.load import from_command_line
-from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.resume import differences, file_digests, may_change, settled
-from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import unlike
+from spmdrl.session.job import jobs
 
-SCHEMAS = (Config, SFTConfig, PreferenceConfig, RewardModelConfig, OnlinePreferenceConfig, DistillationConfig)
-ENTRY_POINTS = ("train", "sft", "preference", "reward_model", "online_preference", "distill")
+KINDS = {name: job.settings for name, job in jobs().items() if name != "spmdrl.evaluate"}
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 FLAGS = ["--optimizer.lr", "0.001", "--algo.preset", "dapo", "--lora.targets", "q_proj", "v_proj"]
 
@@ -210,18 +207,18 @@ def test_resume_of_a_folder_without_a_template_whose_messages_were_chatml(tmp_pa
     assert checkpoint.check_settings(tmp_path, cfg, ALONE) == []
 
 
-@pytest.mark.parametrize("there", SCHEMAS)
-@pytest.mark.parametrize("here", SCHEMAS)
+@pytest.mark.parametrize("there", KINDS.values())
+@pytest.mark.parametrize("here", KINDS.values())
 def test_resume_a_run_of_another_entry_point_is_refused_by_its_name(tmp_path, there, here):
     checkpoint.write_config(tmp_path, there())
     cfg = here()
     cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, allow_changes=True))
     if there is here:
-        assert checkpoint.check_settings(tmp_path, cfg, ALONE) == []
+        assert checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS) == []
         return
-    name = next(name for name, schema in zip(ENTRY_POINTS, SCHEMAS, strict=True) if schema is there)
-    with pytest.raises(ValueError, match=f"holds a run of spmdrl.{name}, with which"):
-        checkpoint.check_settings(tmp_path, cfg, ALONE)
+    name = next(name for name, schema in KINDS.items() if schema is there)
+    with pytest.raises(ValueError, match=f"holds a run of {name}, with which"):
+        checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "\x00", "3", "", "{1: 2}", "optimizer: 5", "? [a]\n: b", "&a [*a]"])

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
-from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.rollout.build import check_engine
 from spmdrl.rollout.engine import StaleEngineError, check_device
@@ -28,6 +27,7 @@ from spmdrl.session import open as opening
 from spmdrl.session.environ import share_cores
 from spmdrl.spmd import mesh
 from spmdrl.spmd.devices import check_alike, pick_device, without_gpu
+from spmdrl.train import JOB
 from tests.engines import probe
 from tests.ranks.cases import config
 
@@ -185,7 +185,7 @@ def test_a_run_on_gpus_shares_the_cores_and_one_on_a_cpu_does_not(monkeypatch, t
     monkeypatch.setattr(opening, "share_cores", lambda: asked.append(device) or "")
     monkeypatch.setattr(opening, "check_run_folder", ends)
     loaded = SimpleNamespace(config=config(run={"dir": str(tmp_path / "run")}), dry_run=False)
-    with pytest.raises(InterruptedError), opening.open_run(loaded, lambda *_: None, plan_lines):  # type: ignore[arg-type]
+    with pytest.raises(InterruptedError), opening.open_run(JOB, loaded):  # type: ignore[arg-type]
         pass
     assert asked == [CUDA] * (device == CUDA)
 

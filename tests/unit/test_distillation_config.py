@@ -13,11 +13,12 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.resume import differences, may_change
 from spmdrl.config.sft import SFTConfig, check_sft
-from spmdrl.distill import main
+from spmdrl.distill import JOB
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.rl.compose import compose
 from spmdrl.rl.rehearsal import check_use
+from spmdrl.session.job import launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,7 +195,7 @@ def test_settings_that_a_distillation_reads_pass(words):
 
 def test_the_entry_point_refuses_a_setting_without_effect(capsys):
     with pytest.raises(SystemExit) as left:
-        main(["--reference.path", "tiny", "--lora.alpha", "32", "--dry-run"])
+        launch(JOB, ["--reference.path", "tiny", "--lora.alpha", "32", "--dry-run"])
     assert left.value.code == 2 and "--lora.alpha 32: nothing in this run reads it" in capsys.readouterr().err
 
 

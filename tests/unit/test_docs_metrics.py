@@ -40,8 +40,8 @@ def as_pattern(text: str) -> str:
 def in_code() -> tuple[frozenset[str], frozenset[str]]:
     """Returns all strings of the rooms that compute metrics, and the names of phases of their clocks."""
     found, phases = set(), set()
-    for room in ROOMS:
-        for path in (SPMDRL / room).rglob("*.py"):
+    for files in (*((SPMDRL / room).rglob("*.py") for room in ROOMS), SPMDRL.glob("*.py")):
+        for path in files:
             tree = ast.parse(path.read_text())
             found |= texts(tree)
             for node in ast.walk(tree):

@@ -24,16 +24,10 @@ FLOORS = [
     ["session"],
     ["rl", "supervised"],
     ["plan", "tools"],
-    [
-        "train",
-        "sft",
-        "preference",
-        "reward_model",
-        "online_preference",
-        "distill",
-        "evaluate",
-    ],
+    ["train", "sft"],
 ]
+# All other files beside `train.py`: the entry points that take their loops from those two, and commands.
+FLOORS.append(sorted({path.stem for path in ROOT.glob("[!_]*.py")} - {"train", "sft"}))
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 BESIDE = {"spmdrl_kernels": ROOT.parent / "kernels", "spmdrl_sandbox": ROOT.parent / "sandbox"}
 """Packages beside this one, with the folders they stand in: they import nothing of ours."""
@@ -57,6 +51,8 @@ def imported_rooms(tree: ast.AST) -> list[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports here are absolute"
             names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names if node.module == "spmdrl"]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
+            names = [ast.literal_eval(node.args[0]).partition(":")[0]]
         for name in names:
             parts = name.split(".")
             if parts[0] in BESIDE or (parts[0] == "spmdrl" and len(parts) > 1):

@@ -21,8 +21,8 @@ def sides(groups: list[list[float]], said: str = "", **chosen) -> list[int]:
     batch = Batch(torch.ones(len(rewards), dtype=torch.int64), {"tokens": torch.tensor(tokens)})
     batch.seq["position"] = torch.tensor(positions)
     run = SimpleNamespace(cfg=OnlinePreferenceConfig(preference=OnlineMethod(**chosen)))
-    lesson = OnlinePreference(run)  # type: ignore[arg-type]
-    return lesson.sides(batch, torch.tensor(rewards, dtype=torch.float64)).tolist()
+    method = OnlinePreference(run)  # type: ignore[arg-type]
+    return method.extremes(batch, torch.tensor(rewards, dtype=torch.float64)).tolist()
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from spmdrl.data.packing import units_of
 from spmdrl.data.preferences import CHOSEN, REJECTED, PreferenceColumns, preference_of
 from spmdrl.data.tokens import Masked
 from spmdrl.supervised.build import Start
+from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
 from spmdrl.supervised.preview import preview, shown
 from spmdrl.supervised.rows import open_mixture
-from spmdrl.supervised.sides import SideEncoder, pack_sides
 from tests.unit.dialogues import tokenizer_for
 from tests.unit.test_sft_rows import CHATML
 
@@ -28,12 +28,12 @@ GOOD, BAD = {"role": "assistant", "content": "right"}, {"role": "assistant", "co
 SIDED, NAMES = {"chosen": GOOD, "rejected": BAD}, {"user": "human", "assistant": "gpt"}
 
 
-def encoder(pairs: bool = True, beside: bool = False, **values) -> SideEncoder:
+def encoder(pairs: bool = True, beside: bool = False, **values) -> PairEncoder:
     data = dataclasses.replace(PreferenceDataConfig(), **values)
-    return SideEncoder(data, tokenizer_for(CHATML), data.max_tokens, pairs, beside)
+    return PairEncoder(data, tokenizer_for(CHATML), data.max_tokens, pairs, beside)
 
 
-def told(encode: SideEncoder, row: dict, before: dict | None = None) -> dict[int, str]:
+def told(encode: PairEncoder, row: dict, before: dict | None = None) -> dict[int, str]:
     """The sequences of a row by sample, the trained text in [[ ]]."""
     found = encode(row, before)
     return {i: shown(s, encode.encoder.tokenizer, False) for i, s in zip(found.samples, found.sequences, strict=True)}
@@ -157,12 +157,12 @@ def test_pairs_that_cannot_be_compared_are_refused():
 
 def test_packed_sides_stay_together_and_share_their_prompt():
     data = ScoredDataConfig()
-    encode = SideEncoder(data, tokenizer_for(CHATML), data.max_tokens, True)
+    encode = PairEncoder(data, tokenizer_for(CHATML), data.max_tokens, True)
     placed = []
     for place, text in enumerate(("right", "better")):
         found = encode({"prompt": MORE, "chosen": text, "rejected": "wrong", "margin": place + 0.5})
         placed += [(place, i, s) for i, s in zip(found.samples, found.sequences, strict=True)]
-    batch = pack_sides(placed[::-1], pairs=True, share=True, numbers={"margin": 0.0})
+    batch = pack_pair_sides(placed[::-1], pairs=True, share=True, numbers={"margin": 0.0})
     assert batch.seq["unit"].tolist() == [0, 0, 1, 1] and batch.seq["sample"].tolist() == [0, 1, 0, 1]
     assert batch.seq["margin"].tolist() == [0.5, 0.5, 1.5, 1.5]
     prompt = len(encode.encoder.tokenizer(chatml(*MORE, said="").split("[[")[0], add_special_tokens=False).input_ids)
@@ -177,7 +177,7 @@ def test_pairs_of_one_prompt_fill_a_micro_batch_and_no_more():
         for side in (0, 1):
             tokens = torch.cat([torch.arange(10), torch.full((30,), 10 + 2 * place + side)])
             placed.append((place, side, Masked(tokens, torch.arange(40) >= 10)))
-    batch = pack_sides(placed, pairs=True, share=True)
+    batch = pack_pair_sides(placed, pairs=True, share=True)
     assert [(u.members, u.tokens) for u in units_of(batch, 130, True)] == [([0, 1, 2, 3], 130), ([4, 5], 70)]
     assert [(u.members, u.tokens) for u in units_of(batch, 129, True)] == [([0, 1], 70), ([2, 3], 70), ([4, 5], 70)]
     assert [u.tokens for u in units_of(batch, 80, False)] == [80, 80, 80]

@@ -14,9 +14,10 @@ from spmdrl.config.parameters import only_of, read_by
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
-from spmdrl.evaluate import main as evaluation
+from spmdrl.evaluate import JOB
 from spmdrl.rl.compose import compose
 from spmdrl.rl.rehearsal import ELSEWHERE, check_use, is_judged, read_after, settings_read, single_changes
+from spmdrl.session.job import launch
 from tests.unit.test_docs_algorithms import YAMLS, job_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,13 +100,13 @@ def test_an_environment_without_a_word_about_the_reward_is_refused(tmp_path):
 def test_an_evaluation_with_an_environment_is_told_of_its_reward_too(tmp_path, capsys):
     words = ["--env", "builtin:guess", "--data.eval", "builtin:episodes:eval", "--data.chat-template", "chatml"]
     with pytest.raises(SystemExit) as left:
-        evaluation([*words, "--dry-run"])
+        launch(JOB, [*words, "--dry-run"])
     assert left.value.code == 2 and "--reward.function environment" in capsys.readouterr().err
-    evaluation([*words, "--reward.function", "environment", "--dry-run"])
+    launch(JOB, [*words, "--reward.function", "environment", "--dry-run"])
     (tmp_path / "config.yaml").write_text(
         to_yaml(from_command_line([*words, "--data.train", "builtin:episodes"]).config)
     )
-    evaluation(["--config", str(tmp_path / "config.yaml"), "--dry-run"])
+    launch(JOB, ["--config", str(tmp_path / "config.yaml"), "--dry-run"])
 
 
 def test_several_are_told_together():

@@ -22,6 +22,7 @@ from spmdrl.tracking.console import Console, clean, number, phase_times, plain_l
 from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.metrics import MOST_MAXIMA, Metrics, Timer
 from spmdrl.tracking.trackers import JsonlTracker, open_trackers
+from spmdrl.train import JOB
 
 METRICS = {
     "reward/mean": 0.6123,
@@ -338,24 +339,28 @@ class Terminal(io.StringIO):
 SAMPLE = {"prompt": "what is\n1+1?", "completion": "[bold red]2[/]\x1b[2J\r\nend\t!", "reward": 1.0}
 
 
+def line_of(step: int, numbers: dict) -> str:
+    return plain_line(step, 60, numbers, JOB.columns, JOB.phases)
+
+
 def test_plain_lines_are_aligned_and_complete():
-    line = plain_line(12, 60, METRICS)
+    line = line_of(12, METRICS)
     assert re.sub(" +", " ", line) == (
         "step 12/60 reward 0.612 kl 0.00123 entropy 0.83 |dlogp| 1e-06 tok/s 5210 time 0.8s "
         "(rollout .3 logp .0 update .4 push .0 other 12.3)"
     )
-    other = plain_line(3, 60, METRICS | {"reward/mean": 1.0, "tokens/s": 12.0})
+    other = line_of(3, METRICS | {"reward/mean": 1.0, "tokens/s": 12.0})
     assert other.startswith("step  3/60 ")
     assert [m.start() for m in re.finditer("kl|entropy|tok/s|time", other)] == [
         m.start() for m in re.finditer("kl|entropy|tok/s|time", line)
     ]
-    assert "reward - " in plain_line(1, 5, {})
-    assert "eval 0.5     score 0.52" in plain_line(1, 5, {"eval/accuracy": 0.5, "eval/score": 0.52})
+    assert "reward - " in line_of(1, {})
+    assert "eval 0.5     score 0.52" in line_of(1, {"eval/accuracy": 0.5, "eval/score": 0.52})
 
 
 def test_plain_console_shows_samples_now_and_then():
     stream = io.StringIO()
-    console = Console("auto", total_steps=25, stream=stream)
+    console = Console("auto", total_steps=25, stream=stream, columns=JOB.columns, phases=JOB.phases)
     assert not console.is_live
     console.phase("rollout")
     for step in range(1, 26):
@@ -373,7 +378,7 @@ def test_live_panel_shows_everything_and_gives_the_terminal_back(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "110")
     stream, hook = Terminal(), sys.breakpointhook
-    console = Console("auto", total_steps=60, first_step=10, stream=stream)
+    console = Console("auto", 60, 10, stream, JOB.columns, JOB.phases)
     assert console.is_live
     console.phase("update")
     for step in range(11, 14):
@@ -428,7 +433,7 @@ def test_text_helpers():
     assert sparkline([2, 2, 2]) == "▄▄▄"
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert len(sparkline(range(1000), 40)) == 40 and sparkline(range(1000), 40)[-1] == "█"
-    assert list(phase_times(METRICS)) == ["rollout", "logp", "update", "push", "other"]
+    assert list(phase_times(METRICS, JOB.phases)) == ["rollout", "logp", "update", "push", "other"]
 
 
 # ── logs ───────────────────────────────────────────────────────────────────

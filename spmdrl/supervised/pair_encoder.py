@@ -18,7 +18,7 @@ from spmdrl.supervised.labelled import MISMATCHED
 from spmdrl.supervised.rows import pack
 
 
-class SideEncoder:
+class PairEncoder:
     """Encodes rows as `--data` says: the sides of a pair, or a labelled response, each as one sequence."""
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
@@ -131,7 +131,7 @@ def _response(example: Example) -> int:
     return found[0]
 
 
-def pack_sides(
+def pack_pair_sides(
     sequences: list[tuple[int, int, Masked]],
     pairs: bool,
     share: bool,
