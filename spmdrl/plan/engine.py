@@ -119,7 +119,7 @@ class PaperEngine:
             pass
         self.version = version
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """See the contract; does nothing, because nothing is sampled on paper."""
 
     def sleep(self, level: int) -> None:

@@ -19,7 +19,7 @@ from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.distillation import Reader
 from spmdrl.rl.engine_judges import check_same_model, check_same_tensors
 from spmdrl.rl.run import Run
-from spmdrl.rollout.engine import Given, ReadingEngine
+from spmdrl.rollout.engine import ReadingEngine, ScoreRequest
 from spmdrl.spmd.world import World
 from spmdrl.weights.folder import Tensors
 
@@ -74,7 +74,7 @@ class EngineTeachers:
             batch.token |= dict(zip(reader.names(name), columns, strict=True))
 
 
-def _given(batch: Batch, asked_B: torch.Tensor) -> list[Given]:
+def _given(batch: Batch, asked_B: torch.Tensor) -> list[ScoreRequest]:
     """The sequences of a batch that are asked about, whose trained tokens are their last ones."""
     lengths, out = batch.lengths.tolist(), []
     rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), asked_B.tolist(), strict=True)
@@ -82,11 +82,11 @@ def _given(batch: Batch, asked_B: torch.Tensor) -> list[Given]:
         count = int(mask_L.sum())
         if asked and count:
             assert bool(mask_L[-count:].all()), "a response ends its sequence"
-            out.append(Given(tokens_L.tolist(), count))
+            out.append(ScoreRequest(tokens_L.tolist(), count))
     return out
 
 
-def everyones(given: list[Given], world: World) -> list[Given]:
+def everyones(given: list[ScoreRequest], world: World) -> list[ScoreRequest]:
     """Return the sequences of an engine's first rank on all of its ranks. Collective over the engine."""
     group, device = world.engine_group, world.device
     if group is None:
@@ -103,4 +103,4 @@ def everyones(given: list[Given], world: World) -> list[Given]:
     dist.broadcast(numbers_N2, group=group, group_src=0)
     dist.broadcast(flat_T, group=group, group_src=0)
     rows = flat_T.split(numbers_N2[:, 0].tolist())
-    return [Given(row.tolist(), count) for row, count in zip(rows, numbers_N2[:, 1].tolist(), strict=True)]
+    return [ScoreRequest(row.tolist(), count) for row, count in zip(rows, numbers_N2[:, 1].tolist(), strict=True)]

@@ -16,16 +16,16 @@ from spmdrl.spmd.world import World
 
 GIB = 1 << 30
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names under which configs give the number of experts in a layer."""
+"""Config fields with the number of experts in a layer."""
 VLLM_TEMPERATURE = (0.01, 2.0)
-"""Temperatures of vLLM 0.32 (`vllm.sampling_params`): it silently raises lower ones to the bound, refuses higher."""
+"""Temperatures of vLLM 0.32 (`vllm.sampling_params`): it silently raises lower ones to the bound and refuses higher."""
 
 
 def check_engine(cfg: Config, on_cpu: bool) -> None:
     """Check the engine and the model's folder before anything is built.
 
     Raises:
-        ValueError: an engine that is not installed, or one that cannot do what the config asks.
+        ValueError: the engine is not installed, or does not support the settings.
     """
     name = engine_name(cfg)
     check_kind(cfg, name, on_cpu)
@@ -37,11 +37,11 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
         raise ValueError(f"--rollout.quantization {kind}: {name} takes fp8, on a GPU; or take --rollout.engine hf")
     if name != "hf" and cfg.rollout.deterministic and on_cpu:
         raise ValueError(
-            f"--rollout.deterministic: {name}'s batch-invariant kernels want a GPU; take --rollout.engine hf here"
+            f"--rollout.deterministic: {name}'s batch-invariant kernels need a GPU; take --rollout.engine hf here"
         )
-    asked = {"--rollout.temperature": cfg.rollout.temperature, "--eval.temperature": cfg.eval.temperature}
-    asked |= {f"{file}: temperature": judge.temperature for file, judge in engine_judges(cfg)}
-    for setting, temperature in asked.items():
+    temperatures = {"--rollout.temperature": cfg.rollout.temperature, "--eval.temperature": cfg.eval.temperature}
+    temperatures |= {f"{file}: temperature": judge.temperature for file, judge in engine_judges(cfg)}
+    for setting, temperature in temperatures.items():
         if name == "vllm" and not (temperature == 0 or VLLM_TEMPERATURE[0] <= temperature <= VLLM_TEMPERATURE[1]):
             raise ValueError(
                 f"{setting} {temperature:g}: vllm takes {VLLM_TEMPERATURE[0]:g} to {VLLM_TEMPERATURE[1]:g}, "
@@ -53,8 +53,8 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
         )
     if name == "vllm" and on_cpu and vllm_wants_gpu():
         raise ValueError(
-            "--rollout.engine vllm: the vLLM that is installed is a build for GPUs, and this run is on the CPU; take "
-            "--rollout.engine hf, or --run.device cuda where a GPU is to be had"
+            "--rollout.engine vllm: the installed vLLM is a build for GPUs, and this run is on the CPU; take "
+            "--rollout.engine hf, or --run.device cuda on a machine with a GPU"
         )
 
 
@@ -115,9 +115,9 @@ def check_tp(cfg: Config, engine: str) -> None:
 
 
 def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> str:
-    """Tell why an engine's ranks do not divide a model, and every `--rollout.tp` that would; empty if they do.
+    """Return why an engine's ranks do not divide a model, with every `--rollout.tp` that would; empty if they do.
 
-    config: transformers' config of the model; one that names no heads is left to the engine.
+    config: transformers' config of the model; one without a number of heads is left to the engine.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", tp)
@@ -141,7 +141,7 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ValueError if an engine's ranks are to divide experts that the model lacks, or not in equal parts."""
+    """Raise ValueError if an engine's ranks cannot divide the model's experts into equal parts, or it has none."""
     from transformers import AutoConfig
 
     from spmdrl.hub.resolve import resolve
@@ -182,7 +182,7 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
     longest = longest_sequence(cfg)
     if engine == "vllm":
-        # The cache has whole blocks, of which vLLM keeps one for itself.
+        # The cache has whole blocks, of which vLLM reserves one.
         block = CPU_BLOCK if on_cpu else GPU_BLOCK
         tokens = (-(-longest // block) + 1) * block
     else:
@@ -202,19 +202,19 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
 def stop_tokens(folder: Path, tokenizer, template: str = "") -> set[int]:
     """Return the token ids that end a response.
 
-    They are the tokenizer's end of sequence, those that the folder names (`hub/ends.py`), and those by which the chat
-    template ends a turn. template: of the job, as `data/template_ends.py` finds it; empty: it renders no dialogues.
+    These are the tokenizer's end of sequence, those in the folder (`hub/ends.py`), and those that end a turn in the
+    chat template. template: the job's, from `data/template_ends.py`; empty: it renders no dialogues.
     """
     return {tokenizer.eos_token_id, *named_ends(folder), *end_of_turn_tokens(tokenizer, template)} - {None}
 
 
 def prompt_limit(cfg: Config, folder: Path, setting: str = "rollout.max_new_tokens") -> int:
-    """Return the longest prompt, in tokens, for which the settings and the model's context length leave room.
+    """Return the longest prompt, in tokens, that the settings and the model's context length allow.
 
-    setting: where the user gave the number of new tokens.
+    setting: the setting of the number of new tokens.
 
     Raises:
-        ValueError: they leave none.
+        ValueError: no prompt fits.
     """
     context = context_length(folder, cfg.model.trust_remote_code)
     if context <= cfg.rollout.max_new_tokens:

@@ -1,7 +1,7 @@
 """The Engine contract: submit, poll, abort; load weights of a version; sleep and wake.
 
-Engines stream, so that early stops and many turns need no second path. An engine spans the ranks of one rollout TP
-group; all of them make the same calls in the same order and see the same completions.
+Engines stream, so early stops and many turns need no second path. An engine spans the ranks of one rollout TP group;
+all of them make the same calls in the same order and get the same completions.
 """
 
 from collections.abc import Iterable
@@ -24,12 +24,12 @@ Key = tuple[int, ...]
 
 
 class StaleEngineError(RuntimeError):
-    """An engine was asked to sample from weights that it does not hold (law 5)."""
+    """An engine does not hold the weights that it should sample from (law 5)."""
 
 
 @dataclass
 class Request:
-    """One sample to draw. The seed is keyed by data, so the engine that draws it does not matter (law 3)."""
+    """One sample to draw. The seed depends on data, so it does not matter which engine draws it (law 3)."""
 
     key: Key
     prompt: list[int]
@@ -53,26 +53,26 @@ class Completion:
     logp: list[float]
     finish: Finish
     version: int | None
-    """Weight version it was sampled from; None: it was aborted while the weights were being replaced."""
+    """Weight version that it was sampled from; None: it was aborted while the weights were replaced."""
     experts: torch.Tensor | None = None
     """int16 [n, W] under routing replay: the experts of each token of prompt and response except the last, layer by
-    layer (`hub.routing.Experts`); -1 if a token was not run. Also None for an aborted request if the engine reports
-    experts only at the end."""
+    layer (`hub.routing.Experts`); -1 for a token that did not run. None for an aborted request too, if the engine
+    reports experts only at the end."""
 
 
 class Engine(Protocol):
     """The sampler of one rollout TP group."""
 
     version: int | None
-    """Version of the weights that it holds; None: it holds no weights that may be sampled from."""
+    """Version of the weights that it holds; None: it holds no weights to sample from."""
     capacity: int
-    """Sequences that it runs at a time."""
+    """Number of sequences that it runs at a time."""
 
     def submit(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            StaleEngineError: its version is not the engine's.
+            StaleEngineError: the request's version is not the engine's.
             ValueError: prompt and response may be longer than the engine's longest sequence.
         """
         ...
@@ -82,7 +82,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Stop these requests; returns their tokens so far, with finish `abort`."""
+        """Stop these requests; return their tokens so far, with finish `abort`."""
         ...
 
     def needs(self, entries: list[Entry]) -> Needs:
@@ -96,8 +96,8 @@ class Engine(Protocol):
         """
         ...
 
-    def forget_prefixes(self) -> None:
-        """Drop cached prefixes; nothing may run. Collective over the engine."""
+    def reset_prefix_cache(self) -> None:
+        """Drop cached prefixes; no request may run. Collective over the engine."""
         ...
 
     def sleep(self, level: int) -> None:
@@ -122,12 +122,12 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
-    """A sequence to read, whose last tokens are asked about."""
+class ScoreRequest:
+    """A sequence whose last tokens are to be scored."""
 
     tokens: list[int]
     count: int
-    """Its last tokens; not the first one."""
+    """Number of last tokens to score, without the first token of the sequence."""
 
 
 Likeliest = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -136,15 +136,15 @@ probability of all others [n]."""
 
 
 class ReadingEngine(Engine, Protocol):
-    """An engine that also reads given sequences."""
+    """An engine that also computes log-probabilities of existing sequences."""
 
-    def likeliest(self, given: list[Given], k: int, temperature: float, version: int) -> list[Likeliest]:
-        """Return the k tokens that are likeliest in the places of the tokens asked about; nothing else may run.
+    def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
+        """Return the k likeliest tokens at the places of the tokens to score; no other request may run.
 
         Collective over the engine.
 
         Raises:
-            StaleEngineError: the engine's version is another.
+            StaleEngineError: the engine holds another version.
         """
         ...
 
@@ -154,26 +154,21 @@ def name_of(key: Key) -> str:
     return "".join(f"{part}." for part in key)
 
 
-def check_version(request: Request, version: int | None) -> None:
-    """Raise StaleEngineError if the request's version is not the engine's (law 5)."""
-    check_holds(request.version, version)
-
-
-def check_holds(asked: int, version: int | None) -> None:
-    """Raise StaleEngineError if the version that is asked for is not the engine's (law 5)."""
-    if asked != version:
-        held = "no weights" if version is None else f"weight version {version}"
+def check_version(version: int, held: int | None) -> None:
+    """Raise StaleEngineError if the version to sample from is not the one that the engine holds (law 5)."""
+    if version != held:
+        weights = "no weights" if held is None else f"weight version {held}"
         raise StaleEngineError(
-            f"the engine holds {held}, the trainer is at version {asked}: "
+            f"the engine holds {weights}, the trainer is at version {version}: "
             "push the weights (rollout.transfer.push) before sampling"
         )
 
 
 def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> int:
-    """Check that an engine's tensors all lie on the rank's own device (law 7); returns their number.
+    """Check that an engine's tensors all lie on the rank's own device (law 7); return their number.
 
     Raises:
-        RuntimeError: one does not. An engine that chose a device by itself may have taken that of another rank.
+        RuntimeError: one does not. An engine that chose a device itself may have taken that of another rank.
     """
     places = [(name, tensor.device) for name, tensor in tensors]
     away = [(name, place) for name, place in places if place != device]
@@ -181,14 +176,14 @@ def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], devic
         name, place = away[0]
         raise RuntimeError(
             f"this rank works on {device}, and its {engine} engine has {len(away)} of {len(places)} tensors elsewhere: "
-            f"{name} is on {place}. {engine} took a device by itself, a defect of ours or of a version of it that this "
+            f"{name} is on {place}. {engine} chose a device itself, a defect of ours or of a version of it that this "
             "was not written for; --rollout.engine hf keeps to the rank's device"
         )
     return len(places)
 
 
 def longest_sequence(cfg: Config) -> int:
-    """Return the most tokens that an engine is built for: prompt and response, or a judge's question and verdict."""
+    """Return the longest sequence that an engine needs: prompt and response, or a judge's question and verdict."""
     from transformers import AutoConfig
 
     trust = cfg.model.trust_remote_code
@@ -198,21 +193,21 @@ def longest_sequence(cfg: Config) -> int:
 
 
 def without_quantization(config: Any) -> dict[str, Any]:
-    """Return what to change in a folder's config so that an engine holds its weights as they are pushed.
+    """Return the overrides of a folder's config with which an engine holds its weights as they are pushed.
 
-    config: transformers' config of the folder, whose own files may be quantised.
+    config: transformers' config of the folder, whose own files may be quantized.
     """
     return {"quantization_config": None} if getattr(config, "quantization_config", None) else {}
 
 
 def tensor_kinds(cfg: Config) -> list[str]:
-    """Return the last parts of the names of the tensors in the model's folder, such as `weight`."""
+    """Return the last parts of the tensor names in the model's folder, such as `weight`."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     return sorted({name.rpartition(".")[2] for _, name in stored(folder)})
 
 
 def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
-    """Return the bytes of one token in the KV cache of one of `tp` ranks; fewer heads than ranks are copied.
+    """Return the bytes of one token in the KV cache of one of `tp` ranks; KV heads are copied if there are fewer.
 
     config: transformers' config of a language model; latent attention has one row for all heads
     (https://arxiv.org/abs/2405.04434), and layers of linear attention cache nothing per token.
@@ -229,7 +224,7 @@ def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
 
 
 def check_length(request: Request, longest: int) -> None:
-    """Raise ValueError if the engine would silently cut the response short, or fail with an error of its own."""
+    """Raise ValueError if the engine would cut the response short silently, or fail with an error of its own."""
     prompt, new = len(request.prompt), request.max_new_tokens
     if prompt + new > longest:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Finds the parts of checkpoint tensors that an engine's loader reads, by letting it load watched tensors.
 
-This works whatever way an engine cuts q, k and v, experts or the vocabulary over its ranks: each rank runs its own
-loader once, and the copies it would make show which part of which tensor it needs. This file imports only torch, as the
-processes of a server engine load it too.
+This works for every way in which an engine cuts q, k and v, experts or the vocabulary over its ranks: each rank runs
+its own loader once, and the copies that it would make show which part of which tensor it needs. This file imports only
+torch, because the processes of a server engine load it too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,26 +22,26 @@ class Needs:
     boxes: list[tuple[int, Box]] = field(default_factory=list)
     """(index of the tensor, range in every dimension) for each read."""
     counted: list[bool] = field(default_factory=list)
-    """For each read: True if the model holds its words unchanged, so that both sides can compare their sums."""
+    """For each read: True if the model holds its words unchanged, so that sender and receiver can compare sums."""
     uncounted: frozenset[int] = frozenset()
     """Addresses of the model's storages whose words are not counted."""
     exact: bool = True
     """True if every read was a plain copy into the model."""
     filled: frozenset[int] = frozenset()
-    """Addresses of the storages that the loader wrote into."""
+    """Addresses of the storages that the loader wrote."""
 
 
 def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
     """Return a box of the contiguous tensor `whole` that holds all elements of `x`, a non-empty view of it.
 
-    It is the smallest such box, except if strides over a flattened tensor jump between rows: then it takes whole rows.
+    It is the smallest such box, except if strides over a flattened tensor jump between rows; then it has whole rows.
     """
     # Offsets are in bytes, because the view may have another type.
     start, size = int(x.storage_offset()) * x.itemsize, whole.numel() * whole.itemsize
     steps = [(int(n), int(step) * x.itemsize) for n, step in zip(x.shape, x.stride(), strict=True)] + [(x.itemsize, 1)]
     box = []
     for n in whole.shape:
-        # The view's offset within a row of `size` bytes, and how far beyond that it reaches.
+        # The view's offset within a row of `size` bytes, and its end relative to that row.
         a = start % size
         b = a + sum((count - 1) * (step % size) for count, step in steps)
         inner = size // n
@@ -50,16 +50,16 @@ def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
     return tuple(box)
 
 
-def turned(x: torch.Tensor, into: torch.Tensor) -> bool:
-    """Tell whether a copy puts elements that lie side by side in one of the tensors apart in the other."""
+def transposed(x: torch.Tensor, into: torch.Tensor) -> bool:
+    """Return True if a copy separates elements that are adjacent in one of the two tensors."""
     if x.itemsize == 8:
         return False
-    sides = [dim for dim in range(x.dim()) if x.shape[dim] > 1]
-    return any(t.stride(dim) == 1 for t in (x, into) for dim in sides[:-1])
+    dims = [dim for dim in range(x.dim()) if x.shape[dim] > 1]
+    return any(t.stride(dim) == 1 for t in (x, into) for dim in dims[:-1])
 
 
 def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield tensors, omitting those whose memory belongs to another: part of its rows, or the same by another name."""
+    """Yield tensors except those whose memory belongs to another: part of its rows, or the same with another name."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for x in sorted(tensors, key=lambda x: -x.nbytes):
         start = int(x.storage_offset()) * x.itemsize
@@ -70,11 +70,11 @@ def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
-"""Operations by which loaders clear the padding beside what they copied."""
+"""Operations with which loaders clear the padding beside the copied parts."""
 
 
 class Watch(TorchDispatchMode):
-    """Records the part of a watched tensor that an operation reads; copies from it are skipped."""
+    """Records the part of a watched tensor that an operation reads, and skips copies from it."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Watch(TorchDispatchMode):
         self.written: set[int] = set()
 
     def watch(self, index: int, tensor: torch.Tensor) -> None:
-        """Watch a tensor; it replaces an earlier one that had the same address."""
+        """Watch a tensor; it replaces an earlier one with the same address."""
         self.watched[tensor.untyped_storage().data_ptr()] = (index, tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -95,9 +95,9 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         places = set(written_by(func, args, kwargs)) if func._schema.is_mutable else set()
         self.written |= places
-        # `cat` and the like take a list of them.
-        given = [x for each in [*args, *kwargs.values()] for x in (each if isinstance(each, list | tuple) else [each])]
-        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        # `cat` and similar operations take a list of tensors.
+        inputs = [x for each in [*args, *kwargs.values()] for x in (each if isinstance(each, list | tuple) else [each])]
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         read = [x for x in tensors if x.untyped_storage().data_ptr() in self.watched]
         if func is torch.ops.aten.copy_.default and len(read) == 1 and read[0] is args[1]:
             self._record(read[0], args[0])
@@ -105,7 +105,7 @@ class Watch(TorchDispatchMode):
         for x in read:
             self._record(x, None)
         if func not in FILLS:
-            # What was copied is computed on in place (the decay of Mamba's states), so that other words are held.
+            # A copied part that is then changed in place (the decay of Mamba's states) no longer holds the same words.
             self.odd |= places & set(self.into)
         return func(*args, **kwargs)
 
@@ -117,9 +117,11 @@ class Watch(TorchDispatchMode):
         self.into.append(into.untyped_storage().data_ptr() if into is not None else 0)
         if into is None:
             self.needs.exact = False
-        # Sums are over 8-byte words: a part that does not begin and end at a word boundary has no sum, nor does one
-        # whose neighbours lie apart in the model (GPT-2's weights are transposed).
-        elif into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype or turned(x, into):
+        # Sums are over 8-byte words. A part has no sum if it does not begin and end at a word boundary, or if its
+        # adjacent elements are separate in the model (GPT-2's weights are transposed).
+        elif (
+            into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype or transposed(x, into)
+        ):
             self.odd.add(self.into[-1])
 
     def done(self) -> Needs:
@@ -130,7 +132,7 @@ class Watch(TorchDispatchMode):
 
 
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[int]:
-    """Yield the addresses of the storages that an operation writes into, by its schema."""
+    """Yield the addresses of the storages that an operation writes, by its schema."""
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
@@ -138,10 +140,10 @@ def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[int]:
 
 
 def unfilled(model: torch.nn.Module, needs: Needs, kinds: Iterable[str]) -> list[str]:
-    """Return the names of an engine's weights that its loader did not write into.
+    """Return the names of an engine's weights that its loader did not write.
 
-    These are parameters and persistent buffers. Buffers of a kind that no checkpoint has are left out: the model makes
-    them for itself. kinds: last parts of the names of the checkpoint's tensors.
+    These are parameters and persistent buffers. Buffers of a kind that no checkpoint has are left out, because the
+    model computes them itself. kinds: last parts of the names of the checkpoint's tensors.
     """
     kept, kinds = model.state_dict().keys(), set(kinds)
     buffers = [(n, x) for n, x in model.named_buffers() if n in kept and n.rpartition(".")[2] in kinds]
@@ -160,7 +162,7 @@ def check_filled(engine: str, lacking: list[str]) -> None:
 
 
 def cannot_load(engine: str, model: torch.nn.Module, error: Exception) -> ValueError:
-    """Return the refusal of a family whose loader in the engine fails on the trainer's tensors."""
+    """Return the error for a model family whose loader in the engine fails on the trainer's tensors."""
     return ValueError(
         f"--rollout.engine {engine}: its {type(model).__name__} cannot load the tensors of this model "
         f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); take another engine, such as hf"
@@ -177,12 +179,12 @@ def watched_load(
     """
     watch = Watch()
 
-    def given() -> Iterator[tuple[str, torch.Tensor]]:
+    def inputs() -> Iterator[tuple[str, torch.Tensor]]:
         for index, (name, shape, dtype) in enumerate(tensors):
             tensor = torch.empty(shape, dtype=dtype)
             watch.watch(index, tensor)
             yield name, tensor
 
     with torch.no_grad(), watch:
-        load(given())
+        load(inputs())
     return watch.done()

@@ -90,7 +90,7 @@ class EngineCheck:
             tick()
             done |= {made.key: made for made in engine.poll()}
         # A resumed run samples its steps as an uninterrupted one, whose engine holds no prefix of these rows.
-        engine.forget_prefixes()
+        engine.reset_prefix_cache()
         set_generator_states(generators, self.world.device)
         self.sampled = _packed(asked, [done[request.key] for request in asked])
         if not self.world.is_first:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.health import flight_record as flight
-from spmdrl.rollout.vllm.world import _Shown
+from spmdrl.rollout.vllm.world import Overridden
 from spmdrl.spmd import lockstep
 
 BACKEND = "counted"
@@ -267,14 +267,14 @@ def stub_nccl(paper: bool = False) -> Iterator[Recorder]:
             (c10d, "_new_process_group_helper", partial(recorder.helper, c10d._new_process_group_helper)),
             (device_mesh, "split_group", recorder.split_group),
             # Meshes split where there is an accelerator.
-            (device_mesh, "torch", _Shown(torch, accelerator=accelerator)),
+            (device_mesh, "torch", Overridden(torch, accelerator=accelerator)),
             (dist, "batch_isend_irecv", partial(recorder.batched, dist.batch_isend_irecv)),
             (threading.Thread, "run", _method(recorder.in_thread, threading.Thread.run)),
             # Direct sends are gloo's: on GPUs FSDP runs its collectives.
             (FSDPModule, "set_custom_all_gather", lambda *a: None),
             (FSDPModule, "set_custom_reduce_scatter", lambda *a: None),
             # It counts as gloo does, whose groups these are.
-            (flight, "dist", _Shown(dist, get_backend=lambda group=None: "gloo")),
+            (flight, "dist", Overridden(dist, get_backend=lambda group=None: "gloo")),
             (lockstep, "_QUIET", (*lockstep._QUIET, *HERE)),
         ):
             stack.enter_context(patch.object(where, name, there))

@@ -116,7 +116,7 @@ class Watched:
         if self.says is None or request.max_new_tokens != VERDICT:
             self.engine.submit(request)
             return
-        check_version(request, self.engine.version)
+        check_version(request.version, self.engine.version)
         text = self.says(self.tokenizer.decode(request.prompt))
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         self.spoken.append(Completion(request.key, tokens, [0.0] * len(tokens), "stop", request.version))

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.engine import Given, StaleEngineError
+from spmdrl.rollout.engine import ScoreRequest, StaleEngineError
 from tests.ranks.cases import small_model
 from tests.ranks.demo import metrics
 from tests.ranks.harness import RankError, run_ranks
@@ -76,9 +76,9 @@ def read(world, folder: str, teacher: str, sections: dict, sequences: list) -> l
     with run.memory.rollout_phase():
         (tensors,) = teachers.folders.values()
         with pytest.raises(StaleEngineError):
-            engine.likeliest([Given(*sequences[0])], 8, 1.0, -2)
+            engine.likeliest([ScoreRequest(*sequences[0])], 8, 1.0, -2)
         run.memory.lend(tensors, -2, "teacher")
-        found = engine.likeliest([Given(*each) for each in sequences], 8, run.cfg.rollout.temperature, -2)
+        found = engine.likeliest([ScoreRequest(*each) for each in sequences], 8, run.cfg.rollout.temperature, -2)
     # The student samples again.
     with run.memory.rollout_phase():
         assert engine.version == run.models.policy.version == 0

@@ -45,7 +45,7 @@ class Engine:
                 done.append(Completion(key, tokens, logp, "length", 0))
         return done
 
-    def forget_prefixes(self):
+    def reset_prefix_cache(self):
         assert not self.running
         self.forgotten += 1
 

@@ -1,8 +1,8 @@
-"""Decoding of rows of equal length: with the cache of transformers if the model decodes rightly with it, or without.
+"""Decodes rows of equal length, with the cache of transformers if the model computes correctly with it, or without.
 
 Some families of transformers compute other probabilities with their cache than without, and the caches of others cannot
-drop rows that ended. `check` finds out by the model's own numbers when the first weights have arrived. A model is
-refused if later tokens change the probabilities of earlier ones; rounding and near ties of experts refuse none.
+drop finished rows. `check` compares the model's own numbers after the first weights have arrived. A model is refused if
+later tokens change the probabilities of earlier ones; rounding and near ties of experts never refuse one.
 
 B rows; V tokens of the vocabulary.
 """
@@ -20,17 +20,17 @@ from spmdrl.rollout.engine import Request
 log = logging.getLogger("spmdrl")
 
 WAYS = ("batch_select_indices", "reorder_cache")
-"""Methods of transformers' caches that keep some of the rows; those of recurrent states have the second alone."""
+"""Methods of transformers' caches that keep some of the rows; caches of recurrent states have only the second one."""
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Largest mean |dlogp| between decoding with the cache and a plain forward, by type of the weights."""
 ROUNDED = 0.1
-"""The same for other types, whose rounding may choose another expert at a token or two."""
+"""The same for other types, whose rounding may change the expert of a token or two."""
 FAILED = 1e30
-"""Stands in place of a difference where a forward raises an error."""
+"""Replaces a difference if a forward raises an error."""
 TIMES = 2
 """A cache may also be this many times as far from a plain forward as decoding from whole sequences is."""
 LENGTHS, MORE = (3, 12), 4
-"""Tokens of the prompts that `check` takes, and tokens that it decodes after them."""
+"""Lengths of the prompts in `check`, and the number of tokens decoded after them."""
 
 
 class Group:
@@ -39,11 +39,11 @@ class Group:
     def __init__(self, requests: list[Request], device: torch.device):
         self.requests = requests
         self.live = list(range(len(requests)))
-        """Rows still sampling, as indices into requests; row i of the cache belongs to live[i]."""
+        """Rows that still sample, as indices into requests; row i of the cache belongs to live[i]."""
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logp: list[list[float]] = [[] for _ in requests]
         self.inputs = torch.tensor([r.prompt for r in requests], device=device)
-        """Tokens of the live rows that the model has not read: all of them where nothing is cached."""
+        """Tokens of the live rows that the model has not processed; without a cache, all of them."""
         self.seeds = torch.tensor([r.seed for r in requests], device=device)
         self.temperature = torch.tensor([r.temperature for r in requests], device=device)
         self.top_p = torch.tensor([r.top_p for r in requests], device=device)
@@ -67,17 +67,17 @@ class Decoder:
         self.checked = False
 
     def logits(self, group: Group) -> torch.Tensor:
-        """Read the group's inputs and return the logits of the next token, [B, V]."""
+        """Process the group's inputs and return the logits of the next token, [B, V]."""
         out, group.cache = self._forward(group.inputs, group.cache)
         return out
 
     def extend(self, group: Group, tokens_B: torch.Tensor) -> None:
-        """Make these the tokens to be read next; one for each row that the last call read."""
+        """Set the next tokens to process, one for each row of the last call."""
         column = tokens_B[:, None]
         group.inputs = column if self.way else torch.cat([group.inputs, column], 1)
 
     def keep(self, group: Group, rows: list[int]) -> None:
-        """Keep these of the live rows; call it after `extend`."""
+        """Keep these of the live rows; call this after `extend`."""
         index = torch.tensor(rows, dtype=torch.int64, device=group.inputs.device)
         group.live = [group.live[i] for i in rows]
         group.inputs = group.inputs[index]
@@ -88,7 +88,7 @@ class Decoder:
     def _forward(self, inputs: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         if not self.way:
             return self.model(input_ids=inputs, use_cache=False, logits_to_keep=1).logits[:, -1], None
-        # The model makes the kind of cache that it needs.
+        # The model creates the kind of cache that it needs.
         out = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1], out.past_key_values
 
@@ -96,10 +96,10 @@ class Decoder:
     def check(self, vocabulary: int, device: torch.device, dtype: torch.dtype) -> None:
         """Choose `way` by the model's numbers, once. Collective over the ranks that share the model.
 
-        Two rows are decoded, of which one ends early, and compared with a forward over the whole row without a cache.
+        Two rows are decoded, one of which ends early, and compared with a forward over the whole row without a cache.
 
         Raises:
-            ValueError: a token's probabilities depend on the tokens after it, so that no way of sampling is right, or
+            ValueError: a token's probabilities depend on the tokens after it, so that no way of sampling is correct, or
                 the model cannot compute the next token of a sequence.
         """
         if self.checked:
@@ -123,7 +123,7 @@ class Decoder:
             try:
                 apart = max(self._apart(row, logp) for row, logp in zip(rows, plain, strict=True))
                 reasons.append(f"its tokens then differ by {apart:.1g} in logp on average")
-            except Exception as error:  # of any kind, from the model's own code
+            except Exception as error:  # of any type, from the model's own code
                 if of_the_machine(error):
                     raise
                 apart = float("inf")
@@ -137,7 +137,7 @@ class Decoder:
                     f"--rollout.engine hf: {name} of transformers does not compute the next token of a sequence "
                     f"({reasons[-1]}): take --rollout.engine vllm or a model of another family"
                 )
-            # Rounding alone may be more than `close`: whole sequences show how much it is.
+            # Rounding alone may be more than `close`; decoding from whole sequences measures it.
             self.way = next((way for way in WAYS if found[way] <= TIMES * found[None]), None)
         self.checked = True
         if not self.way:
@@ -148,19 +148,19 @@ class Decoder:
             )
 
     def _plain(self, rows: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, float]:
-        """Return logp of the second row by a plain forward, [n, V], and how far its last tokens change those before.
+        """Return logp of the second row by a plain forward, [n, V], and how much its last tokens change earlier ones.
 
-        The row and its copy with other last tokens run in one forward, where rounding treats both alike.
+        The row and a copy with other last tokens run in one forward, so that rounding treats both alike.
         """
         pair = rows[1:].repeat(2, 1)
         pair[1, -MORE:] = (pair[1, -MORE:] + 1) % vocabulary
         logp, other = self.model(input_ids=pair, use_cache=False).logits.double().log_softmax(-1)
-        # What is no number passes through masks, times 0.
+        # nan passes through masks, because nan times 0 is nan.
         before = [distance(other[at], logp[at]) for at in range(rows.shape[1] - MORE) if not other[at].isnan().any()]
         return logp, sum(before) / max(len(before), 1)
 
     def _apart(self, rows: torch.Tensor, logp_nV: torch.Tensor) -> float:
-        """Return the mean |dlogp| of the second row's tokens, weighed by their probability. logp_nV: of that row."""
+        """Return the mean |dlogp| of the second row's tokens, weighted by probability. logp_nV: of that row."""
         length, differences, cache = rows.shape[1] - MORE, [], None
         inputs = rows[:, :length]
         for at in range(length, rows.shape[1]):
@@ -174,7 +174,7 @@ class Decoder:
         return sum(differences) / len(differences)
 
     def _largest(self, apart: float, device: torch.device) -> float:
-        """Return the largest of the ranks' numbers, so that all of them decide alike."""
+        """Return the largest number over ranks, so that all of them decide alike."""
         if self.ranks is None:
             return apart
         value = torch.tensor(min(apart, FAILED), device=device)
@@ -183,9 +183,9 @@ class Decoder:
 
 
 def distance(got_V: torch.Tensor, want_V: torch.Tensor) -> float:
-    """Return the mean |dlogp| of a token, weighed by its probability in `want_V`.
+    """Return the mean |dlogp| of a token, weighted by its probability in `want_V`.
 
-    Where `want_V` is no number nothing can be told, and the distance is 0: the first step will say more.
+    If `want_V` has nan nothing can be compared, and the distance is 0; the first step then raises.
     """
     if want_V.isnan().any():
         return 0.0

@@ -1,9 +1,10 @@
-"""The HF engine: a plain transformers forward with a cache, for tests, small models and machines without vLLM.
+"""The HF engine: plain transformers forwards with a cache, for tests, small models and machines without vLLM.
 
-Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform from
-one uniform number keyed by the request's seed and its position, so a sample does not depend on its neighbours.
+Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform
+sampling from one uniform number that depends on the request's seed and position, so a sample does not depend on its
+neighbours.
 
-The engine starts without values: no weight is read from the folder, and the first push brings them all.
+The engine starts without values: it reads no weight from the folder, and the first push brings all of them.
 """
 
 from collections.abc import Iterable
@@ -19,12 +20,11 @@ from spmdrl.hub.routing import Routers
 from spmdrl.rollout.engine import (
     Completion,
     Finish,
-    Given,
     Key,
     Likeliest,
     Owner,
     Request,
-    check_holds,
+    ScoreRequest,
     check_length,
     check_version,
     longest_sequence,
@@ -41,7 +41,7 @@ from spmdrl.weights.reshard import Entry, inside, size
 from spmdrl_kernels.divergence import log_probabilities, outside
 
 READ_ROWS = 256
-"""Places of a sequence whose log-probabilities over the vocabulary exist at a time."""
+"""Number of positions of a sequence whose log-probabilities over the vocabulary exist at a time."""
 
 
 class HFEngine:
@@ -59,7 +59,7 @@ class HFEngine:
         self.boxes, self.quantized = started.boxes, started.quantized
         self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
         self.parked: Parked | None = None
-        # Softmax in float32 at least, as the trainer's head does.
+        # Softmax in float32 at least, like the trainer's head.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
         # A checkpoint holds the parameters, tied ones once, and persistent buffers (routing biases).
         scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
@@ -78,13 +78,13 @@ class HFEngine:
 
     def submit(self, request: Request) -> None:
         """See the contract."""
-        check_version(request, self.version)
+        check_version(request.version, self.version)
         check_length(request, self.longest)
         self.waiting.append(request)
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
-        """See the contract. One step samples one token for the group that was started first."""
+        """See the contract. One step samples one token for the oldest group."""
         if not self.groups and self.waiting:
             self._start()
         if not self.groups:
@@ -109,12 +109,12 @@ class HFEngine:
         if self.routers:
             taken = self.routers.take().flatten(1)
             for row, experts in zip(group.live, taken.split(group.inputs.shape[1]), strict=True):
-                # Without a cache the tokens before the last one were read by earlier steps, too.
+                # Without a cache earlier steps processed the tokens before the last one too.
                 group.experts[row].append(experts[-1:] if group.began else experts)
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
         tokens, logp = sample(logits.to(self.upcast), group, position)
         if self.group is not None:
-            # The first rank decides, so that differently rounded logits cannot make the ranks disagree.
+            # The first rank decides, because differently rounded logits could make the ranks disagree.
             both = torch.stack([tokens.double(), logp.double()])
             dist.broadcast(both, group=self.group, group_src=0)
             tokens, logp = both[0].long(), both[1].to(logp.dtype)
@@ -160,11 +160,11 @@ class HFEngine:
         return out
 
     @torch.inference_mode()
-    def likeliest(self, given: list[Given], k: int, temperature: float, version: int) -> list[Likeliest]:
+    def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
         """See the contract. Sequences run one by one."""
-        check_holds(version, self.version)
+        check_version(version, self.version)
         out = []
-        for each in given:
+        for each in requests:
             tick()
             inputs = torch.tensor([each.tokens[:-1]], device=self.world.device)
             logits_nV = self.model(input_ids=inputs, use_cache=False, logits_to_keep=each.count).logits[0]
@@ -197,7 +197,7 @@ class HFEngine:
         """See the contract.
 
         Raises:
-            ValueError: weights that no push has filled; the engine has no version then (law 5).
+            ValueError: no push has filled some weights; the engine then has no version (law 5).
         """
         self.version = None
         self.wake("weights")
@@ -219,8 +219,8 @@ class HFEngine:
         self.version = version
         self.decoder.check(self.model.config.get_text_config().vocab_size, self.world.device, self.dtype)
 
-    def forget_prefixes(self) -> None:
-        """See the contract: none is cached."""
+    def reset_prefix_cache(self) -> None:
+        """See the contract; does nothing, because no prefix is cached."""
 
     def sleep(self, level: int) -> None:
         """See the contract. A KV cache exists only while its group samples."""
@@ -262,7 +262,7 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
     """Draw a token [B] with its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
     greedy = group.temperature == 0
     scaled_BV = logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype)
-    # A CPU sums a row's exponentials in a few float32 accumulators: with 150,000 tokens logp loses its fourth digit.
+    # A CPU sums a row's exponentials in a few float32 accumulators; with 150,000 tokens logp loses its fourth digit.
     logp_BV = torch.log_softmax(scaled_BV.double() if scaled_BV.is_cpu else scaled_BV, -1)
     if bool((group.top_p < 1).any()):
         logp_BV = nucleus(logp_BV, group.top_p)
@@ -278,7 +278,7 @@ def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
     """Return running sums of probabilities along each row.
 
     A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. The sums are then taken over
-    integers in units of 2^-52, which give the same result in any order.
+    integers in units of 2^-52, whose result does not depend on the order.
     """
     if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
         return in_integers(p_BV)

@@ -1,8 +1,8 @@
-"""8-bit weights for the HF engine: a linear layer with one scale for each output, rounded to nearest.
+"""8-bit weights for the HF engine: a linear layer with one scale per output, rounded to nearest.
 
-Weights only, as in https://arxiv.org/abs/2208.07339 without its outliers (int8), or in E4M3
-(https://arxiv.org/abs/2209.05433). Samples then come from other weights than the trainer's, so use the rollout
-correction with it.
+Quantizes only weights, as in https://arxiv.org/abs/2208.07339 without its outliers (int8), or in E4M3
+(https://arxiv.org/abs/2209.05433). Samples then come from other weights than the trainer's, so use it with the rollout
+correction.
 """
 
 from typing import Any
@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Format -> torch type and the largest magnitude that is used."""
+"""Format -> torch type, and the largest magnitude in use."""
 
 
 class QuantizedLinear(nn.Module):
-    """Computes y = (x Q^T) s + b with Q of 8 bits [out, in] and s float32 [out]."""
+    """Computes y = (x Q^T) s + b with 8-bit Q [out, in] and float32 s [out]."""
 
     bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, kind: str):
-        """Round a layer's weights, if it has any values. kind: `int8` or `fp8`."""
+        """Quantize a layer's weights, if it has any values. kind: `int8` or `fp8`."""
         super().__init__()
         self.kind = kind
         dtype = FORMATS[kind][0]
@@ -34,7 +34,7 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def take(self, weight: torch.Tensor) -> None:
-        """Replace the weights by the rounding of `weight`, [out, in] in any floating type."""
+        """Replace the weights by the quantized `weight`, [out, in] in any floating type."""
         dtype, most = FORMATS[self.kind]
         weight = weight.float()
         self.scale.copy_((weight.abs().amax(1, keepdim=True) / most).clamp_min(1e-12))
@@ -48,7 +48,7 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(model: Any, kind: str) -> dict[str, QuantizedLinear]:
-    """Replace the linear layers of a HF model's blocks (not its head); returns them by the name of their weight."""
+    """Quantize the linear layers of a HF model's blocks (not its head); return them by the name of their weight."""
     out, prefix = {}, f"{model.base_model_prefix}."
     for name, module in list(model.base_model.named_modules()):
         for child, linear in list(module.named_children()):

@@ -1,4 +1,4 @@
-"""Builds the HF engine's model without values: divided, rounded and with adapters as the settings ask."""
+"""Builds the HF engine's model without values: divided, quantized and with adapters, by the settings."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,20 +24,20 @@ class Started:
 
     model: Any
     group: dist.ProcessGroup | None = None
-    """Ranks over which layers are divided; None if they are whole."""
+    """Ranks over which layers are divided; None if layers are whole."""
     boxes: dict[str, Box] = field(default_factory=dict)
-    """The part of each parameter that was divided."""
+    """This rank's box of each divided parameter."""
     quantized: dict[str, QuantizedLinear] = field(default_factory=dict)
-    """Layers that hold 8 bits, by the name of their weight."""
+    """8-bit layers, by the name of their weight."""
 
 
 def start(cfg: Config, world: World) -> Started:
-    """Build this rank's part of the model from config.json alone, and allocate its memory on the rank's device."""
+    """Build this rank's part of the model from config.json only, and allocate its memory on the rank's device."""
     trust, dtype = cfg.model.trust_remote_code, DTYPES[cfg.model.dtype]
     folder = resolve(cfg.model.path, trust)
     config = read_config(folder, trust).get_text_config()
-    # torch's fused attention cannot cap scores (Gemma 2), and transformers then silently omits the cap. None is
-    # the fused attention for families that have it.
+    # torch's fused attention cannot cap scores (Gemma 2), and transformers then silently omits the cap. None means the
+    # fused attention for families that have it.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     out = Started(empty_model(folder, dtype, trust, attention))
     if "adapter" in pushed_parts(cfg):
@@ -49,6 +49,6 @@ def start(cfg: Config, world: World) -> Started:
     if cfg.rollout.quantization != "none":
         out.quantized = quantize(out.model, cfg.rollout.quantization)
     use_host_linear(out.model)
-    # After the division, so that a rank never has memory for more than its own part.
+    # After the division, so that a rank never allocates more than its own part.
     give_memory(out.model, world.device)
     return out

@@ -1,6 +1,6 @@
 """Tensor parallelism for the HF engine, by the plan that transformers keeps with each architecture.
 
-`colwise` layers keep a range of their outputs, `rowwise` ones a range of their inputs and add up over the ranks
+`colwise` layers keep a range of their outputs; `rowwise` layers keep a range of their inputs and sum over the ranks
 (https://arxiv.org/abs/1909.08053). Every rank holds and computes whole the modules that the plan does not name
 (embeddings, norms, the head) or calls replicated (norms of a head's queries and keys).
 """
@@ -16,15 +16,15 @@ from spmdrl.weights.reshard import Box
 
 
 def plan_of(config: Any, ranks: int) -> dict[str, str]:
-    """Return `colwise` or `rowwise` for each linear layer that is divided over `ranks`; `*` stands for a layer number.
+    """Return `colwise` or `rowwise` for each linear layer divided over `ranks`; `*` stands for a layer number.
 
     config: transformers' config of a language model.
 
     Raises:
-        ValueError: the plan names more than linear layers (experts, fused projections), or there is none.
+        ValueError: the plan names more than linear layers (experts, fused projections), or there is no plan.
     """
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    # transformers' replicated styles differ only in their treatment of gradients, of which there are none here.
+    # transformers' replicated styles differ only in their treatment of gradients, which do not exist here.
     plan = {n: s for n, s in plan.items() if n.startswith("layers.") and not s.startswith("replicated")}
     strange = sorted({style for style in plan.values() if style not in ("colwise", "rowwise")})
     if strange or not plan:
@@ -37,10 +37,10 @@ def plan_of(config: Any, ranks: int) -> dict[str, str]:
 
 
 def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
-    """Cut a model's layers to this rank's part; returns the box of each parameter that was cut.
+    """Cut a model's layers to this rank's part; return the box of each cut parameter.
 
     Raises:
-        ValueError: a model that cannot be divided (`plan_of`).
+        ValueError: the model cannot be divided (`plan_of`).
     """
     ranks, boxes = dist.get_world_size(group), {}
     plan = plan_of(model.config, ranks)

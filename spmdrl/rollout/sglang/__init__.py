@@ -1,7 +1,7 @@
 """The SGLang engine: a server process for each group of ranks, in SGLang's own environment.
 
-engine.py   the Engine contract
+engine.py   implements the Engine contract
 options.py  the arguments of SGLang's Engine
-process.py  starts and watches the server; carries weights to it
+process.py  starts and watches the server, and sends weights to it
 server/     the program of the server process
 """

@@ -1,8 +1,8 @@
 """The Engine contract on SGLang: one server process per rollout TP group, started by the group's first rank.
 
 SGLang always runs its schedulers as processes, and pins another version of torch, so the whole engine is a child
-process with its own interpreter (`server/`; `launch/install.sh --sglang` makes it). The first rank talks to it and
-broadcasts its answers, so all ranks of the group make the same calls and see the same completions.
+process with its own interpreter (`server/`; `launch/install.sh --sglang` creates it). The first rank communicates with
+it and broadcasts its answers, so all ranks of the group make the same calls and get the same completions.
 """
 
 import json
@@ -45,7 +45,7 @@ POLL_SECONDS = 0.02
 
 
 def cut_short(completion: Completion) -> Completion:
-    """Turn a completion into an aborted one; one that finished before the abort reached it loses its last token.
+    """Turn a completion into an aborted one; one that finished before the abort loses its last token.
 
     The caller may continue an aborted request later, so at least one token must remain to be sampled.
     """
@@ -66,8 +66,8 @@ class SGLangEngine:
         self.empty, self.kinds = starts_empty(cfg), tensor_kinds(cfg)
         self.asleep: set[str] = set()
         self.running: dict[str, Key] = {}
-        # On a CPU rounding depends on the other requests of a batch, and the scheduler batches whatever has arrived. So
-        # that timing does not matter, requests are sent in waves, each in one message, when the last wave has ended.
+        # On a CPU rounding depends on the other requests of a batch, and the scheduler batches all arrived requests. To
+        # make timing irrelevant, requests are sent in waves, each in one message, after the last wave has ended.
         self.in_waves = cfg.run.deterministic and self.on_cpu
         self.wave: list[dict] = []
         self.backlog: list[Completion] = []
@@ -93,7 +93,7 @@ class SGLangEngine:
         self.parts: dict[str, list[Box]] = {}
 
     def _engine_group(self, cfg: Config) -> dist.ProcessGroup | None:
-        """Make the host-side group of this engine's ranks. Collective over the ranks that sample."""
+        """Create the host-side group of this engine's ranks. Collective over the sampling ranks."""
         if engine_ranks(cfg) == 1:
             return None
         hosts = dict(
@@ -103,7 +103,7 @@ class SGLangEngine:
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
                 raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
-            # Only its members create it: ranks without an engine do not run this.
+            # Only its members create it, because ranks without an engine do not run this.
             limit = timedelta(seconds=cfg.run.timeout)
             with apart_from_default():
                 group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
@@ -121,17 +121,17 @@ class SGLangEngine:
         dist.broadcast(raw, group=self.group, group_src=0)
         return json.loads(raw.numpy().tobytes())
 
-    def _answer(self, said: list[int] | None) -> list[int]:
+    def _answer(self, answer: list[int] | None) -> list[int]:
         """Return the answer of this rank's own engine process. Collective over the engine."""
-        return answers(self._share(said))[self.world.engine_tp_rank]
+        return answers(self._share(answer))[self.world.engine_tp_rank]
 
     def submit(self, request: Request) -> None:
         """See the contract."""
-        check_version(request, self.version)
+        check_version(request.version, self.version)
         check_length(request, self.longest)
         if self.asleep:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
-        # SGLang aborts all requests whose names begin with the given one: no name may be a prefix of another.
+        # SGLang aborts all requests whose names begin with the given one, so no name may be a prefix of another.
         name = name_of(request.key)
         assert name not in self.running, f"request {request.key} is running already"
         self.running[name] = request.key
@@ -168,7 +168,7 @@ class SGLangEngine:
         ]
 
     def poll(self) -> list[Completion]:
-        """See the contract. The engine runs by itself: this waits at most POLL_SECONDS for a request to finish."""
+        """See the contract. The engine runs by itself; this waits at most POLL_SECONDS for a request to finish."""
         backlog, self.backlog = self.backlog, []
         if not self.running:
             return backlog
@@ -196,15 +196,15 @@ class SGLangEngine:
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""
         types = {e.name: str(e.dtype or DTYPES[self.dtype]).removeprefix("torch.") for e in entries}
-        told = json.dumps({"tensors": [(e.name, e.shape, types[e.name]) for e in entries], "kinds": self.kinds})
-        long, *rows = self._answer(self.process.call("ask", question=f"needs {told}") if self.process else None)
+        tensors = json.dumps({"tensors": [(e.name, e.shape, types[e.name]) for e in entries], "kinds": self.kinds})
+        long, *rows = self._answer(self.process.call("query", query=f"needs {tensors}") if self.process else None)
         lacking, (exact, *rows) = bytes(rows[:long]).decode(), rows[long:]
         check_filled("sglang", lacking.splitlines() if self.empty else [])
         needs = Needs(exact=bool(exact))
         while rows:
             index, counted, dims = rows[:3]
-            sides = rows[3 : 3 + 2 * dims]
-            needs.boxes.append((index, tuple(zip(sides[::2], sides[1::2], strict=True))))
+            bounds = rows[3 : 3 + 2 * dims]
+            needs.boxes.append((index, tuple(zip(bounds[::2], bounds[1::2], strict=True))))
             needs.counted.append(bool(counted))
             self.parts.setdefault(entries[index].name, []).append(needs.boxes[-1][1])
             rows = rows[3 + 2 * dims :]
@@ -233,8 +233,8 @@ class SGLangEngine:
         """Send one bucket to the engine's processes. Collective over the engine.
 
         Raises:
-            EngineDiedError: the engine is gone; on all ranks, except under `broadcast`.
-            CorruptWeightsError: it did not take the bucket.
+            EngineDiedError: the engine process ended; on all ranks, except under `broadcast`.
+            CorruptWeightsError: the engine refused the bucket.
         """
         if isinstance(self.transport, Broadcast):
             if self.process and tensors:
@@ -261,7 +261,7 @@ class SGLangEngine:
             died, text = failure
             raise EngineDiedError(text) if died else CorruptWeightsError(f"{text}{NOT_TAKEN}")
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """See the contract."""
         if self.process:
             self.process.call("flush")
@@ -271,8 +271,8 @@ class SGLangEngine:
         self.abort(list(self.running.values()))
         self.backlog = []
         if level == 2 or (level == 1 and not self.on_cpu and not self.keeps_weights):
-            # This also applies to an engine that already sleeps at level 1. Only at start can SGLang be told to keep a
-            # host copy of a GPU's weights.
+            # This also applies to an engine that already sleeps at level 1. SGLang keeps a host copy of a GPU's weights
+            # only if it was started so.
             self.version = None
         gone = {"kv_cache"} if level == 1 and self.on_cpu else {"kv_cache", "weights"} if level else set()
         tags = sorted(gone - self.asleep)
@@ -296,7 +296,7 @@ class SGLangEngine:
 
     def held_words(self) -> int | None:
         """See the contract."""
-        high, low = self._answer(self.process.call("ask", question="words") if self.process else None)
+        high, low = self._answer(self.process.call("query", query="words") if self.process else None)
         return (high << 32) + low
 
     def close(self) -> None:

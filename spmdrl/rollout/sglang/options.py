@@ -11,7 +11,7 @@ from spmdrl.rollout.engine import kv_bytes_per_token, longest_sequence, without_
 from spmdrl.spmd.world import World
 
 CPU_KV_BYTES = 256 << 20
-"""Largest KV cache of an engine on a CPU, in bytes, unless the settings say otherwise."""
+"""Largest KV cache of an engine on a CPU, in bytes, unless the settings give a size."""
 SPARE_TOKENS = 8
 """Upper bound on the tokens of a sequence's length that SGLang reserves for itself."""
 
@@ -37,13 +37,13 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "max_running_requests": rollout.max_sequences,
         "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",
         "random_seed": 0,
-        # A scheduler that spins during training takes a core from the trainer.
+        # A scheduler that spins during training would take a core from the trainer.
         "sleep_on_idle": True,
     }
     if starts_empty(cfg):
         values |= {"load_format": "dummy", "json_model_override_args": json.dumps(without_quantization(whole))}
     if world.device.type == "cpu":
-        # This only bounds the cache, whose size is `max_total_tokens`; the bound must not cut a size that was set.
+        # This only bounds the cache, whose size is `max_total_tokens`; the bound must not cut a size in the settings.
         share = 0.9 if rollout.kv_cache_gib else 0.1
         values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
     else:
@@ -58,6 +58,6 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
             values["quantization"] = rollout.quantization
     if world.device.type == "cpu" or rollout.kv_cache_gib:
         per_token = kv_bytes_per_token(config, cfg.model.dtype, rollout.tp)
-        room = int(rollout.kv_cache_gib * 2**30) or min(CPU_KV_BYTES, rollout.max_sequences * longest * per_token)
-        values["max_total_tokens"] = max(longest, room // per_token)
+        size = int(rollout.kv_cache_gib * 2**30) or min(CPU_KV_BYTES, rollout.max_sequences * longest * per_token)
+        values["max_total_tokens"] = max(longest, size // per_token)
     return values

@@ -1,4 +1,4 @@
-"""Starts and watches the SGLang server process, and carries weights to it in two ways."""
+"""Starts and watches the SGLang server process, and sends weights to it over shared memory or by broadcast."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ from spmdrl.weights.reshard import Box, inside
 log = logging.getLogger("spmdrl")
 
 GRACE_SECONDS = 3.0
-"""Seconds that a rank has to notice the engine's death by itself, which lets it name the phase."""
+"""Seconds in which a rank may notice the engine's death by itself, so that it can name the phase."""
 ALIGN = 64
 RANK_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
@@ -40,7 +40,7 @@ PROGRESS = re.compile(r"\d%(\||\s+Completed)|\d+it \[|it/s\b|\bs/it\b")
 
 
 class EngineDiedError(RuntimeError):
-    """The engine's process is gone."""
+    """The engine's process has ended."""
 
 
 def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
@@ -70,26 +70,26 @@ def answers(flat: list[int]) -> list[list[int]]:
 class SharedMemory:
     """Passes weights through unnamed shared memory, which the engine process of this rank maps.
 
-    Nothing is left behind when a job is killed. Parts that the engine does not read are not written and take no memory.
+    Nothing is left behind if the job is killed. Parts that the engine does not read are not written and use no memory.
     """
 
     def __init__(self):
         self.fd = os.memfd_create("spmdrl-weights")
 
     def put(self, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> dict:
-        """Write one bucket; returns the order for its reader. parts: for each tensor, the boxes that are read."""
-        told = entries(tensors)
+        """Write one bucket and return the order for its reader. parts: for each tensor, the boxes that are read."""
+        layout = entries(tensors)
         os.ftruncate(self.fd, 0)
-        if told:
-            nbytes = told[-1]["at"] + told[-1]["bytes"]
+        if layout:
+            nbytes = layout[-1]["at"] + layout[-1]["bytes"]
             os.ftruncate(self.fd, nbytes)
             flat = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-        for entry, (name, tensor) in zip(told, tensors.items(), strict=True):
+        for entry, (name, tensor) in zip(layout, tensors.items(), strict=True):
             there = flat[entry["at"] : entry["at"] + entry["bytes"]].view(tensor.dtype).view(tensor.shape)
             for box in parts[name]:
                 inside(there, box).copy_(inside(tensor, box))
             entry["parts"] = [[box, hash_of(inside(tensor, box))] for box in parts[name]]
-        return {"file": f"/proc/{os.getpid()}/fd/{self.fd}", "entries": told}
+        return {"file": f"/proc/{os.getpid()}/fd/{self.fd}", "entries": layout}
 
     def done(self) -> None:
         """Return the memory to the system."""
@@ -106,7 +106,8 @@ class Broadcast:
     def _join(self, process: "Process") -> dist.ProcessGroup:
         store = dist.TCPStore("127.0.0.1", 0, 1 + self.tp, True, self.timeout, wait_for_workers=False)
         process.send("join", host="127.0.0.1", port=store.port, backend=self.backend)
-        # Built as SGLang builds its end. Members are processes of another program; no public call makes such a group.
+        # The same calls as on SGLang's side. Members are processes of another program; no public call makes such a
+        # group.
         with apart_from_default():
             group, _ = distributed_c10d._new_process_group_helper(
                 1 + self.tp,
@@ -123,10 +124,10 @@ class Broadcast:
     def push(self, process: "Process", tensors: dict[str, torch.Tensor]) -> None:
         """Broadcast one bucket. Raises RuntimeError if the engine received other bytes."""
         self.group = self.group or self._join(process)
-        told = entries(tensors)
-        for entry, tensor in zip(told, tensors.values(), strict=True):
+        layout = entries(tensors)
+        for entry, tensor in zip(layout, tensors.values(), strict=True):
             entry["hash"] = hash_of(tensor)
-        process.send("receive", entries=told)
+        process.send("receive", entries=layout)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         # The lockstep recorder only knows this program's ranks.
@@ -140,7 +141,7 @@ class Broadcast:
         process.answer()
 
     def done(self) -> None:
-        """Do nothing: the group is kept for the next push."""
+        """Do nothing, because the group is kept for the next push."""
 
 
 class Process:
@@ -152,7 +153,7 @@ class Process:
         self.done: list[dict] = []
         self.failed: list[str] = []
         """The server's messages about requests that ended in an error."""
-        self.last_words: deque[str] = deque(maxlen=40)
+        self.last_output: deque[str] = deque(maxlen=40)
         self.closing = False
         self.folder = tempfile.mkdtemp(prefix="spmdrl-sglang-")
         script = Path(__file__).with_name("server")
@@ -168,7 +169,7 @@ class Process:
         try:
             self.facts: list[int] = self.answer()
         finally:
-            # Connected sockets do not need their names; without them a killed job leaves nothing behind.
+            # Connected sockets do not need their names; without names a killed job leaves nothing behind.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
@@ -185,21 +186,21 @@ class Process:
     def _listen(self) -> None:
         for raw in cast(IO[bytes], self.child.stderr):
             for line in lines_of(raw.decode(errors="replace")):
-                self.last_words.append(line)
+                self.last_output.append(line)
                 log.info("sglang: %s", line)
 
     def death(self) -> EngineDiedError:
-        """Describe the end of the process, in one line."""
+        """Describe the end of the process in one line."""
         code = self.child.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         time.sleep(0.1)  # its last output may still be arriving
-        words = list(self.last_words)
-        said = [line for line in words if re.search(r"Error|crashed", line)] or words
-        last = f"; its last words, all of which are in the rank's log file: {said[-1][:300]}" if said else ""
+        output = list(self.last_output)
+        errors = [line for line in output if re.search(r"Error|crashed", line)] or output
+        last = f"; its last output, all of which is in the rank's log file: {errors[-1][:300]}" if errors else ""
         return EngineDiedError(f"the SGLang engine (process {self.child.pid}) {how}{last}")
 
     def raise_if_dead(self, cause: Exception) -> None:
-        """Raise EngineDiedError if the process ends within a moment of an error that its end would explain."""
+        """Raise EngineDiedError if the process ends within a moment after an error that its end would explain."""
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(GRACE_SECONDS / 2)
             raise self.death() from cause
@@ -216,7 +217,7 @@ class Process:
     def take(self, seconds: float) -> dict | None:
         """Return the next line that does not concern a request, or None; other lines go into `done` and `failed`.
 
-        Waits at most `seconds`, and only for a first line.
+        The call waits at most `seconds`, and only for a first line.
         """
         with suppress(queue.Empty):
             line = self.lines.get(timeout=seconds) if seconds else self.lines.get_nowait()
@@ -236,7 +237,7 @@ class Process:
         """Wait for the answer to a command.
 
         Raises:
-            RuntimeError: an error in the server, in its own words.
+            RuntimeError: an error in the server, with the server's message.
             TimeoutError: no answer within the time limit of a collective.
         """
         end = time.monotonic() + self.timeout
@@ -273,9 +274,9 @@ def lines_of(text: str) -> list[str]:
 
 
 def environment(config: dict) -> dict[str, str]:
-    """Return the server's environment: without torchrun's variables, by which it would join the run.
+    """Return the server's environment without torchrun's variables, which would make it join the run.
 
-    A user's own values stay.
+    Values that the user set are kept.
     """
     values = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -283,7 +284,7 @@ def environment(config: dict) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
     }
     if config["options"]["device"] == "cpu":
-        # Cores are shared with the ranks and not bound to an engine. Compiling small helpers costs more than it saves.
+        # Cores are shared with the ranks, not bound to an engine. Compiling small helpers costs more than it saves.
         cores = "|".join(["0"] * config["options"]["tp_size"])
         values |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores, "TORCH_COMPILE_DISABLE": "1"}
     return values | {k: v for k, v in os.environ.items() if not RANK_VARIABLES.fullmatch(k)}

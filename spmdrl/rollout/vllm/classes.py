@@ -1,7 +1,8 @@
-"""Keeps vLLM's changes to classes of transformers to the engine's own model.
+"""Limits vLLM's changes of transformers' classes to the engine's own model.
 
 vLLM builds some families from transformers' own modules (its Transformers backend: Olmo2, Olmo3, SmolLM3, Starcoder2)
-and changes their class for `torch.compile`. The trainer's model has the same class, and its forward would then fail.
+and changes their classes for `torch.compile`. The trainer's model has the same classes, and its forward would then
+fail.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,14 +15,14 @@ import torch
 
 @dataclass
 class _Changed:
-    """A class as it was, and as vLLM made it."""
+    """A class before vLLM changed it."""
 
     cls: type
     bases: tuple[type, ...]
     names: dict[str, Any]
 
-    def put_back(self) -> type:
-        """Make the class what it was; returns a subclass that has vLLM's changes."""
+    def restore(self) -> type:
+        """Restore the class, and return a subclass with vLLM's changes."""
         added = tuple(base for base in self.cls.__bases__ if base not in self.bases)
         changed = {name: x for name, x in vars(self.cls).items() if self.names.get(name) is not x}
         for name in ("__dict__", "__weakref__", "__bases__"):
@@ -37,11 +38,11 @@ class _Changed:
 
 
 @contextmanager
-def foreign_classes_kept() -> Iterator[Callable[[torch.nn.Module], None]]:
-    """Record the classes outside of vLLM that it changes inside this context, and put them back at the end.
+def restored_classes() -> Iterator[Callable[[torch.nn.Module], None]]:
+    """Record the classes outside vLLM that it changes inside this context, and restore them at the end.
 
-    Yields a function that is to be called there with the model that vLLM built: modules of a changed class get a
-    subclass of it that has vLLM's changes.
+    Yields a function to call there with the model that vLLM built: modules of a changed class get a subclass of it with
+    vLLM's changes.
     """
     from vllm.compilation import decorators
 
@@ -57,7 +58,7 @@ def foreign_classes_kept() -> Iterator[Callable[[torch.nn.Module], None]]:
         yield built.append
     finally:
         decorators._support_torch_compile = change
-        own = {each.cls: each.put_back() for each in found}
+        own = {each.cls: each.restore() for each in found}
         for module in (module for model in built for module in model.modules()):
             if type(module) in own:
                 module.__class__ = own[type(module)]

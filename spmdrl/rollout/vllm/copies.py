@@ -1,9 +1,9 @@
 """Copies of the attention inside one vLLM engine: each has requests of its own, and all divide the experts.
 
 vLLM calls this data parallelism. Every layer of experts is collective over the copies, so all of them take each step
-together: a copy without requests runs an empty batch (`vllm/v1/engine/llm_engine.py` of 0.32 does the same). Requests
-are given out alike on all ranks, and after each step the copies exchange their tokens, so that every rank of the engine
-sees every completion. The CPU build lacks two of the collectives that this takes; they stand here.
+together; a copy without requests runs an empty batch (like `vllm/v1/engine/llm_engine.py` of 0.32). Every rank assigns
+requests to copies alike, and after each step the copies exchange their tokens, so that every rank of the engine gets
+every completion. The CPU build lacks two collectives for this, which this module adds.
 """
 
 import json
@@ -21,25 +21,25 @@ from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.world import World
 
 Row = tuple[str, list[int], list[float], Finish | None]
-"""A request's name, its tokens of one step with their logp, and the reason why it finished, if it did."""
+"""A request's name, its tokens of one step with their logp, and the finish reason if it finished."""
 
 
 @contextmanager
-def numbered_within(cfg: Config, world: World) -> Iterator[None]:
-    """Show vLLM this rank's number inside its engine, in which it looks for its copy while it is built."""
-    given = os.environ.get("RANK", "0")
+def rank_within_engine(cfg: Config, world: World) -> Iterator[None]:
+    """Set RANK to this rank's number inside its engine, by which vLLM finds its copy while it is built."""
+    before = os.environ.get("RANK", "0")
     if cfg.rollout.dp > 1:
         os.environ["RANK"] = str(world.engine_tp_rank)
         if world.device.type == "cpu":
-            _give_cpu_collectives()
+            _add_cpu_collectives()
     try:
         yield
     finally:
-        os.environ["RANK"] = given
+        os.environ["RANK"] = before
 
 
 class Copies:
-    """The copies of one engine, as one rank sees them. Methods are called alike on all ranks of the engine."""
+    """The copies of one engine, seen from one rank. All ranks of the engine call the methods alike."""
 
     def __init__(self, cfg: Config, world: World):
         from vllm.distributed.parallel_state import get_dp_group
@@ -47,18 +47,18 @@ class Copies:
         self.group: dist.ProcessGroup = get_dp_group().cpu_group
         self.mine = world.engine_tp_rank // cfg.rollout.tp
         self.running = [0] * cfg.rollout.dp
-        """Requests of each copy."""
+        """Number of requests of each copy."""
         self.copy_of: dict[str, int] = {}
 
     def take(self, name: str) -> bool:
-        """Give a request to the copy that has the fewest; returns True if it is this rank's."""
+        """Assign a request to the copy with the fewest; return True if it is this rank's."""
         copy = self.running.index(min(self.running))
         self.running[copy] += 1
         self.copy_of[name] = copy
         return copy == self.mine
 
     def drop(self, name: str) -> bool:
-        """Forget a request that ended; returns True if it was this rank's."""
+        """Remove a request that ended; return True if it was this rank's."""
         copy = self.copy_of.pop(name)
         self.running[copy] -= 1
         return copy == self.mine
@@ -73,8 +73,8 @@ class Copies:
         return [tuple(row) for text in all_gather_text(json.dumps(rows), self.group) for row in json.loads(text)]
 
 
-def _give_cpu_collectives() -> None:
-    """Add the gather and the sum of parts of different sizes to vLLM's communicator on a CPU."""
+def _add_cpu_collectives() -> None:
+    """Add all-gather and reduce-scatter of parts of different sizes to vLLM's communicator on a CPU."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     def all_gatherv(self: Any, input_, dim: int = 0, sizes: list[int] | None = None):
@@ -82,7 +82,7 @@ def _give_cpu_collectives() -> None:
             return [all_gatherv(self, x, dim, sizes) for x in input_]
         assert dim == 0
         counts = sizes or [len(input_)] * self.world_size
-        # Parts are padded to the longest: gloo gathers equal parts only.
+        # Parts are padded to the longest, because gloo gathers only equal parts.
         padded = input_.new_zeros(max(counts), *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = [torch.empty_like(padded) for _ in counts]

@@ -9,24 +9,24 @@ from spmdrl.rollout.engine import kv_bytes_per_token
 from spmdrl_kernels.host import host_linear
 
 CPU_KV_BYTES = 256 << 20
-"""Largest KV cache of an engine on a CPU, in bytes, unless the settings say otherwise."""
+"""Largest KV cache of an engine on a CPU, in bytes, unless the settings give a size."""
 CPU_BLOCK = 32
-"""Tokens in one KV block, the fewest that the kernels take. Samples of a prompt share only whole blocks, and vLLM's
+"""Tokens in one KV block, the fewest that the kernels accept. Samples of a prompt share only whole blocks, and vLLM's
 default of 128 is longer than many prompts."""
 MOST_PACKED = 4 << 30
-"""Most bytes of linear layers that are held twice; layers beyond that multiply from plain weights."""
+"""Largest number of bytes of linear layers that are held twice; further layers multiply from plain weights."""
 
 
 class Packed:
-    """Copies of weights in the layouts of the CPU build's kernels, made at first use and dropped at every load.
+    """Copies of weights in the layouts of the CPU build's kernels, created at first use and dropped at every load.
 
-    The build itself packs weights once at start and drops the plain weights of linear layers; weights loaded later are
-    then lost, or read in the wrong layout. Packed weights, held beside the plain ones, make a product of 16 to 32 rows
-    1.5 times (bfloat16) to 2.4 times (float32) as fast.
+    The build itself packs weights once at start and drops the plain weights of linear layers; weights loaded later
+    would be lost, or read in the wrong layout. Packed weights beside the plain ones multiply 16 to 32 rows 1.5 times
+    (bfloat16) to 2.4 times (float32) as fast.
     """
 
     def __init__(self):
-        """Disable vLLM's own packing; call this before it builds a model."""
+        """Disable vLLM's own packing; call this before vLLM builds a model."""
         self.linears: dict[tuple[int, torch.Size], Any] = {}
         self.experts: dict[int, torch.Tensor] = {}
         self.widened: set[torch.dtype] = set()
@@ -36,7 +36,7 @@ class Packed:
         self._keep_plain_experts()
 
     def clear(self) -> None:
-        """Drop the packed copies because the weights change or are freed."""
+        """Drop the packed copies, because the weights change or are freed."""
         self.linears.clear()
         self.experts.clear()
         self.bytes = 0
@@ -85,7 +85,7 @@ class Packed:
         run, packed = CPUUnquantizedExperts.apply, self.experts
 
         def pack(experts, weight: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-            """parts: projections that lie end to end along `dim`, each padded to the width that the kernel wants."""
+            """Pack projections that lie end to end along `dim`, each padded to the width that the kernel needs."""
             size = experts._padded_intermediate_size(experts.moe_config) - weight.shape[dim] // parts
             if size:
                 weight = torch.cat([pad(w, (0, 0) * (2 - dim) + (0, size)) for w in weight.chunk(parts, dim)], dim)
@@ -96,24 +96,24 @@ class Packed:
                 packed[id(w1)], packed[id(w2)] = pack(self, w1, 2, 1), pack(self, w2, 1, 2)
             absent = None
             if (places := kwargs.get("expert_map")) is not None:
-                topk_weights, topk_ids, absent = held_here(topk_weights, topk_ids, places)
-            given = packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, *args
-            run(self, output, hidden_states, *given, **kwargs)
+                topk_weights, topk_ids, absent = local_experts(topk_weights, topk_ids, places)
+            inputs = packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, *args
+            run(self, output, hidden_states, *inputs, **kwargs)
             if absent is not None and kwargs.get("apply_router_weight_on_input"):
-                # The router's one weight is in the input already, so that the kernel does not read the zeros.
+                # The router's one weight is already in the input, so the kernel does not read the zeros.
                 output.masked_fill_(absent.all(1, keepdim=True), 0)
 
         CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
         CPUUnquantizedExperts.apply = apply
 
 
-def held_here(
+def local_experts(
     weights_TK: torch.Tensor, ids_TK: torch.Tensor, places_E: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Turn the numbers of a token's experts into numbers among this rank's own; the others get the weight 0.
+    """Map the ids of a token's experts to this rank's own; absent experts get the weight 0.
 
-    The kernel of the CPU build reads memory at the number it is given, so an absent expert becomes the first one.
-    places_E: an expert's number on this rank, or -1. Returns weights, numbers, and True for each absent expert.
+    The kernel of the CPU build reads memory at every id, so an absent expert becomes the first one. places_E: an
+    expert's id on this rank, or -1. Returns weights, ids, and True for each absent expert.
     """
     here_TK = places_E[ids_TK.long()]
     absent_TK = here_TK < 0
@@ -121,10 +121,10 @@ def held_here(
 
 
 def name_shared_memory(token: str) -> list[str]:
-    """Name the shared memory of a CPU build's TP groups uniquely to this run; returns the list of names, filled later.
+    """Name the shared memory of a CPU build's TP groups uniquely to this run; return the list of names, filled later.
 
     vLLM names it after its rendezvous, which under an external launcher is the same for every job on the machine: a
-    second job, or one after a job that was killed, finds the name taken and cannot start.
+    second job, or one after a killed job, would find the name taken and could not start.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -141,7 +141,7 @@ def name_shared_memory(token: str) -> list[str]:
 def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str, tp: int) -> int:
     """Return the bytes of KV cache for `sequences` sequences of `longest` tokens in whole blocks, at most CPU_KV_BYTES.
 
-    A small cache is cheaper: it is cleared at every wake.
+    A small cache is cheaper, because it is cleared at every wake.
     """
     blocks = sequences * -(-longest // CPU_BLOCK) + 8
     return min(CPU_KV_BYTES, blocks * CPU_BLOCK * kv_bytes_per_token(config, dtype, tp))

@@ -20,14 +20,13 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import FREE, experts_of
 from spmdrl.rollout.engine import (
     Completion,
-    Given,
     Key,
     Likeliest,
     Owner,
     Request,
+    ScoreRequest,
     StaleEngineError,
     check_device,
-    check_holds,
     check_length,
     check_version,
     longest_sequence,
@@ -51,7 +50,7 @@ log = logging.getLogger("spmdrl")
 class VLLMEngine:
     """The Engine contract (`engine.py`) on vLLM.
 
-    Routing replay is written against vLLM 0.32's sources and has not run: its CPU build cannot tell the experts.
+    Routing replay follows vLLM 0.32's sources and has not run, because its CPU build does not report experts.
     """
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
@@ -62,7 +61,7 @@ class VLLMEngine:
         if cfg.rollout.routing_replay:
             if self.on_cpu:
                 raise ValueError(
-                    "--rollout.routing-replay: vLLM's CPU build does not tell which experts it chose (that takes its "
+                    "--rollout.routing-replay: vLLM's CPU build does not report which experts it chose (that takes its "
                     "Triton model runner); take --rollout.engine hf"
                 )
             self.experts = experts_of(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
@@ -94,7 +93,7 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        check_version(request, self.version)
+        check_version(request.version, self.version)
         check_length(request, self.longest)
         if not self.kv_awake:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
@@ -103,7 +102,8 @@ class VLLMEngine:
         self.partial[name] = (request, [], [])
         if self.copies and not self.copies.take(name):
             return
-        # torch's generators take 63 bits, vLLM's field is checked as a signed 64-bit one. Greedy draws nothing.
+        # torch's generators take 63 bits, and vLLM checks its field as a signed 64-bit one. Greedy sampling draws
+        # nothing.
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
@@ -145,7 +145,7 @@ class VLLMEngine:
         return done
 
     def _step(self) -> dict[str, tuple[Any, bool]]:
-        """Run one step of vLLM; returns its output for each request, and whether that request is finished."""
+        """Run one step of vLLM; return its output for each request, and whether that request is finished."""
         if self.copies and self.copies.idle:
             self.engine.engine_core.execute_dummy_batch()
             return {}
@@ -153,14 +153,14 @@ class VLLMEngine:
             return {output.request_id: (output.outputs[0], output.finished) for output in self.engine.step()}
 
     def _drop(self, name: str) -> bool:
-        """Forget a request that ended; returns True if it ran on this rank."""
+        """Remove a request that ended; return True if it ran on this rank."""
         del self.partial[name]
         return self.copies.drop(name) if self.copies else True
 
     def _routed(self, part: Any, rows: int) -> torch.Tensor:
         """Return `Completion.experts` of a finished output, which lists the experts of all layers, [n, layers, K]."""
-        told = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
-        return torch.cat([told, told.new_full((rows - len(told), told.shape[1]), FREE)])
+        routed = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
+        return torch.cat([routed, routed.new_full((rows - len(routed), routed.shape[1]), FREE)])
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
         """See the contract."""
@@ -170,11 +170,11 @@ class VLLMEngine:
         self.engine.abort_request([n for n in names if self._drop(n)])
         return [Completion(request.key, tokens, logp, "abort", self.version) for request, tokens, logp in cut]
 
-    def likeliest(self, given: list[Given], k: int, temperature: float, version: int) -> list[Likeliest]:
-        """See the contract; temperature 1 alone."""
-        check_holds(version, self.version)
+    def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
+        """See the contract; only for temperature 1."""
+        check_version(version, self.version)
         assert temperature == 1 and not self.partial and not self.copies and not self.adapters
-        return likeliest(self.engine, given, k)
+        return likeliest(self.engine, requests, k)
 
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""
@@ -182,12 +182,12 @@ class VLLMEngine:
             assert self.adapters, "adapters are pushed to an engine that was built for them"
             return self.adapters.needs(entries)
         if self.cfg.quantization != "none":
-            # vLLM rounds a layer once all of it has arrived; the parts that it reads are unknown.
+            # vLLM quantizes a layer once all of it has arrived; the parts that it reads are unknown.
             return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
         try:
             needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
-        except Exception as error:  # of any kind, from the family's own code
+        except Exception as error:  # of any type, from the family's own code
             if out_of_memory(error):
                 raise
             raise cannot_load("vllm", self.model, error) from error
@@ -200,8 +200,8 @@ class VLLMEngine:
         return needs
 
     @contextmanager
-    def _rounding(self) -> Iterator[None]:
-        """Round the weights loaded inside this context to 8 bits, if so set (GPU only; written from vLLM's sources)."""
+    def _quantizing(self) -> Iterator[None]:
+        """Quantize weights loaded inside this context to 8 bits, if so set (GPU only; written from vLLM's sources)."""
         if self.cfg.quantization == "none":
             yield
             return
@@ -222,21 +222,21 @@ class VLLMEngine:
         self.version = None
         if self.adapters:
             self.adapters.taken = {}
-        with self._rounding():
+        with self._quantizing():
             for bucket in buckets:
                 self._load((self.adapters.take(bucket) if self.adapters else bucket).items())
         if self.adapters:
             self.adapters.install()
         if self.packed:
             self.packed.clear()
-        self.forget_prefixes()
+        self.reset_prefix_cache()
         self.version = version
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """See the contract. vLLM itself would keep using prefixes of older weights.
 
         Raises:
-            StaleEngineError: vLLM keeps them, as it does while a request holds a part of the cache.
+            StaleEngineError: vLLM keeps them, because a request holds a part of the cache.
         """
         # A step in progress on a GPU may still hold aborted requests; the next one releases them.
         for _ in range(2):
@@ -262,7 +262,7 @@ class VLLMEngine:
                 self.packed.clear()
         if level == 0 or not self.kv_awake:
             return
-        self.forget_prefixes()
+        self.reset_prefix_cache()
         self.kv_awake = False
         if self.on_cpu:
             # vLLM's sleep mode is for GPUs. On a CPU the weights of level 1 are in host memory anyway.

@@ -1,6 +1,6 @@
 """Adapters inside vLLM: loads base weights into the layers that vLLM wraps, and adapters from tensors, without a file.
 
-Written against vLLM 0.32 (`vllm/lora`). An adapter stands in buffers beside each layer, [slot, 1, rank, in] for A and
+Written against vLLM 0.32 (`vllm/lora`). An adapter is in buffers beside each layer, [slot, 1, rank, in] for A and
 [slot, 1, out, rank] for B, a pair for each of the projections that a layer fuses.
 """
 
@@ -47,7 +47,7 @@ class Adapters:
     """The one adapter of an engine."""
 
     def __init__(self, runner: Any, cfg: Config):
-        """runner: vLLM's model runner, its layers wrapped."""
+        """runner: vLLM's model runner with wrapped layers."""
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
 
@@ -89,7 +89,7 @@ class Adapters:
             put(False)
 
     def _buffer(self, name: str) -> torch.Tensor:
-        """Return an undivided engine's buffer of an adapter's tensor, without the padding of the LoRA rank."""
+        """Return an undivided engine's buffer for an adapter's tensor, without the padding of the LoRA rank."""
         place = self._place(name)
         assert place
         module, i = place
@@ -99,10 +99,10 @@ class Adapters:
         return module.lora_b_stacked[i][slot, 0, :, : self.rank]
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """See the contract. Returns whole tensors, of which vLLM's layers take their parts.
+        """See the contract. Returns whole tensors, from which vLLM's layers take their parts.
 
         Raises:
-            ValueError: a layer that vLLM does not adapt.
+            ValueError: vLLM does not adapt one of the layers.
         """
         strange = [entry.name for entry in entries if self._place(entry.name) is None]
         if strange:
@@ -112,13 +112,13 @@ class Adapters:
         return Needs([(i, entry.box) for i, entry in enumerate(entries)], alike)
 
     def take(self, bucket: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Keep a bucket's adapters for `install`; returns the rest."""
+        """Keep a bucket's adapters for `install`, and return the rest."""
         # Copied, because vLLM keeps the tensors and the trainer's memory is freed.
         self.taken |= {name: x.to("cpu", self.dtype, copy=True) for name, x in bucket.items() if is_adapter(name)}
         return {name: x for name, x in bucket.items() if not is_adapter(name)}
 
     def install(self) -> None:
-        """Put the adapters that `take` kept into the layers, replacing earlier ones."""
+        """Install the adapters that `take` kept, replacing earlier ones."""
         from vllm.lora.lora_model import LoRAModel
 
         taken, self.taken = self.taken, {}

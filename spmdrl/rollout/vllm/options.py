@@ -1,4 +1,4 @@
-"""Builds vLLM's LLM with the arguments and the environment that a run needs, and advises when vLLM refuses."""
+"""Builds vLLM's LLM with the arguments and the environment of a run, and gives advice if vLLM refuses to start."""
 
 import os
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from spmdrl.rollout.vllm.lora import lora_options
 GPU_BLOCK = 16
 """Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
 LONGEST = 400
-"""Characters of vLLM's error in ours."""
+"""Largest number of characters of vLLM's error in ours."""
 
 
 def set_environment(device: torch.device) -> None:
-    """Set the environment variables that vLLM reads at import; a user's own values stay."""
+    """Set the environment variables that vLLM reads at import, except those that the user set."""
     values = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -33,8 +33,8 @@ def set_environment(device: torch.device) -> None:
         "DO_NOT_TRACK": "1",
     }
     if device.type == "cpu":
-        # No core pinning: every rank of a node would take the same cores. Sampling's small compiled helper costs
-        # more to build than it saves.
+        # No core pinning, because every rank of a node would get the same cores. Compiling the small helper of sampling
+        # costs more than it saves.
         values |= {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     for name, value in values.items():
         os.environ.setdefault(name, value)
@@ -42,7 +42,7 @@ def set_environment(device: torch.device) -> None:
 
 @contextmanager
 def refusals_as_warnings() -> Iterator[None]:
-    """Make torch warn instead of refuse under `--run.deterministic` inside this context.
+    """Make torch warn instead of raise under `--run.deterministic` inside this context.
 
     vLLM's top_p takes running sums of floats, which a GPU adds in no fixed order. Training samples at top_p 1; an
     evaluation at `--eval.top-p` below 1 may draw a different token if two runs round differently.
@@ -58,21 +58,21 @@ def refusals_as_warnings() -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Return vLLM's error in one line, with its type where the text alone says little, as that of a KeyError."""
+    """Return vLLM's error in one line, with its type if the text alone is unclear, as for a KeyError."""
     message = " ".join(str(error).split()).rstrip(".")
     plain = isinstance(error, RuntimeError | ValueError)
     return (message if plain else f"{type(error).__name__}: {message}")[:LONGEST]
 
 
 def advice(error: Exception) -> str:
-    """Say which settings to change after vLLM refused to start."""
+    """Return which settings to change after vLLM refused to start."""
     if "memory" not in str(error).lower():
         return (
             "Try --rollout.engine hf, or other values of --rollout.max-sequences, --rollout.kv-cache-gib, --rollout.tp"
         )
     return (
-        "Give it less by --rollout.gpu-memory-utilization or --rollout.kv-cache-gib, or make room by --policy.offload "
-        "host, a larger --rollout.tp, or ending what else runs on the device"
+        "Lower its share by --rollout.gpu-memory-utilization or --rollout.kv-cache-gib, or free memory by "
+        "--policy.offload host, a larger --rollout.tp, or ending other programs on the device"
     )
 
 
@@ -80,7 +80,7 @@ def layout(cfg: Config) -> dict[str, Any]:
     """Return the arguments that spread experts over ranks and copy the attention.
 
     Raises:
-        ValueError: the vLLM that is installed has no such argument.
+        ValueError: the installed vLLM has no such argument.
     """
     import vllm
     from vllm.engine.arg_utils import EngineArgs
@@ -101,9 +101,9 @@ def layout(cfg: Config) -> dict[str, Any]:
 
 
 def start_with_zeros() -> None:
-    """Make vLLM's loader of invented weights take zeros, and leave buffers as the model made them.
+    """Make vLLM's dummy loader fill parameters with zeros and leave buffers unchanged.
 
-    Its random numbers would stay in the padding of weights and in constants, which no push reaches.
+    Its random numbers would stay in the padding of weights and in constants, which no push writes.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -115,7 +115,7 @@ def start_with_zeros() -> None:
 
 
 def has_states(folder: Path, cfg: Config, longest: int) -> bool:
-    """Tell by vLLM's own knowledge of a family whether its layers keep states beside keys and values (Mamba, Lfm2)."""
+    """Return True if vLLM says that a family's layers keep states beside keys and values (Mamba, Lfm2)."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
@@ -127,17 +127,48 @@ def has_states(folder: Path, cfg: Config, longest: int) -> bool:
     )
     try:
         return arguments.create_model_config().has_inner_state
-    except Exception:  # `build_llm` asks vLLM again and reports what it says
+    except Exception:  # `build_llm` meets the same error and reports it
         return False
+
+
+def _cpu_options(cfg: Config, config: Any, folder: Path, longest: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's LLM that only its CPU build needs. config: transformers' text config."""
+    stateful = has_states(folder, cfg, longest)
+    # Latent attention has blocks of its own. On CPUs with AMX vLLM would choose a kernel that packs weights once at
+    # start, which loses those of later pushes, and refuses float32.
+    latent = getattr(config, "kv_lora_rank", None)
+    options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
+    # After a part of a prompt vLLM rewinds the request's random generator, which has no effect on a CPU's.
+    options["enable_chunked_prefill"] = False
+    if stateful:
+        # vLLM caches prefixes of states only where it may divide prompts.
+        options["enable_prefix_caching"] = False
+    # A state has the size of many tokens' keys and values.
+    sizes = config, cfg.rollout.max_sequences, longest, cfg.model.dtype, cfg.rollout.tp
+    return options | {"kv_cache_memory_bytes": CPU_KV_BYTES if stateful else cpu_kv_bytes(*sizes)}
+
+
+def _gpu_options(cfg: Config, config: Any) -> dict[str, Any]:
+    """Return the arguments of vLLM's LLM that only its GPU build needs. config: transformers' text config."""
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
+        "enable_sleep_mode": sleep_level(cfg, False) > 0,
+    }
+    if cfg.rollout.quantization != "none":
+        options["quantization"] = cfg.rollout.quantization
+    if getattr(config, "num_experts_per_tok", None):
+        # Other kernels change the layout of experts at start and would misread weights loaded in place.
+        options["moe_backend"] = "triton"
+    return options
 
 
 def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     """Build vLLM's LLM for the ranks of one TP group. Collective over them.
 
-    routed: completions must report the experts of their tokens.
+    routed: completions must report the experts of their tokens; on a GPU.
 
     Raises:
-        RuntimeError: vLLM refused to start; says which settings to change.
+        RuntimeError: vLLM refused to start; the message tells which settings to change.
     """
     from transformers import AutoConfig
     from vllm import LLM
@@ -146,34 +177,11 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
     config = whole.get_text_config()
-    kv_bytes, stateful = int(cfg.rollout.kv_cache_gib * 2**30), on_cpu and has_states(folder, cfg, longest)
-    if not kv_bytes and on_cpu:
-        # A state has the size of many tokens' keys and values.
-        sizes = config, capacity, longest, cfg.model.dtype, cfg.rollout.tp
-        kv_bytes = CPU_KV_BYTES if stateful else cpu_kv_bytes(*sizes)
-    options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
-    if on_cpu:
-        # Latent attention has blocks of its own. On CPUs with AMX vLLM would take a kernel that packs weights once at
-        # start, which loses those of later pushes, and refuses float32.
-        latent = getattr(config, "kv_lora_rank", None)
-        options |= {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
-        # After a part of a prompt vLLM turns back the request's random generator, which a CPU's does not do.
-        options["enable_chunked_prefill"] = False
-        if stateful:
-            # vLLM caches prefixes of states only where it may divide prompts.
-            options["enable_prefix_caching"] = False
-    else:
-        options |= {
-            "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
-            "enable_sleep_mode": sleep_level(cfg, False) > 0,
-        }
-        if cfg.rollout.quantization != "none":
-            options["quantization"] = cfg.rollout.quantization
-        if getattr(config, "num_experts_per_tok", None):
-            # Other kernels change the layout of experts at start and would misread weights loaded in place.
-            options["moe_backend"] = "triton"
-        if routed:
-            options["enable_return_routed_experts"] = True
+    options = _cpu_options(cfg, config, folder, longest) if on_cpu else _gpu_options(cfg, config)
+    if kv_bytes := int(cfg.rollout.kv_cache_gib * 2**30):
+        options["kv_cache_memory_bytes"] = kv_bytes
+    if routed:
+        options["enable_return_routed_experts"] = True
     options |= layout(cfg)
     if engine_teachers(cfg):
         options["max_logprobs"] = cfg.distill.top_k  # pyright: ignore[reportAttributeAccessIssue]
@@ -181,7 +189,7 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         start_with_zeros()
         options |= {"load_format": "dummy", "hf_overrides": without_quantization(whole)}
     if engine_ranks(cfg) > 1 or not on_cpu:
-        # Without it vLLM takes the first GPU for an engine of one rank, whichever rank that is.
+        # Without it vLLM uses the first GPU for an engine of one rank, whichever rank that is.
         options["distributed_executor_backend"] = "external_launcher"
     if "adapter" in pushed_parts(cfg):
         options |= lora_options(cfg, config, on_cpu)

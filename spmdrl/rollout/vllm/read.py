@@ -1,7 +1,7 @@
-"""Has vLLM read given sequences: the likeliest tokens at their last places.
+"""Computes the likeliest tokens at the last places of existing sequences with vLLM.
 
-A request takes a sequence without its last token as the prompt: vLLM tells of every prompt token, and of the one token
-that it generates in the last one's place. n places; k tokens.
+A request's prompt is a sequence without its last token: vLLM reports every prompt token, and the one token that it
+generates in place of the last one. n places; k tokens.
 """
 
 from typing import Any
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from spmdrl.health.status import tick
-from spmdrl.rollout.engine import Given, Likeliest
+from spmdrl.rollout.engine import Likeliest, ScoreRequest
 from spmdrl_kernels.divergence import log_of_rest
 
 
-def likeliest(engine: Any, given: list[Given], k: int) -> list[Likeliest]:
-    """Return the k likeliest tokens by log-probabilities at temperature 1. engine: vLLM's, on which nothing runs."""
+def likeliest(engine: Any, requests: list[ScoreRequest], k: int) -> list[Likeliest]:
+    """Return the k likeliest tokens by log-probabilities at temperature 1. engine: vLLM's, without other requests."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -28,23 +28,23 @@ def likeliest(engine: Any, given: list[Given], k: int) -> list[Likeliest]:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    for number, each in enumerate(given):
+    for number, each in enumerate(requests):
         engine.add_request(f"read {number}", {"prompt_token_ids": each.tokens[:-1]}, params)
     out: dict[str, Likeliest] = {}
-    while len(out) < len(given):
+    while len(out) < len(requests):
         tick()
         for found in engine.step():
             if found.finished:
-                count = given[int(found.request_id.split()[1])].count
-                # vLLM tells nothing of the first prompt token.
+                count = requests[int(found.request_id.split()[1])].count
+                # vLLM reports nothing about the first prompt token.
                 rows = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs][-count:]
-                out[found.request_id] = _taken(rows, k)
-    return [out[f"read {number}"] for number in range(len(given))]
+                out[found.request_id] = _top(rows, k)
+    return [out[f"read {number}"] for number in range(len(requests))]
 
 
-def _taken(rows: list[dict[int, Any]], k: int) -> Likeliest:
-    """The k likeliest of each place; a row also has the token that stands there, whatever its rank."""
+def _top(rows: list[dict[int, Any]], k: int) -> Likeliest:
+    """Return the k likeliest tokens of each place; a row also has the sequence's own token, whatever its rank."""
     ranked = [sorted(row.items(), key=lambda item: (item[1].rank, -item[1].logprob))[:k] for row in rows]
     ids_nk = torch.tensor([[token for token, _ in row] for row in ranked], dtype=torch.int64)
-    logp_nk = torch.tensor([[told.logprob for _, told in row] for row in ranked], dtype=torch.float32)
+    logp_nk = torch.tensor([[entry.logprob for _, entry in row] for row in ranked], dtype=torch.float32)
     return ids_nk, logp_nk, log_of_rest(logp_nk)

@@ -1,4 +1,4 @@
-"""Starts vLLM inside a rank: what it changes in the process is put back, and it finds its own ranks only."""
+"""Starts vLLM inside a rank's process, restores what it changes there, and limits it to the ranks of engines."""
 
 import os
 import secrets
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.rollout.vllm.classes import foreign_classes_kept
-from spmdrl.rollout.vllm.copies import numbered_within
+from spmdrl.rollout.vllm.classes import restored_classes
+from spmdrl.rollout.vllm.copies import rank_within_engine
 from spmdrl.rollout.vllm.cpu import Packed, name_shared_memory
 from spmdrl.rollout.vllm.options import build_llm, set_environment
 from spmdrl.rollout.vllm.world import world_of
@@ -17,7 +17,7 @@ from spmdrl.spmd.exchange import broadcast_text
 from spmdrl.spmd.world import World
 
 PROMPTS = (3, 20)
-"""Tokens of the prompts that a new engine answers for a trial."""
+"""Lengths of the trial prompts of a new engine, in tokens."""
 
 
 def model_of(llm: Any) -> Any:
@@ -26,7 +26,7 @@ def model_of(llm: Any) -> Any:
 
 
 def rehearse(llm: Any, cfg: Config) -> None:
-    """Sample two tokens after short prompts, with whatever weights there are. Collective over the engine.
+    """Sample two tokens after short prompts, with any weights. Collective over the engine.
 
     Raises:
         RuntimeError: vLLM fails. Some kernels refuse a model or a type only when they run.
@@ -52,7 +52,7 @@ def rehearse(llm: Any, cfg: Config) -> None:
 
 
 def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | None]:
-    """Start vLLM's LLM for this rank; returns it with the packed weights of a CPU. Collective over ranks that sample.
+    """Start vLLM's LLM for this rank; return it with the packed weights of a CPU. Collective over the sampling ranks.
 
     routed: as in `build_llm`.
     """
@@ -65,9 +65,9 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
     shared = []
     if on_cpu and cfg.rollout.tp > 1:
         shared = name_shared_memory(broadcast_text(secrets.token_hex(8), world.rollout_group))
-    with world_of(world.roles.samplers), numbered_within(cfg, world):
+    with world_of(world.roles.samplers), rank_within_engine(cfg, world):
         packed = Packed() if on_cpu else None
-        with foreign_classes_kept() as own_classes:
+        with restored_classes() as own_classes:
             llm = build_llm(cfg, on_cpu, routed)
             own_classes(model_of(llm))
         rehearse(llm, cfg)
@@ -75,7 +75,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
             # The rehearsal packed weights that the first push replaces.
             packed.clear()
     for name in set(shared):
-        # All ranks of the group have mapped it: without a name it is freed with the last, however that one ends.
+        # All ranks of the group have mapped it; without a name it is freed with the last process, however that ends.
         Path(f"/dev/shm/{name}_{world.engine_tp_rank % cfg.rollout.tp}").unlink(missing_ok=True)
     torch.set_rng_state(rng)
     if local_world is not None:

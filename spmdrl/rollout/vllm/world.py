@@ -1,7 +1,7 @@
-"""Runs vLLM among ranks that have no engine, although vLLM takes the whole default process group for its own.
+"""Runs vLLM among ranks that have no engine, although vLLM uses the whole default process group.
 
 vLLM creates its groups in `parallel_state`, from its own count of ranks 0 .. n - 1, each by all ranks of the default
-group. Under split placement the ranks that train take no part: vLLM is then shown a world of the other ranks only.
+group. Under split placement the training ranks take no part: vLLM then gets a world of the other ranks only.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from spmdrl.spmd.groups import apart_from_default
 
 
-class _Shown:
-    """Stands in for a module and replaces some of its names."""
+class Overridden:
+    """Replaces a module and overrides some of its names."""
 
     def __init__(self, module: Any, **replaced: Any):
         self._module = module
@@ -27,10 +27,10 @@ class _Shown:
 
 @contextmanager
 def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Show vLLM a world of `ranks` inside this context, in which it is built.
+    """Give vLLM a world of `ranks` inside this context, in which it is built.
 
-    Collective over `ranks`: ascending, the ranks that have an engine. None of vLLM's groups, 2n - 1 for n ranks, is
-    split off the run's NCCL communicator.
+    Collective over `ranks`: the ranks with an engine, ascending. None of vLLM's groups, 2n - 1 for n ranks, is split
+    off the run's NCCL communicator.
     """
     if len(ranks) == dist.get_world_size():
         with apart_from_default():
@@ -43,13 +43,13 @@ def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
         with apart_from_default():
             return dist.new_group(chosen, use_local_synchronization=True, **options)
 
-    shown = _Shown(
+    patched = Overridden(
         dist,
         get_world_size=lambda group=None: dist.get_world_size(group) if group else len(ranks),
         get_rank=lambda group=None: dist.get_rank(group) if group else ranks.index(dist.get_rank()),
         new_group=new_group,
     )
-    parallel_state.torch = _Shown(torch, distributed=shown)  # type: ignore[attr-defined]
+    parallel_state.torch = Overridden(torch, distributed=patched)  # type: ignore[attr-defined]
     try:
         yield
     finally:

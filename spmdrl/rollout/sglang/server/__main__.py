@@ -1,6 +1,6 @@
 """The server process: runs SGLang's Engine and exchanges JSON lines with its rank.
 
-Requests and commands arrive on stdin; completions and answers leave on the file that was stdout at the start.
+Requests and commands arrive on stdin; completions and answers go to the file that was stdout at the start.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from draws import seed_at
 from inside import run_scheduler
 
 FLUSH_TRIES = 2000
-"""Most attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
+"""Largest number of attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
 ABORT_AGAIN_SECONDS = 0.1
 
 
@@ -50,14 +50,14 @@ def build(config: dict):
             # On a CPU, SGLang collects garbage at every flush; scanning imported objects would take 0.5 s each time.
             gc.freeze()
             if on_cpu:
-                # A forked process reuses the imports, which take 5 s. With CUDA processes cannot be forked.
+                # A forked process reuses the imports, which take 5 s. With CUDA, processes cannot be forked.
                 multiprocessing.set_start_method("fork", force=True)
             return super()._launch_scheduler_processes(*args, **kwargs)
 
     return TokenEngine(sampling_backend="pytorch", skip_tokenizer_init=True, log_level="error", **config["options"])
 
 
-def forget_shared_memory(processes: list[int]) -> None:
+def unlink_shared_memory(processes: list[int]) -> None:
     """Unlink the shared memory that these processes have mapped, so that it is freed with the last of them.
 
     Otherwise SGLang leaves files in /dev/shm when a signal ends it.
@@ -79,19 +79,19 @@ class Server:
         self.running: dict[str, asyncio.Task] = {}
         self.updating = False
 
-    def say(self, **line) -> None:
+    def write(self, **line) -> None:
         """Write one line to the rank, whose reader never stops reading."""
         data = memoryview((json.dumps(line) + "\n").encode())
         while data:
             data = data[os.write(self.out, data) :]
 
     async def serve(self) -> None:
-        """Answer commands until the rank closes its end."""
+        """Answer commands until the rank closes its end of the pipe."""
         reader = asyncio.StreamReader(limit=1 << 30)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        facts = await self.ask("facts")
-        forget_shared_memory([os.getpid(), *self.engine.get_all_child_pids()])
-        self.say(answer=facts)
+        facts = await self.query("facts")
+        unlink_shared_memory([os.getpid(), *self.engine.get_all_child_pids()])
+        self.write(answer=facts)
         while line := await reader.readline():
             command = json.loads(line)
             name = command.pop("do")
@@ -100,9 +100,9 @@ class Server:
                 self.running |= {request["id"]: task for request in command["requests"]}
                 continue
             try:
-                self.say(answer=await getattr(self, name)(**command))
+                self.write(answer=await getattr(self, name)(**command))
             except Exception as error:
-                self.say(error=f"{type(error).__name__}: {error}")
+                self.write(error=f"{type(error).__name__}: {error}")
 
     async def generate(self, requests: list[dict]) -> None:
         """Sample requests that go to the scheduler in one message: id, prompt, seed, new, temperature, top_p."""
@@ -127,35 +127,35 @@ class Server:
             for id, out in zip(ids, outs, strict=True):
                 meta = out["meta_info"]
                 logp = [row[0] for row in meta.get("output_token_logprobs") or []]
-                self.say(done=id, tokens=out["output_ids"], logp=logp, finish=meta["finish_reason"]["type"])
+                self.write(done=id, tokens=out["output_ids"], logp=logp, finish=meta["finish_reason"]["type"])
         except Exception as error:
             names = f"request {ids[0]}" + (f" and {len(ids) - 1} more" if ids[1:] else "")
-            self.say(failed=ids[0], error=f"{names}: {type(error).__name__}: {error}")
+            self.write(failed=ids[0], error=f"{names}: {type(error).__name__}: {error}")
         finally:
             for id in ids:
                 del self.running[id]
 
     async def abort(self, ids: list[str]) -> None:
-        """Abort requests; returns once their last tokens have been written to the rank."""
+        """Abort requests; return once their last tokens have been written to the rank."""
         from sglang.srt.managers.io_struct import AbortReq
 
         while left := {id: self.running[id] for id in ids if id in self.running}:
             for id in left:
-                # Not abort_request: it asks once, and a scheduler that has not seen the request yet ignores that.
+                # Not abort_request, which sends one message; a scheduler without the request yet ignores that.
                 self.tokenizer_manager._dispatch_to_scheduler(AbortReq(rid=id))
             await asyncio.wait(left.values(), timeout=ABORT_AGAIN_SECONDS)
 
-    async def ask(self, question: str) -> list[int]:
-        """Ask the scheduler processes a question (`inside.install_memory`)."""
+    async def query(self, query: str) -> list[int]:
+        """Send a query to the scheduler processes (`inside.install_memory`)."""
         from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
-        request = GetWeightsByNameReqInput(name=question, truncate_size=0)
-        said = await self.tokenizer_manager.get_weights_by_name(request, None)
-        # Copies of the attention each give the answer of all processes.
-        return [int(x) for x in (said[0] if said and isinstance(said[0], list) else said)]
+        request = GetWeightsByNameReqInput(name=query, truncate_size=0)
+        values = await self.tokenizer_manager.get_weights_by_name(request, None)
+        # Each copy of the attention returns the answer of all processes.
+        return [int(x) for x in (values[0] if values and isinstance(values[0], list) else values)]
 
     async def begin(self) -> None:
-        """Begin a weight update; an unfinished one is ended first."""
+        """Begin a weight update; end an unfinished one first."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         if self.updating:
@@ -190,7 +190,7 @@ class Server:
         """Receive one bucket over the group of `join`."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
-        await self.ask(f"expect {json.dumps([e['hash'] for e in entries])}")
+        await self.query(f"expect {json.dumps([e['hash'] for e in entries])}")
         request = UpdateWeightsFromDistributedReqInput(
             names=[e["name"] for e in entries],
             dtypes=[e["dtype"] for e in entries],
@@ -209,7 +209,7 @@ class Server:
         await self.flush()
 
     async def flush(self) -> None:
-        """Empty the prefix cache; waits for the scheduler to be idle."""
+        """Empty the prefix cache when the scheduler is idle."""
         # SGLang's own wait may sleep for a second after the last batch. Every message wakes it.
         for _ in range(FLUSH_TRIES):
             result = await self.tokenizer_manager.flush_cache()
@@ -233,7 +233,7 @@ class Server:
 
     @staticmethod
     def check(result: tuple[bool, str]) -> None:
-        """Raise RuntimeError if an answer of SGLang says that a step failed."""
+        """Raise RuntimeError if SGLang reports that a step failed."""
         if not result[0]:
             raise RuntimeError(result[1] or "SGLang refused without a reason")
 
@@ -244,9 +244,9 @@ def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != config["parent"]:
         return
-    # Ctrl-C reaches the whole process group; the rank decides what it means.
+    # Ctrl-C reaches the whole process group; the rank decides how to handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # SGLang looks for vLLM's kernels where it finds vLLM, and imports all of it.
+    # If SGLang finds vLLM it imports all of it for its kernels.
     sys.modules["vllm"] = None  # type: ignore[assignment]
     out = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Draws tokens as the HF engine does, from seeds that belong to data (law 3)."""
+"""Draws tokens like the HF engine, from seeds that depend on data (law 3)."""
 
 import math
 from typing import Any
@@ -29,7 +29,7 @@ def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
 
 
 def seed_at(seed: int, prompt_length: int) -> int:
-    """Return the seed with which position `prompt_length - 1` draws the number that position 0 draws with `seed`.
+    """Return the seed that gives position `prompt_length - 1` the number that `seed` gives position 0.
 
     SGLang counts positions from the start of the sequence, the other engines from the first new token.
     """
@@ -39,7 +39,7 @@ def seed_at(seed: int, prompt_length: int) -> int:
 def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token [B] with logp [B, V] at each row's temperature (1 when greedy), by inverse transform.
 
-    info: SGLang's SamplingBatchInfo. Its host-side flags say whether the batch needs top-p and has greedy rows, so
+    info: SGLang's SamplingBatchInfo. Its host-side flags tell whether the batch needs top-p and has greedy rows, so
     nothing here waits for the device.
     """
     logp_BV = torch.log_softmax(logits_BV.float() / info.temperatures, -1)
@@ -59,8 +59,8 @@ def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[
 def install_sampler() -> None:
     """Make SGLang draw tokens by `draw`, with the seeds of the requests.
 
-    Its own seeded sampling needs --enable-deterministic-inference, which no attention backend of a CPU supports, and a
-    registered sampling backend is replaced by `pytorch` there.
+    Its own seeded sampling needs --enable-deterministic-inference, which no attention backend of a CPU supports, and on
+    a CPU `pytorch` replaces every registered sampling backend.
     """
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo

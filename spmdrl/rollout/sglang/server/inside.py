@@ -1,4 +1,4 @@
-"""Changes to SGLang's scheduler processes: the source of weights, and freeing memory on a CPU."""
+"""Changes SGLang's scheduler processes: where weights come from, and how memory is freed on a CPU."""
 
 import json
 import mmap
@@ -13,7 +13,7 @@ import xxhash
 from draws import install_sampler
 from layout import install_copies, install_experts, install_naps
 
-# Loaded by path: other files in its folder have the names of packages.
+# Loaded by path, because other files in its folder have the names of packages.
 _spec = spec_from_file_location("needs", Path(__file__).parents[2] / "needs.py")
 assert _spec and _spec.loader
 _needs = module_from_spec(_spec)
@@ -44,24 +44,24 @@ def of_all(mine: list[float], group) -> list[list[float]]:
     torch.distributed.all_gather(counts, torch.tensor([len(mine)]), group=group)
     most = max(int(n) for n in counts)
     padded = torch.tensor(mine + [0.0] * (most - len(mine)), dtype=torch.float64)
-    said = [torch.zeros_like(padded) for _ in range(ranks)]
-    torch.distributed.all_gather(said, padded, group=group)
-    return [x[: int(n)].tolist() for x, n in zip(said, counts, strict=True)]
+    gathered = [torch.zeros_like(padded) for _ in range(ranks)]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    return [x[: int(n)].tolist() for x, n in zip(gathered, counts, strict=True)]
 
 
 def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
-    """Compare hashes of tensors on all processes of the engine; returns the same error on all, empty if none.
+    """Compare hashes of tensors on all processes of the engine; return the same error on all, empty if none.
 
     parts: name, the part that this process reads, and the sender's hash of it. Collective over `group`.
     """
     wrong = next((name for name, tensor, sent in parts if hash_of(tensor) != sent), "")
-    names = (bytes(map(int, said)).decode() for said in of_all([float(b) for b in wrong.encode()], group))
+    names = (bytes(map(int, name)).decode() for name in of_all([float(b) for b in wrong.encode()], group))
     first = next((name for name in names if name), "")
     return f"{first} arrived with other bytes than were sent" if first else ""
 
 
 def word_sum(model: torch.nn.Module, uncounted: frozenset[str]) -> int:
-    """Twin of `spmd.checksum.word_sum` over all parameters except the uncounted."""
+    """Twin of `spmd.checksum.word_sum` over all parameters except the uncounted ones."""
     total = 0
     for name, p in model.named_parameters():
         if name in uncounted:
@@ -80,7 +80,7 @@ def storages(tensors) -> list[torch.UntypedStorage]:
 
 
 class Held:
-    """The memory of one scheduler process. On a CPU it can free it, which SGLang itself cannot do without CUDA."""
+    """The memory of one scheduler process, with a way to free it on a CPU, which SGLang itself has only for CUDA."""
 
     def __init__(self, runner: Any):
         buffers = [value for name, value in vars(runner.token_to_kv_pool).items() if re.fullmatch("k?v?_buffer", name)]
@@ -101,22 +101,22 @@ class Held:
         return [sum(self.sizes["weights"]), sum(self.sizes["kv_cache"])]
 
     def words(self) -> list[float]:
-        """Return the word sum in two halves, which floats hold exactly."""
+        """Return the word sum in two halves, which floats represent exactly."""
         words = word_sum(self.runner.model, self.uncounted)
         return [words >> 32, words & 0xFFFFFFFF]
 
-    def needs(self, told: dict) -> list[float]:
+    def needs(self, request: dict) -> list[float]:
         """Find the parts that this process reads of tensors (name, shape, type), and the weights that none fills.
 
-        told: the tensors, and their kinds in the model's folder. Returns the length and the bytes of a text, which has
-        the name of an unfilled weight in each line; `exact`; then for each part: index of the tensor, counted, number
-        of dimensions, box.
+        request: the tensors, and their kinds in the model's folder. Returns the length and the bytes of a text with the
+        name of an unfilled weight per line; `exact`; then for each part: index of the tensor, counted, number of
+        dimensions, box.
         """
-        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in told["tensors"]]
+        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in request["tensors"]]
         found = watched_load(self.runner.model.load_weights, tensors)
         named = self.runner.model.named_parameters()
         self.uncounted = frozenset(n for n, p in named if p.untyped_storage().data_ptr() in found.uncounted)
-        text = "\n".join(unfilled(self.runner.model, found, told["kinds"])).encode()
+        text = "\n".join(unfilled(self.runner.model, found, request["kinds"])).encode()
         rows: list[float] = [len(text), *text, found.exact]
         for (index, box), counted in zip(found.boxes, found.counted, strict=True):
             rows += [index, counted, len(box), *(x for pair in box for x in pair)]
@@ -144,7 +144,7 @@ def install_weights(expected: dict[str, Any]) -> None:
         order = json.loads(request.serialized_named_tensors[get_parallel().tp_rank])
         named = dict(read(order["file"], order["entries"])) if order["entries"] else {}
         parts = [
-            (e["name"], named[e["name"]][tuple(slice(*side) for side in box)], sent)
+            (e["name"], named[e["name"]][tuple(slice(*bounds) for bounds in box)], sent)
             for e in order["entries"]
             for box, sent in e["parts"]
         ]
@@ -169,9 +169,9 @@ def install_weights(expected: dict[str, Any]) -> None:
 
 
 def install_zeros() -> None:
-    """Make SGLang start with zeros where it would invent weights, and leave buffers as the model made them.
+    """Make SGLang's dummy loader fill parameters with zeros and leave buffers unchanged.
 
-    Its random numbers would stay in the padding of weights and in constants, which no push reaches.
+    Its random numbers would stay in the padding of weights and in constants, which no push writes.
     """
     from sglang.srt.model_loader import loader
 
@@ -183,9 +183,9 @@ def install_zeros() -> None:
 
 
 def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
-    """Answer the rank's questions about memory and weights, and free memory on a CPU.
+    """Answer the rank's queries about memory and weights, and free memory on a CPU.
 
-    expected: filled for `install_weights` by the question `expect`.
+    expected: filled for `install_weights` by the query `expect`.
     """
     from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
@@ -194,14 +194,14 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
     release, resume = Manager.release_memory_occupation, Manager.resume_memory_occupation
 
     def get_weights_by_name(self, request):
-        question, _, rest = request.name.partition(" ")
+        query, _, rest = request.name.partition(" ")
         mine = held(self.tp_worker.model_runner)
-        if question == "expect":
+        if query == "expect":
             expected.update(hashes=json.loads(rest), group=self.tp_cpu_group)
             return GetWeightsByNameReqOutput(parameter=[])
-        answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[question]()
+        answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[query]()
         # Each process's numbers, preceded by their count.
-        value = [x for said in of_all(answer, self.tp_cpu_group) for x in (float(len(said)), *said)]
+        value = [x for numbers in of_all(answer, self.tp_cpu_group) for x in (float(len(numbers)), *numbers)]
         return GetWeightsByNameReqOutput(parameter=value)
 
     def release_memory_occupation(self, request):

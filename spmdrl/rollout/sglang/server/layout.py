@@ -1,4 +1,4 @@
-"""Changes to SGLang's scheduler processes for experts that are spread over them, and for copies of the attention.
+"""Changes SGLang's scheduler processes for experts that are spread over them, and for copies of the attention.
 
 T tokens, D hidden, K experts of a token.
 """
@@ -11,7 +11,7 @@ NAP_MS = 5
 
 
 def install_experts() -> None:
-    """Let the forward of experts on a CPU leave out the number -1, SGLang's mark for an expert of another process.
+    """Make the forward of experts on a CPU skip the id -1, SGLang's mark for an expert of another process.
 
     A copy of the attention without tokens computes nothing.
     """
@@ -26,7 +26,7 @@ def install_experts() -> None:
             return native(layer, x_TD, topk_output, config)
         out_TD = torch.zeros_like(x_TD)
         if len(token):
-            # A row for each pair of a token and an expert that is here: SGLang counts an expert once in a row.
+            # One row for each pair of a token and a local expert, because SGLang counts an expert once per row.
             ids, weights = ids_TK[token, place, None], weights_TK[token, place, None]
             pairs = topk_output._replace(topk_ids=ids, topk_weights=weights)
             out_TD.index_add_(0, token, native(layer, x_TD[token], pairs, config))
@@ -36,9 +36,9 @@ def install_experts() -> None:
 
 
 def install_copies() -> None:
-    """Give SGLang on a CPU the two collectives and the fill value with which copies of the attention meet.
+    """Add the two collectives and the fill value that copies of the attention need to SGLang on a CPU.
 
-    Its own are NCCL's. Parts have different lengths (`sizes`) and are padded to the longest.
+    SGLang's own collectives are NCCL's. Parts have different lengths (`sizes`) and are padded to the longest.
     """
     from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -69,9 +69,9 @@ def install_copies() -> None:
 
 
 def install_naps() -> None:
-    """Let idle schedulers that are copies of the attention look for work every few milliseconds.
+    """Make idle schedulers of copies of the attention poll for work every few milliseconds.
 
-    They take every step together, but a message wakes one of them; the others would sleep on for up to a second.
+    They take every step together, but a message wakes only one of them; the others would sleep for up to a second.
     """
     from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
