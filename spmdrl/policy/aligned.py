@@ -72,9 +72,9 @@ class AlignedObjective(DistillObjective):
                     continue
                 with torch.set_grad_enabled(learns):
                     targets = tokens_T[rows_n[some]]
-                    logp_m, told = linear_logprob(states_nD[some], weight_VD, targets, divisor, softcap=softcap)
-                assert told is not None
-                entropy_n[some] = told.detach()
+                    logp_m, entropy_m = linear_logprob(states_nD[some], weight_VD, targets, divisor, softcap=softcap)
+                assert entropy_m is not None
+                entropy_n[some] = entropy_m.detach()
                 factor_m = logp_m if some is inside else factor_m
             # A span may lie on two of the ranks that divide a sequence: both sums are over all of them.
             own_T = torch.zeros(len(tokens_T), dtype=dtype, device=device).index_add_(0, to_m, factor_m.detach())

@@ -61,7 +61,7 @@ class Reader:
         return None, (found[0].int(), *found[1:])
 
 
-def reader_of(told: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> Reader:
+def reader_of(divergence: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> Reader:
     """The reader for a student and its teachers.
 
     section: of the settings, for messages. paths: student and teachers, as `--model.path`. model: settings of all.
@@ -72,11 +72,11 @@ def reader_of(told: DivergenceConfig, section: str, paths: list[str], model: Mod
     trust = model.trust_remote_code
     configs = [read_config(resolve(path, trust), trust).get_text_config() for path in paths]
     vocab = min(config.vocab_size for config in configs)
-    if told.top_k >= vocab:
+    if divergence.top_k >= vocab:
         raise ValueError(
-            f"--{section}.top-k {told.top_k}: student and teacher share {vocab} tokens; take fewer, or 0 for all"
+            f"--{section}.top-k {divergence.top_k}: student and teacher share {vocab} tokens; take fewer, or 0 for all"
         )
-    return Reader(told.top_k, vocab, DTYPES[model.dtype])
+    return Reader(divergence.top_k, vocab, DTYPES[model.dtype])
 
 
 def share_name(teacher: str) -> str:

@@ -185,7 +185,7 @@ def probe(policy: Any, form: Form, expected: Sequences) -> Found:
             _compare_apart(policy, expected, found)
         else:
             _compare(policy, form, expected, found)
-    except ConfigError:  # the user asked for a kernel that cannot run this model
+    except ConfigError:  # the settings name a kernel that cannot run this model
         raise
     except Exception as error:
         found = _failed(error)

@@ -294,5 +294,5 @@ def test_engines_that_cannot_tell_their_experts_are_refused():
     with pytest.raises(ConfigError, match="--rollout.routing-replay True: SGLang's experts are not asked for here"):
         check(config(rollout={"engine": "sglang", "routing_replay": True}), 1)
     world = World(0, 1, 0, torch.device("cpu"), *[None] * 9)
-    with pytest.raises(ValueError, match="vLLM's CPU build does not report which experts it chose.*--rollout.engine hf"):
+    with pytest.raises(ValueError, match="does not report which experts it chose.*--rollout.engine hf"):
         VLLMEngine(config(rollout={"engine": "vllm", "routing_replay": True}), world, {2})
