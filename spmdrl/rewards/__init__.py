@@ -4,7 +4,8 @@ base.py        types of a reward's inputs and result; the interface of a grader
 load.py        makes a grader from --reward.function
 pool.py        graders in processes that can be killed
 worker.py      the program that a worker runs
-several.py     several rewards as one: weights and gates
+combined_reward.py
+               several rewards as one: weights and gates
 forms.py       functions of users, in the forms of verl and TRL
 code.py        programs graded by tests in the sandbox; code_tests.py reads the tests of a row, programs.py the
                program of a response, compare.py compares what is given with what is wanted

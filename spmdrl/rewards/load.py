@@ -11,13 +11,13 @@ from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.data.keys import describe
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward
+from spmdrl.rewards.combined_reward import CombinedReward, Term
 from spmdrl.rewards.judge import Judge
 from spmdrl.rewards.judge_engine import EngineAsker
 from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.judge_server import Server
 from spmdrl.rewards.pool import Pool
 from spmdrl.rewards.quick import QUICK
-from spmdrl.rewards.several import Several, Term
 
 DEFAULT_FUNCTION = "compute_score"
 
@@ -76,12 +76,12 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
         for term in terms:
             term.grader.close()
         raise
-    return Several(terms, cfg.gate)
+    return CombinedReward(terms, cfg.gate)
 
 
 def on_engine(grader: Grader) -> list[Grader]:
     """Return the graders among one or several that ask the run's engine."""
-    each = [term.grader for term in grader.terms] if isinstance(grader, Several) else [grader]
+    each = [term.grader for term in grader.terms] if isinstance(grader, CombinedReward) else [grader]
     return [one for one in each if one.on_engine]
 
 

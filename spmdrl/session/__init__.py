@@ -14,7 +14,7 @@ generators.py    random number generators of the process, for checkpoints
 environ.py       defaults of the process: environment, threads, allocator
 determinism.py   makes two runs of the same settings equal to the last bit
 device_table.py  moves models on and off the device: sleep, wake, offload, and the table of bytes
-room.py          names flags that would free memory
+memory_advice.py names flags that would free memory
 transfer.py      pushes new weights into the engine
 meter.py         measures memory as the system counts it
 """

@@ -26,8 +26,8 @@ from spmdrl.hub.build import DTYPES
 from spmdrl.policy.models import Models
 from spmdrl.rollout.engine import Engine
 from spmdrl.session.engine_check import EngineCheck
+from spmdrl.session.memory_advice import Held, three_flags
 from spmdrl.session.meter import Meter
-from spmdrl.session.room import Held, three_flags
 from spmdrl.session.transfer import PushReport, Transfer
 from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.exchange import all_reduce, gather_names

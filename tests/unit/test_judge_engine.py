@@ -17,12 +17,12 @@ from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.hub.folder import TINY
 from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import Reward
+from spmdrl.rewards.combined_reward import CombinedReward, Term
 from spmdrl.rewards.judge import Judge
 from spmdrl.rewards.judge_engine import Ask, EngineAsker, Said
 from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.judge_verdict import question
 from spmdrl.rewards.load import load_reward
-from spmdrl.rewards.several import Several, Term
 from spmdrl.rl.engine_judges import Voice
 from spmdrl.rollout.engine import longest_sequence
 from tests.unit.chars import char_tokenizer
@@ -159,7 +159,7 @@ def test_other_rewards_go_on_while_the_engine_judges():
         return Said(verdict(5))
 
     judge, _ = grader(says)
-    both = Several([Term("late", late, 1.0), Term("judge", judge, 0.5)])
+    both = CombinedReward([Term("late", late, 1.0), Term("judge", judge, 0.5)])
     assert both.on_engine and not both.wants_groups
     both.submit(0, item("x"))
     assert both.poll() == []
@@ -175,7 +175,7 @@ def test_other_rewards_go_on_while_the_engine_judges():
 def test_other_rewards_are_not_waited_for_once_the_engines_ranks_have_left():
     """The others of its ranks do not wait: the next thing that all do together comes at once."""
     judge, _ = grader(lambda ask: None)
-    both = Several([Term("late", Late(x=Reward(1.0)), 1.0), Term("judge", judge, 0.5)])
+    both = CombinedReward([Term("late", Late(x=Reward(1.0)), 1.0), Term("judge", judge, 0.5)])
     both.submit(0, item("x"))
     asked = []
     assert both.drain(lambda: bool(asked.append(1))) == [] and both.pending == 1 and asked == []

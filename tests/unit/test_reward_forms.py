@@ -10,8 +10,8 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.rewards import short_name, weighted
 from spmdrl.config.schema import Config, RewardConfig, SandboxConfig
 from spmdrl.rewards.base import Reward, RewardError, RewardInput
+from spmdrl.rewards.combined_reward import CombinedReward, Term
 from spmdrl.rewards.load import Direct, load_reward, scores_timeouts
-from spmdrl.rewards.several import Several, Term
 
 FILE = """
 import asyncio
@@ -284,7 +284,7 @@ def test_parts_are_told_apart_and_gates_of_absent_rewards_are_left_out():
         return late
 
     def one(*terms, gates=()):
-        grader = Several([Term(name, each, 1.0) for name, each in terms], gates)
+        grader = CombinedReward([Term(name, each, 1.0) for name, each in terms], gates)
         grader.submit(1, RewardInput("", "a", ""))
         return dict(grader.drain())[1]
 
@@ -308,7 +308,7 @@ def graded_by(*terms: tuple[str, Reward, float], gates: tuple[str, ...] = ()) ->
         late = Late(a=reward)
         late.ready = True
         made.append(Term(name, late, weight))
-    grader = Several(made, gates)
+    grader = CombinedReward(made, gates)
     grader.submit(1, RewardInput("", "a", ""))
     return dict(grader.drain())[1]
 
@@ -352,7 +352,7 @@ def test_rewards_of_weight_0_are_parts_and_no_score():
 def test_a_row_to_which_no_reward_applies_is_counted_and_named(caplog):
     late = Late(a=SILENT)
     late.ready = True
-    grader = Several([Term("late", late, 1.0)])
+    grader = CombinedReward([Term("late", late, 1.0)])
     grader.submit((7, 2), RewardInput("", "a", ""))
     assert dict(grader.drain())[7, 2].ungraded and grader.ungraded == 1
     assert "reward function late could not grade prompt 7, sample 2, which is left out: none of the rew" in caplog.text
@@ -368,7 +368,7 @@ def test_several_rewards_work_at_the_same_time(file, start):
 def test_an_answer_waits_for_all_rewards():
     late = Late(a=Reward(1.0), b=Reward(math.nan, ungraded="no tests"), c=Reward(0.0, applies=False))
     one = Direct("one", lambda item: Reward(1.0))
-    grader = Several([Term("one", one, 1.0), Term("late", late, 1.0)])
+    grader = CombinedReward([Term("one", one, 1.0), Term("late", late, 1.0)])
     for solution in "abc":
         grader.submit(solution, RewardInput("", solution, ""))
     assert grader.poll() == [] and grader.pending == 3
@@ -376,7 +376,7 @@ def test_an_answer_waits_for_all_rewards():
     rewards = dict(grader.poll())
     assert rewards["a"].score == 2.0 and rewards["c"].score == 1.0 and rewards["c"].parts == {"one": 1.0}
     assert math.isnan(rewards["b"].score) and rewards["b"].ungraded == "late: no tests"
-    alone = Several([Term("late", late, 1.0)])
+    alone = CombinedReward([Term("late", late, 1.0)])
     alone.submit("c", RewardInput("", "c", ""))
     assert dict(alone.drain())["c"].ungraded == "none of the rewards applies to the row"
 

@@ -22,7 +22,7 @@ class Term:
     weight: float
 
 
-class Several:
+class CombinedReward:
     """Grader that asks several. The score is sum(weight * score) of those that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
