@@ -58,8 +58,8 @@ def one(way: str, tokens: int) -> None:
     from spmdrl.data.episode import episode_of
     from spmdrl.policy import heads
     from spmdrl.policy.fsdp.policy import FsdpPolicy
+    from spmdrl.policy.objectives.reinforcement import PolicyObjective
     from spmdrl.rl.compose import compose
-    from spmdrl.rl.objectives import PolicyObjective
     from spmdrl.spmd.mesh import start
 
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 The loop is that of `train.py`, with a method of its own (`rl/online_preference.py`): scores pick the best and the worst
 sample of each prompt, there are no advantages, and the update is that of preference learning. Left out of this page:
-the losses (`algos/preference.py`, `policy/pairs.py`), and everything that `train.py` leaves out.
+the losses (`algos/preference.py`, `policy/objectives/pairs.py`), and everything that `train.py` leaves out.
 """
 
 from dataclasses import replace

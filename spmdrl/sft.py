@@ -2,7 +2,7 @@
 
 The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring says
 so). Left out of this page: how rows become tokens with a loss mask (`supervised/encoder.py`, `data/turns.py`), the
-order in which they come (`data/mixture.py`), the loss (`policy/likelihood.py`) and how the parts are built
+order in which they come (`data/mixture.py`), the loss (`policy/objectives/likelihood.py`) and how the parts are built
 (`supervised/build.py`, `supervised/sft.py`). `preference.py` and `reward_model.py` take the same steps with rows,
 models and losses of their own.
 """

@@ -10,7 +10,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, from_episodes
 from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.policy import learner
-from spmdrl.rl.algorithm import Algorithm
+from spmdrl.policy.objectives.algorithm import Algorithm
 
 
 def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int) -> Batch:

@@ -16,7 +16,7 @@ from spmdrl.plan.paper import Paper
 from spmdrl.plan.passes import Pass, Work, few_passes
 from spmdrl.plan.push import plan_push
 from spmdrl.plan.storages import Moment
-from spmdrl.rl.algorithm import Algorithm
+from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.spmd.roles import roles_of
 from spmdrl.spmd.world import World
 

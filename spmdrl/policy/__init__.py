@@ -10,14 +10,11 @@ optimizer.py    AdamW, its schedule, the global gradient norm
 heads.py        logp and entropy, or a value, for every token of a pack
 self_check.py   finds the fastest form in which a model computes correctly: packed, or one sequence per forward
 probe.py        measures how far a form is from plain transformers
-likelihood.py   the loss of supervised fine-tuning
-pairs.py        the loss of pairs of responses
-distillation.py the columns that a teacher adds to a batch, and the divergence that trains a student
-aligned.py      the distance from a teacher with another tokenizer
 labels.py       labels of a reward model that a file describes
 remote.py       a frozen model on ranks of its own
 model_files.py  files beside the weights in a checkpoint: configuration, tokenizer
 safe_pickle.py  checks an optimizer's pickles before anything loads them
+objectives/     what models learn: policy updates, likelihood, pairs, scores, teachers
 attention/      attention over packed sequences
 mixers/         recurrent layers and short convolutions over packed sequences
 fsdp/           any HF transformer under FSDP2

@@ -80,8 +80,8 @@ MEASURE = -1
 class Objective(Protocol):
     """A loss that trains a model; its sum is the same for every layout of ranks and micro-batches (law 2).
 
-    The policy update of reinforcement learning is one, the update of a critic another (`rl/objectives.py`). A learner
-    calls `prepare` once per optimizer step, then `loss` for each micro-batch.
+    The policy update of reinforcement learning is one, the update of a critic another (`objectives/reinforcement.py`).
+    A learner calls `prepare` once per optimizer step, then `loss` for each micro-batch.
     """
 
     columns: frozenset[str]

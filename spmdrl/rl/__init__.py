@@ -22,13 +22,11 @@ score.py         computes inputs of the update: shaped rewards, old and referenc
 reading.py       how a reward model reads responses: tokens, steps, labels
 retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
-objectives.py    losses of the policy, a critic, a process reward model
 online_preference.py  the method of pairs of own samples: which samples of a prompt are compared
 teacher_prompts.py  the prompts as a teacher reads them
 alignment.py     a teacher that reads other tokens
 spans.py         spans of text that tokens of both cover
 distillation.py  the method of distillation: what teachers say of a batch, responses of the data set
-algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       makes an Algorithm from settings
 spikes.py        keeps the batch of an anomalous optimizer step
 turn_calls.py    calls of tools that stand in an episode's turns, for its row of samples.jsonl

@@ -1,7 +1,8 @@
 """A teacher that reads other tokens than its student: it reads the student's text, and answers for spans of it.
 
 The response is read again by the teacher's tokenizer, behind the teacher's own prompt. Spans of text that whole tokens
-of both cover are compared (`rl/spans.py`, `policy/aligned.py`). Responses that cannot be aligned are counted and named.
+of both cover are compared (`rl/spans.py`, `aligned.py` of `policy/objectives`). Responses that cannot be
+aligned are counted and named.
 """
 
 import logging
@@ -17,9 +18,9 @@ from spmdrl.health.status import tick
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
-from spmdrl.policy.aligned import LEAD, OUTSIDE, SHIFT, AlignedObjective
 from spmdrl.policy.contract import OutputHead, Policy
-from spmdrl.policy.distillation import Reader
+from spmdrl.policy.objectives.aligned import LEAD, OUTSIDE, SHIFT, AlignedObjective
+from spmdrl.policy.objectives.distillation import Reader
 from spmdrl.rl.run import Run
 from spmdrl.rl.spans import Aligned, Pair, UnreadableError
 from spmdrl.rl.teacher_prompts import room, teacher_prompts

@@ -8,7 +8,7 @@ from spmdrl.data.batch import Batch, from_episodes
 from spmdrl.data.dealing import share_out
 from spmdrl.data.episode import Episode
 from spmdrl.data.packing import work_of
-from spmdrl.rl.algorithm import Algorithm
+from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.spmd.exchange import gather_names
 from spmdrl.spmd.peers import Peers

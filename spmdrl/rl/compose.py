@@ -13,7 +13,7 @@ from spmdrl.config.classifier import scores_steps
 from spmdrl.config.fields import get
 from spmdrl.config.parameters import parameters_of
 from spmdrl.config.schema import Config
-from spmdrl.rl.algorithm import MOMENTS, Algorithm
+from spmdrl.policy.objectives.algorithm import MOMENTS, Algorithm
 
 
 def compose(cfg: Config) -> Algorithm:

@@ -17,7 +17,7 @@ from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.policy.distillation import DistillObjective, reader_of, share_name
+from spmdrl.policy.objectives.distillation import DistillObjective, reader_of, share_name
 from spmdrl.rl.alignment import Alignment
 from spmdrl.rl.build import build_run
 from spmdrl.rl.engine_teachers import EngineTeachers

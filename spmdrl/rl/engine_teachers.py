@@ -16,7 +16,7 @@ from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.quantized import fp8_blocks
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import check_same_tokens
-from spmdrl.policy.distillation import Reader
+from spmdrl.policy.objectives.distillation import Reader
 from spmdrl.rl.engine_judges import check_same_model, check_same_tensors
 from spmdrl.rl.run import Run
 from spmdrl.rollout.engine import ReadingEngine, ScoreRequest

@@ -17,9 +17,9 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.policy.contract import LossResult, Objective
-from spmdrl.policy.likelihood import SftObjective
-from spmdrl.policy.pairs import PairObjective, PairShared
-from spmdrl.rl.algorithm import Algorithm, add_mismatch
+from spmdrl.policy.objectives.algorithm import Algorithm, add_mismatch
+from spmdrl.policy.objectives.likelihood import SftObjective
+from spmdrl.policy.objectives.pairs import PairObjective, PairShared
 from spmdrl.rl.build import build_run
 from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.reading import finite

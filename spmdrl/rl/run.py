@@ -18,7 +18,7 @@ from spmdrl.health.preempt import AbandonedError, PreemptedError, agreed
 from spmdrl.health.status import rank_status
 from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.models import Models
-from spmdrl.rl.algorithm import Algorithm
+from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rl.batching import pack
 from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_rows, with_rates
 from spmdrl.rl.evaluation import Evaluation

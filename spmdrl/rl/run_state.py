@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmdrl.rl.algorithm import Algorithm
+from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rl.spikes import Spikes
 
 

@@ -21,7 +21,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import gather_rows
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.models import Models
-from spmdrl.rl.algorithm import MOMENTS, Algorithm, add_mismatch, mean
+from spmdrl.policy.objectives.algorithm import MOMENTS, Algorithm, add_mismatch, mean
 from spmdrl.rl.reading import AtLast, finite
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics

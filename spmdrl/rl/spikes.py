@@ -18,7 +18,7 @@ from spmdrl.data import treefile
 from spmdrl.data.batch import Batch
 from spmdrl.policy.grad_guard import AnomalousStep, Guard
 from spmdrl.policy.models import Models
-from spmdrl.rl.algorithm import Algorithm
+from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.spmd.exchange import all_reduce, lexsort
 from spmdrl.spmd.world import World
 

@@ -6,8 +6,8 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.models import Models
-from spmdrl.rl.algorithm import Algorithm
-from spmdrl.rl.objectives import CriticObjective, PolicyObjective, ProcessObjective
+from spmdrl.policy.objectives.algorithm import Algorithm
+from spmdrl.policy.objectives.reinforcement import CriticObjective, PolicyObjective, ProcessObjective
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 

@@ -13,10 +13,7 @@ precomputed.py   log p of the reference, computed before the first step
 teacher.py       writes a teacher's likeliest tokens into files
 stored_teacher.py reads them in the teacher's place
 pair_encoder.py  turns a row of preference data into sequences
-labelled.py      the loss of labelled responses
-scores.py        the loss of a reward model
 steps.py         turns a row of labelled steps into a sequence
-step_scores.py   the loss of a process reward model
 generations.py   answers of the model during the job
 template.py      the chat template of a job whose tokenizer has none
 preview.py       a look at the first rows, for a dry run

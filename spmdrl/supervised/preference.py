@@ -12,10 +12,10 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.contract import Objective
 from spmdrl.policy.models import Models, check_alike
-from spmdrl.policy.pairs import PairObjective
+from spmdrl.policy.objectives.labelled import LabelledObjective
+from spmdrl.policy.objectives.pairs import PairObjective
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
-from spmdrl.supervised.labelled import LabelledObjective
 from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
 from spmdrl.supervised.precomputed import Known
 from spmdrl.supervised.run import SupervisedRun

@@ -12,14 +12,14 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.policy.backends import backend
 from spmdrl.policy.labels import check_head
 from spmdrl.policy.models import Models
+from spmdrl.policy.objectives.scores import ScoreObjective, report
+from spmdrl.policy.objectives.step_scores import StepObjective
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Placed, Start, assemble, begin
 from spmdrl.supervised.encoder import Encoded
 from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
 from spmdrl.supervised.run import SupervisedRun
-from spmdrl.supervised.scores import ScoreObjective, report
-from spmdrl.supervised.step_scores import StepObjective
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 
 SEQUENCES, TOKENS = SCORERS

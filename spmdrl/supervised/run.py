@@ -14,8 +14,8 @@ from spmdrl.data.batch import Batch
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
 from spmdrl.policy.contract import MEASURE, Objective
-from spmdrl.policy.distillation import DistillObjective
 from spmdrl.policy.models import Models
+from spmdrl.policy.objectives.distillation import DistillObjective
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session

@@ -8,9 +8,9 @@ from spmdrl.config.sft import SFTConfig
 from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.policy.contract import MEASURE
-from spmdrl.policy.distillation import DistillObjective, reader_of
-from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.models import Models
+from spmdrl.policy.objectives.distillation import DistillObjective, reader_of
+from spmdrl.policy.objectives.likelihood import SftObjective
 from spmdrl.session.job import Job
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy

@@ -16,7 +16,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
 from spmdrl.health.status import tick
 from spmdrl.hub.resolve import resolve
-from spmdrl.policy.distillation import Reader, reader_of
+from spmdrl.policy.objectives.distillation import Reader, reader_of
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.supervised.build import Start

@@ -18,7 +18,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.chat import Today, template_text
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.hub.resolve import named, resolve
-from spmdrl.policy.distillation import reader_of
+from spmdrl.policy.objectives.distillation import reader_of
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.supervised.build import Start, digest, frozen

@@ -24,7 +24,7 @@ from spmdrl.tools.conversation_lines import conversation_lines
 
 if TYPE_CHECKING:
     from spmdrl.data.batch import Batch
-    from spmdrl.rl.algorithm import Algorithm
+    from spmdrl.policy.objectives.algorithm import Algorithm
 
 SAME = 1e-5
 """Largest relative difference of two gradient norms that count as the same."""
@@ -171,7 +171,7 @@ def build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | Non
 
 def objective_of(algo: "Algorithm", cfg: Config, policy: Any, told: dict, peers: Any) -> Any:
     """Makes the objective by which the model of the step learnt."""
-    from spmdrl.rl.objectives import CriticObjective, PolicyObjective, ProcessObjective
+    from spmdrl.policy.objectives.reinforcement import CriticObjective, PolicyObjective, ProcessObjective
 
     columns = {"critic": ("returns", "values"), "cost_critic": ("cost_returns", "cost_values")}
     if told["model"] in columns:

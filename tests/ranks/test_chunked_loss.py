@@ -6,8 +6,8 @@ import torch
 from spmdrl.algos.losses import LOSSES
 from spmdrl.policy import heads
 from spmdrl.policy.models import Models
+from spmdrl.policy.objectives.reinforcement import PolicyObjective
 from spmdrl.rl.compose import compose
-from spmdrl.rl.objectives import PolicyObjective
 from tests.ranks.cases import build_policy, config, float64_softmax, gradients_of, relative, small_model, update_models
 from tests.ranks.cases import synthetic_batch as episodes
 from tests.ranks.harness import run_ranks

@@ -32,8 +32,8 @@ from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.packing import microbatch_count, microbatches
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
+from spmdrl.policy.objectives.reinforcement import PolicyObjective
 from spmdrl.rl.compose import compose
-from spmdrl.rl.objectives import PolicyObjective
 from spmdrl.rl.reading import Scores
 from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.mesh import world_from_group

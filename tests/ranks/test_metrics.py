@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.policy.models import Models
-from spmdrl.rl.objectives import PolicyObjective
+from spmdrl.policy.objectives.reinforcement import PolicyObjective
 from tests.ranks.cases import build_policy, config, scored_batch, small_model, synthetic_batch
 from tests.ranks.demo import metrics, train_demo
 from tests.ranks.harness import RankError, run_ranks

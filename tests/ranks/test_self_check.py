@@ -9,8 +9,8 @@ from spmdrl.policy.attention import packed
 from spmdrl.policy.fsdp import sharding
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.heads import Form
-from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.mixers import layers, rotary
+from spmdrl.policy.objectives.likelihood import SftObjective
 from spmdrl.policy.self_check import choose_form
 from tests.engines.families import make
 from tests.ranks.cases import (

@@ -13,9 +13,9 @@ from spmdrl.algos.preference import LOSSES, UNPAIRED, Labelled, Pairs, Terms, bc
 from spmdrl.config import preference as settings
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import MEASURE
-from spmdrl.policy.pairs import PairObjective
+from spmdrl.policy.objectives.labelled import LabelledObjective
+from spmdrl.policy.objectives.pairs import PairObjective
 from spmdrl.spmd.peers import Peers
-from spmdrl.supervised.labelled import LabelledObjective
 
 ALONE = Peers(None, torch.device("cpu"))
 ASKED = [3, 2, 4, 3, 5]

@@ -21,10 +21,10 @@ from spmdrl.data.tokens import Masked
 from spmdrl.hub.build import empty_model
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.policy.objectives.scores import report
+from spmdrl.policy.objectives.step_scores import describe
 from spmdrl.supervised.preview import shown
 from spmdrl.supervised.reward_model import ScoredEncoder, check_names
-from spmdrl.supervised.scores import report
-from spmdrl.supervised.step_scores import describe
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 from spmdrl.tracking.metrics import Metrics
 from tests.unit.malformed import text, values

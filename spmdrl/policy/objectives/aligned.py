@@ -11,7 +11,7 @@ import torch.distributed as dist
 from spmdrl.config.divergence import DivergenceConfig
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import HeadFunction, OutputHead, Shared
-from spmdrl.policy.distillation import DistillObjective, Reader
+from spmdrl.policy.objectives.distillation import DistillObjective, Reader
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.peers import Peers
 from spmdrl_kernels.aligned import Matched, SpanTeacher, aligned_loss

@@ -7,8 +7,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import LossResult, Objective, Shared
+from spmdrl.policy.objectives.scores import add_calibration, add_mean
 from spmdrl.spmd.peers import Peers
-from spmdrl.supervised.scores import add_calibration, add_mean
 from spmdrl.tracking.metrics import Metrics
 
 BINS = 10

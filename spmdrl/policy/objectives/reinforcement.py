@@ -18,7 +18,7 @@ from spmdrl.algos.value import implicit_reward_loss, positive_nll, value_loss
 from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import gather_rows
 from spmdrl.policy.contract import LossResult, Objective, Policy, Shared, TokenLoss
-from spmdrl.rl.algorithm import Algorithm, add_mismatch, mean
+from spmdrl.policy.objectives.algorithm import Algorithm, add_mismatch, mean
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import uniform
 from spmdrl.tracking.metrics import Metrics
