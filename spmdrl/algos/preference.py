@@ -8,31 +8,14 @@ Log-ratio: log p of a response by the policy, minus that by the reference.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
-DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Settings of the losses."""
-
-    beta: float = 0.1
-    """Strength with which the policy is held to the reference; IPO's tau."""
-    label_smoothing: float = 0.0
-    """Share of pairs whose label is taken to be wrong."""
-    divergence: str = "reverse_kl"
-    """A name in `DIVERGENCES` (f-DPO, https://arxiv.org/abs/2309.16240)."""
-    alpha: float = 0.5
-    """Exponent of the alpha divergence."""
-    tau: float = 0.05
-    """Temperature of DiscoPOP's mixture."""
-    margin: float = 0.5
-    """SimPO's gamma: target margin between beta times mean log p of the two responses."""
+from spmdrl.algos.rows import settings_of
 
 
 @dataclass
@@ -63,142 +46,138 @@ class Pairs:
         return self.rejected - self.ref_rejected
 
 
-Loss = Callable[[Pairs, Terms], torch.Tensor]
+def score(ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
+    """f'(u) of the divergence at u = exp(ratio), up to a constant that pairs do not see (f-DPO,
+    https://arxiv.org/abs/2309.16240).
 
-
-def score(ratio: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """f'(u) of the divergence at u = exp(ratio), up to a constant that pairs do not see."""
-    if terms.divergence == "forward_kl":
+    divergence: `reverse_kl`, `forward_kl`, `js`, or `alpha` with its exponent.
+    """
+    if divergence == "forward_kl":
         return 1 - torch.exp(-ratio)
-    if terms.divergence == "js":
+    if divergence == "js":
         return math.log(2) + logsigmoid(ratio)
-    if terms.divergence == "alpha" and abs(terms.alpha - 1) > 1e-6:
-        power = terms.alpha - 1
+    if divergence == "alpha" and abs(alpha - 1) > 1e-6:
+        power = alpha - 1
         # exp stays finite in float32.
         return torch.expm1((power * ratio).clamp(max=80.0)) / power
     return ratio
 
 
-def difference(x: Pairs, terms: Terms) -> torch.Tensor:
+def difference(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
     """Score of the chosen response minus that of the rejected one."""
-    return score(x.ratio_chosen, terms) - score(x.ratio_rejected, terms)
+    return score(x.ratio_chosen, divergence, alpha) - score(x.ratio_rejected, divergence, alpha)
+
+
+def difference_per_token(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
+    """As `difference`, each score divided by the tokens of its response."""
+    chosen, rejected = (score(ratio, divergence, alpha) for ratio in (x.ratio_chosen, x.ratio_rejected))
+    return chosen / x.chosen_tokens - rejected / x.rejected_tokens
 
 
 def _smoothed(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
     return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
 
 
-def sigmoid(x: Pairs, terms: Terms) -> torch.Tensor:
+def sigmoid(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
     """DPO (https://arxiv.org/abs/2305.18290); with label smoothing, conservative DPO."""
-    return _smoothed(terms.beta * difference(x, terms), terms.label_smoothing)
+    return _smoothed(beta * difference(x, divergence, alpha), label_smoothing)
 
 
-def robust(x: Pairs, terms: Terms) -> torch.Tensor:
+def robust(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
     """Unbiased DPO under wrong labels (https://arxiv.org/abs/2403.00409)."""
-    wrong, logits = terms.label_smoothing, terms.beta * difference(x, terms)
+    wrong, logits = label_smoothing, beta * difference(x, divergence, alpha)
     return (-(1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)) / (1 - 2 * wrong)
 
 
-def hinge(x: Pairs, terms: Terms) -> torch.Tensor:
+def hinge(x: Pairs, *, beta: float, divergence: str, alpha: float) -> torch.Tensor:
     """SLiC (https://arxiv.org/abs/2305.10425)."""
-    return torch.relu(1 - terms.beta * difference(x, terms))
+    return torch.relu(1 - beta * difference(x, divergence, alpha))
 
 
-def ipo(x: Pairs, terms: Terms) -> torch.Tensor:
+def ipo(x: Pairs, *, beta: float, divergence: str, alpha: float) -> torch.Tensor:
     """IPO (https://arxiv.org/abs/2310.12036) on scores per token, as its authors meant it."""
-    per_token = score(x.ratio_chosen, terms) / x.chosen_tokens - score(x.ratio_rejected, terms) / x.rejected_tokens
-    return (per_token - 1 / (2 * terms.beta)) ** 2
+    per_token = difference_per_token(x, divergence, alpha)
+    return (per_token - 1 / (2 * beta)) ** 2
 
 
-def exo_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+def exo_pair(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
     """EXO for pairs (https://arxiv.org/abs/2402.00856, eq. 16); needs label smoothing above 0."""
-    logits, wrong = terms.beta * difference(x, terms), terms.label_smoothing
+    logits, wrong = beta * difference(x, divergence, alpha), label_smoothing
     won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-wrong))
     return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(wrong))
 
 
-def nca_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+def nca_pair(x: Pairs, *, beta: float) -> torch.Tensor:
     """NCA for pairs (https://arxiv.org/abs/2402.05369)."""
-    won, lost = terms.beta * x.ratio_chosen, terms.beta * x.ratio_rejected
+    won, lost = beta * x.ratio_chosen, beta * x.ratio_rejected
     return -logsigmoid(won) - 0.5 * logsigmoid(-won) - 0.5 * logsigmoid(-lost)
 
 
-def bco_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+def bco_pair(x: Pairs, *, beta: float) -> torch.Tensor:
     """BCO for pairs, with a shift of 0 (https://arxiv.org/abs/2404.04656)."""
-    return -logsigmoid(terms.beta * x.ratio_chosen) - logsigmoid(-terms.beta * x.ratio_rejected)
+    return -logsigmoid(beta * x.ratio_chosen) - logsigmoid(-beta * x.ratio_rejected)
 
 
-def sppo_hard(x: Pairs, terms: Terms) -> torch.Tensor:
+def sppo_hard(x: Pairs, *, beta: float) -> torch.Tensor:
     """SPPO with a winner for certain (https://arxiv.org/abs/2405.00675, eq. 4.7)."""
-    half = 0.5 / terms.beta
+    half = 0.5 / beta
     return (x.ratio_chosen - half) ** 2 + (x.ratio_rejected + half) ** 2
 
 
-def apo_zero(x: Pairs, terms: Terms) -> torch.Tensor:
+def apo_zero(x: Pairs, *, beta: float) -> torch.Tensor:
     """APO-zero (https://arxiv.org/abs/2408.06266, eq. 7): chosen responses are better than the model's own."""
-    return 1 - (terms.beta * x.ratio_chosen).sigmoid() + (terms.beta * x.ratio_rejected).sigmoid()
+    return 1 - (beta * x.ratio_chosen).sigmoid() + (beta * x.ratio_rejected).sigmoid()
 
 
-def apo_down(x: Pairs, terms: Terms) -> torch.Tensor:
+def apo_down(x: Pairs, *, beta: float) -> torch.Tensor:
     """APO-down (https://arxiv.org/abs/2408.06266, eq. 8): chosen responses are worse than the model's own."""
-    apart = terms.beta * (x.ratio_chosen - x.ratio_rejected)
-    return (terms.beta * x.ratio_chosen).sigmoid() + 1 - apart.sigmoid()
+    apart = beta * (x.ratio_chosen - x.ratio_rejected)
+    return (beta * x.ratio_chosen).sigmoid() + 1 - apart.sigmoid()
 
 
-def discopop(x: Pairs, terms: Terms) -> torch.Tensor:
+def discopop(x: Pairs, *, beta: float, divergence: str, alpha: float, tau: float) -> torch.Tensor:
     """DiscoPOP (https://arxiv.org/abs/2406.08414, eq. 5)."""
-    logits = terms.beta * difference(x, terms)
-    mixed = (logits / terms.tau).sigmoid()
+    logits = beta * difference(x, divergence, alpha)
+    mixed = (logits / tau).sigmoid()
     return -logsigmoid(logits) * (1 - mixed) + torch.exp(-logits) * mixed
 
 
-def sigmoid_norm(x: Pairs, terms: Terms) -> torch.Tensor:
+def sigmoid_norm(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
     """DPO on scores per token (length-normalised, Tulu 3, https://arxiv.org/abs/2411.15124)."""
-    per_token = score(x.ratio_chosen, terms) / x.chosen_tokens - score(x.ratio_rejected, terms) / x.rejected_tokens
-    return _smoothed(terms.beta * per_token, terms.label_smoothing)
+    per_token = difference_per_token(x, divergence, alpha)
+    return _smoothed(beta * per_token, label_smoothing)
 
 
-def aot(x: Pairs, terms: Terms) -> torch.Tensor:
+def aot(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """AOT for pairs (https://arxiv.org/abs/2406.05882): the margin against the reference's margin of equal rank."""
-    return _smoothed(terms.beta * (x.chosen - x.rejected - x.matched["aot"][:, 0]), terms.label_smoothing)
+    return _smoothed(beta * (x.chosen - x.rejected - x.matched["aot"][:, 0]), label_smoothing)
 
 
-def aot_unpaired(x: Pairs, terms: Terms) -> torch.Tensor:
+def aot_unpaired(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """AOT for responses apart (https://arxiv.org/abs/2406.05882): log-ratios of equal rank on either side."""
     matched = x.matched["aot_unpaired"]
-    chosen = _smoothed(terms.beta * (x.ratio_chosen - matched[:, 0]), terms.label_smoothing)
-    rejected = _smoothed(terms.beta * (matched[:, 1] - x.ratio_rejected), terms.label_smoothing)
+    chosen = _smoothed(beta * (x.ratio_chosen - matched[:, 0]), label_smoothing)
+    rejected = _smoothed(beta * (matched[:, 1] - x.ratio_rejected), label_smoothing)
     # Summed over the step both are the same number; each has the gradient of its own side.
     return chosen + rejected - rejected.detach()
 
 
-def simpo(x: Pairs, terms: Terms) -> torch.Tensor:
+def simpo(x: Pairs, *, beta: float, label_smoothing: float, margin: float) -> torch.Tensor:
     """SimPO (https://arxiv.org/abs/2405.14734): mean log p with a target margin, no reference."""
     per_token = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
-    return _smoothed(terms.beta * per_token - terms.margin, terms.label_smoothing)
+    return _smoothed(beta * per_token - margin, label_smoothing)
 
 
-def cpo(x: Pairs, terms: Terms) -> torch.Tensor:
+def cpo(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """CPO without its likelihood term, which `sft` is (https://arxiv.org/abs/2401.08417); no reference."""
-    return _smoothed(terms.beta * (x.chosen - x.rejected), terms.label_smoothing)
+    return _smoothed(beta * (x.chosen - x.rejected), label_smoothing)
 
 
-def orpo(x: Pairs, terms: Terms) -> torch.Tensor:
+def orpo(x: Pairs) -> torch.Tensor:
     """ORPO's odds ratio on mean log p, without its likelihood term (https://arxiv.org/abs/2403.07691); no reference."""
     won, lost = x.chosen / x.chosen_tokens, x.rejected / x.rejected_tokens
     odds = won - lost - (torch.log1p(-won.exp()) - torch.log1p(-lost.exp()))
     return -logsigmoid(odds)
-
-
-LOSSES: dict[str, Loss] = {
-    f.__name__: f
-    for f in (
-        *(sigmoid, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop),
-        *(sigmoid_norm, aot, aot_unpaired, simpo, cpo, orpo),
-    )
-}
-SORTED = frozenset({"aot", "aot_unpaired"})
-"""Losses that need `Pairs.matched`."""
 
 
 def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -238,27 +217,75 @@ class Labelled:
     """bool."""
 
 
-def kto(x: Labelled, terms: Terms, shift: float) -> torch.Tensor:
+def kto(x: Labelled, shift: float, *, beta: float) -> torch.Tensor:
     """KTO (https://arxiv.org/abs/2402.01306, eq. 7). shift: estimate of the KL to the reference, at least 0."""
     sign = torch.where(x.wanted, 1.0, -1.0)
-    return 1 - (sign * terms.beta * (x.ratio - shift)).sigmoid()
+    return 1 - (sign * beta * (x.ratio - shift)).sigmoid()
 
 
-def bco(x: Labelled, terms: Terms, shift: float) -> torch.Tensor:
+def bco(x: Labelled, shift: float, *, beta: float) -> torch.Tensor:
     """BCO (https://arxiv.org/abs/2404.04656). shift: mean of beta times log-ratio, half of it of either label."""
     sign = torch.where(x.wanted, 1.0, -1.0)
-    return -logsigmoid(sign * (terms.beta * x.ratio - shift))
+    return -logsigmoid(sign * (beta * x.ratio - shift))
 
 
-def apo_zero_unpaired(x: Labelled, terms: Terms, shift: float) -> torch.Tensor:
+def apo_zero_unpaired(x: Labelled, shift: float, *, beta: float) -> torch.Tensor:
     """APO-zero for responses apart (https://arxiv.org/abs/2408.06266, eq. 7)."""
     sign = torch.where(x.wanted, 1.0, -1.0)
-    return 1 - (sign * terms.beta * x.ratio).sigmoid()
+    return 1 - (sign * beta * x.ratio).sigmoid()
 
 
-UNPAIRED: dict[str, Callable[[Labelled, Terms, float], torch.Tensor]] = {
-    "kto": kto,
-    "bco": bco,
-    "apo_zero_unpaired": apo_zero_unpaired,
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """One loss of preference learning: its function, whose keyword-only parameters are its settings, and its inputs."""
+
+    function: Callable[..., torch.Tensor]
+    labelled: bool = False
+    """It is of `Labelled` responses and a shift, a number that is the same for all of a step; else of `Pairs`."""
+    has_reference: bool = True
+    matched: bool = False
+    """It sorts the pairs of the whole step, and needs `Pairs.matched`."""
+    needs_smoothing: bool = False
+    """It is for labels of which some are wrong: `label_smoothing` is above 0."""
+    shift: Literal["", "other prompts", "steps so far"] = ""
+    """Source of the shift: log-ratios of responses to other prompts of the step, or those of all steps so far."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of the settings that it reads."""
+        return tuple(settings_of(self.function))
+
+    def of(self, x: Pairs | Labelled, settings: Any, *shift: float) -> torch.Tensor:
+        """The loss of each pair or response. settings: an object with the values as attributes."""
+        return self.function(x, *shift, **{name: getattr(settings, name) for name in self.settings})
+
+
+LOSSES: dict[str, PreferenceLoss] = {
+    "sigmoid": PreferenceLoss(sigmoid),
+    "robust": PreferenceLoss(robust, needs_smoothing=True),
+    "hinge": PreferenceLoss(hinge),
+    "ipo": PreferenceLoss(ipo),
+    "exo_pair": PreferenceLoss(exo_pair, needs_smoothing=True),
+    "nca_pair": PreferenceLoss(nca_pair),
+    "bco_pair": PreferenceLoss(bco_pair),
+    "sppo_hard": PreferenceLoss(sppo_hard),
+    "apo_zero": PreferenceLoss(apo_zero),
+    "apo_down": PreferenceLoss(apo_down),
+    "discopop": PreferenceLoss(discopop),
+    "sigmoid_norm": PreferenceLoss(sigmoid_norm),
+    "aot": PreferenceLoss(aot, matched=True),
+    "aot_unpaired": PreferenceLoss(aot_unpaired, matched=True),
+    "simpo": PreferenceLoss(simpo, has_reference=False),
+    "cpo": PreferenceLoss(cpo, has_reference=False),
+    "orpo": PreferenceLoss(orpo, has_reference=False),
+    "apo_zero_unpaired": PreferenceLoss(apo_zero_unpaired, labelled=True),
+    "bco": PreferenceLoss(bco, labelled=True, shift="steps so far"),
+    "kto": PreferenceLoss(kto, labelled=True, shift="other prompts"),
 }
-"""Losses of labelled responses, with a number that is the same for all of a step."""
+SFT = "sft"
+"""Cross-entropy of the chosen responses, beside the losses of pairs; it has no reference and no settings."""
+
+
+def needs_reference(losses: Iterable[str]) -> bool:
+    """Tell whether any of these losses, by name, holds the policy to a reference."""
+    return any(name != SFT and LOSSES[name].has_reference for name in losses)

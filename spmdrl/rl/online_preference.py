@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 
-from spmdrl.algos.preference import Terms
 from spmdrl.config.online_preference import OnlinePreferenceConfig, takes_best_alone
 from spmdrl.config.preference import losses_of
 from spmdrl.config.schema import Config
@@ -141,18 +140,8 @@ class OnlinePreference(PolicyGradient):
         chosen, policy, peers = self.cfg.preference, self.run.models.policy, self.run.peers
         if self.alone:
             return SftObjective("nll", peers)
-        terms = Terms(chosen.beta, chosen.label_smoothing, chosen.divergence, chosen.alpha, chosen.tau, chosen.margin)
-        return OwnPairs(
-            losses_of(chosen),
-            terms,
-            policy,
-            peers,
-            chosen.tail,
-            chosen.weighted,
-            self.cfg.rollout.temperature,
-            self.run.algo,
-            policy.updates_done,
-        )
+        temperature = self.cfg.rollout.temperature
+        return OwnPairs(losses_of(chosen), chosen, policy, peers, temperature, self.run.algo, policy.updates_done)
 
 
 @dataclass

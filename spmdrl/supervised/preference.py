@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-from spmdrl.algos.preference import Terms
 from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of
 from spmdrl.config.schema import is_average
 from spmdrl.data.preferences import CHOSEN
@@ -63,8 +62,6 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
 def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models: Models) -> Objective:
     """The loss that the settings name."""
     chosen, peers, losses = cfg.preference, session.world.data_peers, losses_of(cfg.preference)
-    terms = Terms(chosen.beta, chosen.label_smoothing, chosen.divergence, chosen.alpha, chosen.tau, chosen.margin)
     if has_pairs(chosen):
-        return PairObjective(losses, terms, models.policy, peers, chosen.tail, chosen.weighted)
-    weights = chosen.wanted_weight, chosen.unwanted_weight
-    return LabelledObjective(next(iter(losses)), terms, weights, models.policy, peers)
+        return PairObjective(losses, chosen, models.policy, peers)
+    return LabelledObjective(next(iter(losses)), chosen, models.policy, peers)

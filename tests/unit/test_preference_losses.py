@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from spmdrl.algos.preference import LOSSES, UNPAIRED, Labelled, Pairs, Terms, bco, simpo
+from spmdrl.algos.preference import LOSSES, Labelled, Pairs, bco, simpo
 from spmdrl.config import preference as settings
+from spmdrl.config.preference import PreferenceMethod
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import MEASURE
 from spmdrl.policy.objectives.labelled import LabelledObjective
@@ -112,11 +113,11 @@ def trl_loss(case: Case, dtype=torch.float64, **more) -> tuple[float, torch.Tens
     return loss.item(), case.packed(logp.grad)
 
 
-def our_loss(case: Case, losses: dict[str, float], terms: Terms, parts=None, **more) -> tuple[float, torch.Tensor]:
+def our_loss(case: Case, losses: dict[str, float], method: PreferenceMethod, parts=None) -> tuple[float, torch.Tensor]:
     """Our loss of the same batch, in micro-batches of the pairs `parts`, and the gradient of logp."""
     batch, logp_T = case.batch(), case.packed(case.logp).requires_grad_()
     policy = SimpleNamespace(logprobs=lambda share, *_: (logp_T.detach(), torch.zeros_like(logp_T)))
-    objective = PairObjective(losses, terms, policy, ALONE, **more)  # type: ignore[arg-type]
+    objective = PairObjective(losses, method, policy, ALONE)  # type: ignore[arg-type]
     shared, total = objective.prepare(batch, 0), torch.zeros((), dtype=torch.float64)
     token = batch.token | {"place": torch.arange(batch.n_tokens), "collision": case.packed(case.collision)}
     whole = Batch(batch.lengths, token, batch.seq)
@@ -153,7 +154,7 @@ ALIKE = {
 def test_parity_each_loss_is_that_of_trl(name):
     case, more = Case(), ALIKE[name]
     want, gradient = trl_loss(case, loss_types=[name], loss_weights=[1.0], **more)
-    got, mine = our_loss(case, {name: 1.0}, Terms(**more))
+    got, mine = our_loss(case, {name: 1.0}, PreferenceMethod(**more))
     assert got == pytest.approx(want, rel=1e-6) and gradient.abs().max() > 0
     torch.testing.assert_close(mine, gradient, rtol=1e-6, atol=1e-9)
 
@@ -164,7 +165,7 @@ def test_parity_divergences_are_those_of_trl(kind):
     # TRL knows no float64 for the alpha divergence.
     dtype = torch.float32 if kind == "alpha" else torch.float64
     want, gradient = trl_loss(Case(), dtype, loss_types=["sigmoid"], loss_weights=[1.0], f_divergence_type=theirs)
-    got, mine = our_loss(Case(), {"sigmoid": 1.0}, Terms(divergence=kind))
+    got, mine = our_loss(Case(), {"sigmoid": 1.0}, PreferenceMethod(divergence=kind))
     assert got == pytest.approx(want, rel=1e-6)
     torch.testing.assert_close(mine, gradient, rtol=1e-6, atol=1e-8)
 
@@ -176,7 +177,7 @@ def test_parity_lists_weights_and_tails_are_those_of_trl():
         losses = {k: v for k, v in mixed.items() if k != "sft" or not weighted}
         more = dict(ld_alpha=tail, use_weighting=weighted)
         want, gradient = trl_loss(Case(), loss_types=list(losses), loss_weights=list(losses.values()), **more)
-        got, mine = our_loss(Case(), losses, Terms(), tail=1.0 if tail is None else tail, weighted=weighted)
+        got, mine = our_loss(Case(), losses, PreferenceMethod(tail=1.0 if tail is None else tail, weighted=weighted))
         assert got == pytest.approx(want, rel=1e-6)
         torch.testing.assert_close(mine, gradient, rtol=1e-6, atol=1e-9)
 
@@ -190,7 +191,7 @@ def test_parity_simpo_cpo_and_orpo_are_those_of_trl():
     means = means / case.mask.sum(1)
     on = SimpleNamespace(device=torch.device("cpu"))
     trainer = SimpleNamespace(alpha=0.0, beta=0.7, label_smoothing=0.1, simpo_gamma=0.5, accelerator=on)
-    terms = Terms(beta=0.7, label_smoothing=0.1, margin=0.5)
+    terms = PreferenceMethod(beta=0.7, label_smoothing=0.1, margin=0.5)
     pairs = len(ASKED)
     for name, kind, values in (("simpo", "simpo", means), ("cpo", "sigmoid", sums)):
         trainer.loss_type = kind
@@ -204,14 +205,14 @@ def test_parity_simpo_cpo_and_orpo_are_those_of_trl():
 def test_simpo_by_its_formula():
     x = Pairs(*(torch.tensor([v], dtype=torch.float64) for v in (-4.0, -9.0, 0.0, 0.0, 2.0, 3.0)))
     want = -math.log(1 / (1 + math.exp(-(2.0 * (-2.0 + 3.0) - 0.5))))
-    assert simpo(x, Terms(beta=2.0, margin=0.5)).item() == pytest.approx(want, rel=1e-12)
+    assert simpo(x, beta=2.0, label_smoothing=0.0, margin=0.5).item() == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "sft"])
+@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if not row.labelled] + ["sft"])
 def test_layout_micro_batches_change_no_loss_of_pairs(name):
-    terms = Terms(label_smoothing=0.1)
-    want, gradient = our_loss(Case(2), {name: 1.0}, terms, tail=0.5)
-    got, mine = our_loss(Case(2), {name: 1.0}, terms, parts=[[3], [0, 2], [4, 1]], tail=0.5)
+    terms = PreferenceMethod(label_smoothing=0.1, tail=0.5)
+    want, gradient = our_loss(Case(2), {name: 1.0}, terms)
+    got, mine = our_loss(Case(2), {name: 1.0}, terms, parts=[[3], [0, 2], [4, 1]])
     assert got == pytest.approx(want, rel=1e-12)
     torch.testing.assert_close(mine, gradient, rtol=1e-10, atol=1e-14)
 
@@ -224,7 +225,8 @@ def labelled(
     batch.seq["sample"] = torch.tensor([0, 1, 0, 1, 0, 1, 1, 0, 2, 3])
     batch.token["place"] = torch.arange(batch.n_tokens)
     policy = SimpleNamespace(logprobs=lambda share, *_: (logp_T.detach()[share.token["place"]], None))
-    objective = LabelledObjective(name, Terms(beta=0.3), weights, policy, ALONE)  # type: ignore[arg-type]
+    method = PreferenceMethod(beta=0.3, wanted_weight=weights[0], unwanted_weight=weights[1])
+    objective = LabelledObjective(name, method, policy, ALONE)  # type: ignore[arg-type]
     for step in range(steps):
         shared = objective.prepare(batch, step)
     total = torch.zeros((), dtype=torch.float64)
@@ -276,7 +278,7 @@ def test_parity_kto_is_that_of_trl(name):
     torch.testing.assert_close(mine, case.packed(logp.grad), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", UNPAIRED)
+@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.labelled])
 def test_layout_micro_batches_change_no_loss_of_single_responses(name):
     want, gradient, shift = labelled(name, Case(4), steps=2)
     got, mine, same = labelled(name, Case(4), parts=[[7, 9], [0, 1, 8, 2], [3], [4, 5, 6]], steps=2)
@@ -288,7 +290,7 @@ def test_bco_by_its_formula():
     ratio = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
     wanted = torch.tensor([True, False, True])
     want = -logsigmoid(torch.tensor([0.3 * 0.5 - 0.2, 0.3 + 0.2, 0.3 * 2 - 0.2], dtype=torch.float64))
-    torch.testing.assert_close(bco(Labelled(ratio, wanted), Terms(beta=0.3), 0.2), want)
+    torch.testing.assert_close(bco(Labelled(ratio, wanted), 0.2, beta=0.3), want)
 
 
 def test_bco_keeps_half_of_each_label_and_no_step_that_is_not_finite():
@@ -298,7 +300,7 @@ def test_bco_keeps_half_of_each_label_and_no_step_that_is_not_finite():
     said = [n for pair in SAID for n in pair]
     numbers = iter([1.0, 2.0, math.nan, 5.0])
     policy = SimpleNamespace(logprobs=lambda share, *_: (torch.full_like(share.token["ref_logp"], next(numbers)), None))
-    objective = LabelledObjective("bco", Terms(beta=0.5), (1.0, 1.0), policy, ALONE)  # type: ignore[arg-type]
+    objective = LabelledObjective("bco", PreferenceMethod(beta=0.5), policy, ALONE)  # type: ignore[arg-type]
     won, lost = sum(said[0::2]), sum(said[1::2])
     assert objective.prepare(batch, 0).shift == pytest.approx(0.5 * (won / 5 + lost / 5) / 2)
     wanted = batch.select(torch.tensor([0, 2, 4, 6, 8]))
@@ -309,6 +311,6 @@ def test_bco_keeps_half_of_each_label_and_no_step_that_is_not_finite():
 
 
 def test_settings_know_the_losses():
-    assert set(settings.PAIRED) == set(LOSSES) and set(UNPAIRED) == settings.UNPAIRED
+    assert {*settings.PAIRED, *settings.UNPAIRED} == set(LOSSES)
     for name, losses in settings.METHODS.items():
         assert settings.losses_of(settings.PreferenceMethod(method=name)), losses  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from spmdrl.algos.aggregate import sum_per_sequence
-from spmdrl.algos.preference import UNPAIRED, Labelled, Terms
+from spmdrl.algos.preference import LOSSES, Labelled
+from spmdrl.config.preference import PreferenceMethod
 from spmdrl.data.batch import Batch
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.policy.contract import MEASURE, LossResult, Objective, Policy, Shared
@@ -31,10 +32,8 @@ class LabelledObjective(Objective):
     """Mean over the responses of a step."""
 
     loss_name: str
-    """A name in `algos.preference.UNPAIRED`."""
-    terms: Terms
-    weights: tuple[float, float]
-    """Of responses that are wanted, and of those that are not."""
+    """A name in `algos.preference.LOSSES`."""
+    settings: PreferenceMethod
     policy: Policy
     peers: Peers
     moved: list[float] = field(default_factory=lambda: [0.0] * 4)
@@ -51,14 +50,15 @@ class LabelledObjective(Objective):
 
     def _shift(self, share: Batch, index: int) -> float:
         """KTO: the mean log-ratio of responses to other prompts, at least 0. BCO: the mean reward over steps."""
-        if self.loss_name == "apo_zero_unpaired":
+        source = LOSSES[self.loss_name].shift
+        if not source:
             return 0.0
         asked = share
-        if self.loss_name == "kto":
+        if source == "other prompts":
             asked = share.select(torch.nonzero(share.seq["sample"] >= MISMATCHED).flatten())
         logp_T, _ = self.policy.logprobs(asked, self.temperature, self.second)
         ratio_B = asked.sum_tokens(logp_T.double() - asked.token["ref_logp"].double())
-        if self.loss_name == "kto":
+        if source == "other prompts":
             total, count = self.peers.sum(
                 torch.tensor([float(ratio_B.sum()), len(asked)], dtype=torch.float64)
             ).tolist()
@@ -67,11 +67,11 @@ class LabelledObjective(Objective):
         sums = [number for side_N in sides for number in (float(side_N.sum()), float(len(side_N)))]
         here = self.peers.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
         if index == MEASURE:
-            return self.terms.beta * _half_of_each(self.moved if any(self.moved) else here)
+            return self.settings.beta * _half_of_each(self.moved if any(self.moved) else here)
         if all(map(math.isfinite, here)):
             # A step that is not finite is left out, and must not stay in the mean.
             self.moved[:] = [before + more for before, more in zip(self.moved, here, strict=True)]
-        return self.terms.beta * _half_of_each(self.moved)
+        return self.settings.beta * _half_of_each(self.moved)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: LabelledShared) -> LossResult:
         """Implements `loss` of the contract, from logp."""
@@ -83,10 +83,11 @@ class LabelledObjective(Objective):
         )
         trained_B = (micro.seq["sample"] < MISMATCHED).to(device)
         x = Labelled(ratio_B[trained_B], (micro.seq["sample"].to(device) == CHOSEN)[trained_B])
-        weight = torch.where(x.wanted, *(torch.tensor(w, dtype=torch.float64, device=device) for w in self.weights))
-        loss = (UNPAIRED[self.loss_name](x, self.terms, shared.shift) * weight).sum() / max(1.0, shared.responses)
+        weights = self.settings.wanted_weight, self.settings.unwanted_weight
+        weight = torch.where(x.wanted, *(torch.tensor(w, dtype=torch.float64, device=device) for w in weights))
+        loss = (LOSSES[self.loss_name].of(x, self.settings, shared.shift) * weight).sum() / max(1.0, shared.responses)
         metrics.add_sum("loss", loss.detach())
-        rewards = self.terms.beta * x.ratio.detach()
+        rewards = self.settings.beta * x.ratio.detach()
         for name, side in (("rewards/chosen", x.wanted), ("rewards/rejected", ~x.wanted)):
             count = int(side.sum())
             metrics.add(name, rewards[side].mean() if count else 0.0, count)

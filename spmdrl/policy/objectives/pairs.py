@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from spmdrl.algos.aggregate import sum_per_sequence
-from spmdrl.algos.preference import LOSSES, SORTED, Pairs, Terms, matched_margins
-from spmdrl.config.preference import WITHOUT_REFERENCE
+from spmdrl.algos.preference import LOSSES, SFT, Pairs, matched_margins, needs_reference
+from spmdrl.config.preference import PreferenceMethod
 from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import gather_rows
 from spmdrl.data.preferences import CHOSEN
@@ -33,34 +33,35 @@ class PairObjective(Objective):
 
     losses: dict[str, float]
     """Name in `algos.preference.LOSSES`, or `sft`, and its weight."""
-    terms: Terms
+    settings: PreferenceMethod
     policy: Policy
     peers: Peers
-    tail: float = 1.0
-    """As `--preference.tail`."""
-    weighted: bool = False
-    """As `--preference.weighted`."""
     temperature: float = 1.0
 
     @property
     def columns(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See the contract."""
-        reference = () if self.losses.keys() <= WITHOUT_REFERENCE else ("token/ref_logp",)
+        reference = ("token/ref_logp",) if needs_reference(self.losses) else ()
         return frozenset({"token/mask", "seq/unit", *reference})
 
     @property
     def second(self) -> Second:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See the contract."""
-        return "collision" if self.weighted else "top"
+        return "collision" if self.settings.weighted else "top"
 
     def prepare(self, share: Batch, index: int) -> PairShared:
         """Implements `prepare` of the contract. Losses that sort get `seq["matched/..."]` in the share."""
         mask_T, chosen_B = share.token["mask"], share.seq["sample"] == CHOSEN
         counts = torch.stack([chosen_B.sum(), (mask_T & share.per_token(chosen_B)).sum()]).double()
         pairs, tokens = self.peers.sum(counts).tolist()
-        if SORTED & self.losses.keys():
+        if self.matched:
             self._match(share)
         return PairShared(pairs=pairs, chosen_tokens=tokens)
+
+    @property
+    def matched(self) -> list[str]:
+        """Names of the losses that sort the pairs of the step."""
+        return [name for name in self.losses if name != SFT and LOSSES[name].matched]
 
     def _match(self, share: Batch) -> None:
         """Add what losses that sort need of the pairs of other micro-batches and ranks."""
@@ -69,7 +70,7 @@ class PairObjective(Objective):
         chosen_P = torch.nonzero(share.seq["sample"] == CHOSEN).flatten()
         everyone, mine = gather_rows(share, chosen_P, torch.cat(columns, 1), self.peers)
         for name, of_all in matched_margins(everyone[:, :2], everyone[:, 2:]).items():
-            if name in self.losses:
+            if name in self.matched:
                 share.seq[f"matched/{name}"] = of_all[mine].flatten()
 
     def _sums(self, batch: Batch, x_T: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,9 @@ class PairObjective(Objective):
         device = x_T.device
         mask, seq = batch.token["mask"].to(device), batch.seq_index.to(device)
         x_T = torch.where(mask, x_T, torch.zeros_like(x_T))
-        return sum_per_sequence(x_T if self.tail == 1 else x_T * self._weights(batch).to(device), seq, len(batch))
+        return sum_per_sequence(
+            x_T if self.settings.tail == 1 else x_T * self._weights(batch).to(device), seq, len(batch)
+        )
 
     def _weights(self, batch: Batch) -> torch.Tensor:
         """Weight of each token in the sum of its response, float64 [T]."""
@@ -85,7 +88,7 @@ class PairObjective(Objective):
         counts_B = batch.sum_tokens(torch.ones_like(mask))
         shorter_B = torch.minimum(counts_B[0::2], counts_B[1::2]).repeat_interleave(2)
         place_T = mask.cumsum(0) - mask - batch.per_token(counts_B.cumsum(0) - counts_B)
-        return torch.where(place_T < batch.per_token(shorter_B), 1.0, self.tail).double()
+        return torch.where(place_T < batch.per_token(shorter_B), 1.0, self.settings.tail).double()
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PairShared) -> LossResult:
         """Implements `loss` of the contract, from logp."""
@@ -96,16 +99,16 @@ class PairObjective(Objective):
         sums_B = self._sums(micro, logp)
         ref_T = micro.token.get("ref_logp")
         ref_B = torch.zeros_like(sums_B) if ref_T is None else self._sums(micro, ref_T.to(device).double())
-        matched = {name: micro.seq[f"matched/{name}"].to(device).view(-1, 2) for name in SORTED & self.losses.keys()}
+        matched = {name: micro.seq[f"matched/{name}"].to(device).view(-1, 2) for name in self.matched}
         pairs = Pairs(*(x_B[side::2] for x_B in (sums_B, ref_B, counts_B) for side in (0, 1)), matched=matched)
-        weight_P = self._likely(logp.detach(), second_T, mask, seq, counts_B) if self.weighted else 1.0
+        weight_P = self._likely(logp.detach(), second_T, mask, seq, counts_B) if self.settings.weighted else 1.0
         total: Any = logp.sum() * 0.0
         for name, weight in self.losses.items():
-            if name == "sft":
+            if name == SFT:
                 chosen_T = micro.per_token(micro.seq["sample"] == CHOSEN).to(device)
                 one = -(logp * chosen_T).sum() / max(1.0, shared.chosen_tokens)
             else:
-                one = (LOSSES[name](pairs, self.terms) * weight_P).sum() / max(1.0, shared.pairs)
+                one = (LOSSES[name].of(pairs, self.settings) * weight_P).sum() / max(1.0, shared.pairs)
             metrics.add_sum(f"loss/{name}", one.detach())
             total = total + weight * one
         metrics.add_sum("loss", total)
@@ -127,7 +130,7 @@ class PairObjective(Objective):
 
     def _describe(self, metrics: Metrics, x: Pairs, count: int) -> None:
         """Add what TRL calls rewards: beta times log-ratio."""
-        won, lost = (self.terms.beta * ratio.detach() for ratio in (x.ratio_chosen, x.ratio_rejected))
+        won, lost = (self.settings.beta * ratio.detach() for ratio in (x.ratio_chosen, x.ratio_rejected))
         for name, value in (
             ("rewards/chosen", won),
             ("rewards/rejected", lost),
