@@ -1,4 +1,4 @@
-"""Checkpoints: written under another name, verified by a manifest, published by one rename.
+"""Checkpoints: written under a temporary name, verified by a manifest, published by one rename.
 
 checkpoints/step_<N>/model/         HF safetensors in the run's type, config, tokenizer; opens in transformers and vLLM
 checkpoints/step_<N>/state/         run.json, config.yaml, ranks/, optimizer (torch.distributed.checkpoint: moments, and
@@ -8,17 +8,17 @@ checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, la
 checkpoints/latest                  link to the newest
 checkpoints/measured.json           metrics of each checkpoint, measured after it was saved (--checkpoint.best)
 
-files.py          hashes, flushes and names of files; this and the next three need no torch
+files.py          hashes, flushes and names of files; this module and the next three do not import torch
 manifest.py       writes and reads manifests, and compares them with the files
 published.py      lists a run's checkpoints, finds the newest whole one, publishes one
-keep.py           chooses the checkpoints that stay: the newest, of some steps, the best by a metric
+keep.py           chooses the checkpoints to keep: the newest, those of some steps, the best by a metric
 store.py          all ranks together write and read a checkpoint
 background.py     writes checkpoints in the step, or in a thread while training continues
 folder.py         the run folder at the start of a run
-lock.py           keeps a run folder to one job at a time
-disk_space.py     checks disk space before a write, reports when it ran out
-file_progress.py  growth of files as a sign of life
-compare.py        differences of two checkpoints
+lock.py           locks a run folder for one job at a time
+disk_space.py     checks disk space before a write, and reports a full disk
+file_progress.py  counts the growth of files as progress
+compare.py        lists the differences of two checkpoints
 __main__.py       python -m spmdrl.checkpoint list, verify, diff
 """
 
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Modules that communicate import torch, which would delay the command line.
+    # Modules that communicate import torch, which would slow the command line down.
     from importlib import import_module
 
     for module in ("store", "background", "folder") if name in __all__ else ():

@@ -1,11 +1,11 @@
-"""Command that inspects the checkpoints of a run, without starting one.
+"""Command that inspects the checkpoints of a run without starting it.
 
-    python -m spmdrl.checkpoint list RUN        one line each: step, time, size, ranks, layout, metric, what is wrong
-    python -m spmdrl.checkpoint verify RUN      every file against the manifest; exit code 1 if any is damaged
-    python -m spmdrl.checkpoint diff A [B]      settings, versions, state and weights that differ
+    python -m spmdrl.checkpoint list RUN        prints step, time, size, ranks, layout, metric and damage of each
+    python -m spmdrl.checkpoint verify RUN      compares every file with the manifest; exit code 1 if any is damaged
+    python -m spmdrl.checkpoint diff A [B]      prints settings, versions, state and weights that differ
 
-RUN is a run folder. A and B are checkpoints, or run folders, which stand for their newest one. A alone: a run folder,
-of which the two newest are compared.
+RUN is a run folder. A and B are checkpoints or run folders; a run folder stands for its newest checkpoint. Without B
+the two newest checkpoints of the run folder A are compared.
 """
 
 import argparse
@@ -14,29 +14,21 @@ from pathlib import Path
 
 from spmdrl.checkpoint.compare import report
 from spmdrl.checkpoint.disk_space import size
-from spmdrl.checkpoint.keep import best_of, value_of
+from spmdrl.checkpoint.keep import best_step, measured_value
 from spmdrl.checkpoint.manifest import problems, read_manifest
 from spmdrl.checkpoint.published import steps_saved
 
 
 def root_of(run: str) -> Path:
-    """The folder with the checkpoints of a run.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the folder with the checkpoints of a run. Raises ValueError if there is none."""
     for path in (Path(run) / "checkpoints", Path(run)):
         if steps_saved(path):
             return path
-    raise ValueError(f"{run} is no run folder with checkpoints; name the folder given as --run.dir")
+    raise ValueError(f"{run} is no run folder with checkpoints: give the folder that was set by --run.dir")
 
 
 def checkpoint_of(name: str) -> Path:
-    """A checkpoint, or the newest one of a run folder.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return a checkpoint, or the newest one of a run folder. Raises ValueError if `name` is neither."""
     path = Path(name)
     if (path / "MANIFEST.json").exists():
         return path
@@ -48,30 +40,30 @@ def checkpoint_of(name: str) -> Path:
 
 
 def rows(root: Path) -> list[list[str]]:
-    """Returns one row a checkpoint, oldest first."""
+    """Return one row of the table for each checkpoint, oldest first."""
     steps = steps_saved(root)
     latest = (root / "latest").resolve().name
     metric = next((m for step in steps if (m := _metric(root / f"step_{step}"))), ("", ""))
-    best = best_of(root, steps, metric[1]) if metric[1] else None
+    best = best_step(root, steps, metric[1]) if metric[1] else None
     out = []
     for step in reversed(steps):
         folder = root / f"step_{step}"
         wrong = problems(folder)
         try:
-            said = read_manifest(folder)
+            manifest = read_manifest(folder)
         except ValueError:
             out.append([str(step), *[""] * 6, f"DAMAGED: {wrong[0]}"])
             continue
-        layout = said.get("layout", {})
+        layout = manifest.get("layout", {})
         axes = " x ".join(f"{axis} {n}" for axis, n in layout.get("axes", {}).items() if n > 1) or "1"
-        value = value_of(root, step, metric[0]) if metric[0] else None
-        marks = [name for name, is_it in (("latest", folder.name == latest), ("best", step == best)) if is_it]
+        value = measured_value(root, step, metric[0]) if metric[0] else None
+        marks = [name for name, holds in (("latest", folder.name == latest), ("best", step == best)) if holds]
         out.append(
             [
                 str(step),
-                said.get("time", "").replace("+00:00", "Z"),
-                size(said.get("bytes", 0)),
-                str(said["world_size"]),
+                manifest.get("time", "").replace("+00:00", "Z"),
+                size(manifest.get("bytes", 0)),
+                str(manifest["world_size"]),
                 f"{layout.get('backend', '?')} {axes}",
                 "" if value is None else f"{metric[0]} {value:.4g}",
                 " ".join(marks),
@@ -82,7 +74,7 @@ def rows(root: Path) -> list[list[str]]:
 
 
 def _metric(folder: Path) -> tuple[str, str]:
-    """Returns the metric by which checkpoints are kept: (name, the text of `--checkpoint.best`)."""
+    """Return the metric that chooses the best checkpoint: (name, value of `--checkpoint.best`)."""
     try:
         best = read_manifest(folder).get("best", "")
         return best.removeprefix("-"), best
@@ -91,7 +83,7 @@ def _metric(folder: Path) -> tuple[str, str]:
 
 
 def show_list(run: str) -> int:
-    """Prints the table."""
+    """Print the table of a run's checkpoints; returns the exit code."""
     head = ["step", "time", "size", "ranks", "layout", "metric", "", "files"]
     table = [head, *rows(root_of(run))]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
@@ -101,7 +93,7 @@ def show_list(run: str) -> int:
 
 
 def verify(run: str) -> int:
-    """Verifies every checkpoint and prints one line for each; returns 1 if any is damaged."""
+    """Verify every checkpoint and print one line for each; returns the exit code, 1 if any is damaged."""
     bad = 0
     folders = [Path(run)] if (Path(run) / "MANIFEST.json").exists() else None
     for folder in folders or [root_of(run) / f"step_{step}" for step in reversed(steps_saved(root_of(run)))]:
@@ -114,12 +106,12 @@ def verify(run: str) -> int:
 
 
 def diff(a: str, b: str | None) -> int:
-    """Prints the differences of two checkpoints."""
+    """Print the differences of two checkpoints; returns the exit code."""
     if b is None:
         root = root_of(a)
         steps = steps_saved(root)
         if len(steps) < 2:
-            raise ValueError(f"{a} has one checkpoint only; name another as the second argument")
+            raise ValueError(f"{a} has only one checkpoint: give another as the second argument")
         one, other = root / f"step_{steps[1]}", root / f"step_{steps[0]}"
     else:
         one, other = checkpoint_of(a), checkpoint_of(b)
@@ -132,7 +124,7 @@ def diff(a: str, b: str | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; exit code 1 if a checkpoint is damaged, 2 for a folder without checkpoints."""
+    """Run the command; returns 1 if a checkpoint is damaged, 2 for a folder without checkpoints, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -142,11 +134,11 @@ def main(argv: list[str] | None = None) -> int:
     comparing = commands.add_parser("diff")
     comparing.add_argument("a")
     comparing.add_argument("b", nargs="?")
-    said = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        if said.command == "diff":
-            return diff(said.a, said.b)
-        return show_list(said.run) if said.command == "list" else verify(said.run)
+        if args.command == "diff":
+            return diff(args.a, args.b)
+        return show_list(args.run) if args.command == "list" else verify(args.run)
     except (ValueError, OSError) as error:
         print(f"python -m spmdrl.checkpoint: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the step, or in a thread while training goes on."""
+"""Writes checkpoints in the step, or in a thread while training continues."""
 
 import logging
 import threading
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.checkpoint import disk_space, manifest, published, store
-from spmdrl.checkpoint.keep import Keep, best_of, measured
+from spmdrl.checkpoint.keep import Keep, best_step, record_measured
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status, tick
 from spmdrl.policy.models import Models
@@ -20,21 +20,22 @@ log = logging.getLogger("spmdrl")
 
 
 class Saver:
-    """Writes the checkpoints of a run, at most one at a time. Every rank has one and makes the same calls."""
+    """Writes the checkpoints of a run, one at a time. Every rank has a Saver and makes the same calls."""
 
     def __init__(self, cfg: TrainingConfig, root: Path, world: World):
-        """Makes room and, with `--checkpoint.background`, groups that a thread communicates over. Collective.
+        """Remove leftovers of a killed job; make groups for the thread of `--checkpoint.background`. Collective.
 
         root: the run's `checkpoints/`.
         """
         self.cfg, self.root, self.world = cfg, root, world
         self.keep = Keep(cfg.checkpoint.keep, cfg.checkpoint.keep_every, cfg.checkpoint.best)
         self.twin = twin(world, timedelta(seconds=cfg.run.timeout)) if cfg.checkpoint.background else None
-        self.seen = False
-        """The metric of `--checkpoint.best` was logged."""
+        self.metric_logged = False
+        """True once a step has logged the metric of `--checkpoint.best`."""
         self.saved = 0
-        """Step of the last checkpoint that was begun."""
-        self.wanted = 0
+        """Step of the last checkpoint that was started."""
+        self.expected_bytes = 0
+        """Estimated size of the next checkpoint."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._seconds = 0.0
@@ -42,48 +43,48 @@ class Saver:
         store.together(lambda: published.clean(root) if world.is_first else None, world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
-        """Makes the part that all checkpoints share, and warns if the first will find no room. Collective, at start.
+        """Make the files that all checkpoints share, and warn if the disk is too full for one. Collective, at start.
 
         Raises:
-            ValueError: a model of which no checkpoint could be saved.
+            ValueError: no checkpoint of a model could be saved.
         """
-        self.wanted = store.bytes_wanted(models, self.world)
+        self.expected_bytes = store.expected_bytes(models)
         if not (self.cfg.checkpoint.every or self.cfg.checkpoint.at_end):
             return
-        store.together(lambda: [model.fixed for model in store.of_checkpoint(models)], self.world)
+        store.together(lambda: [model.fixed for model in store.saved_models(models)], self.world)
         if self.world.is_first:
             try:
-                disk_space.check_room(self.root, self.wanted)
+                disk_space.check_free_space(self.root, self.expected_bytes)
             except disk_space.DiskFullError as error:
                 warn(str(error))
 
-    def know(self, done: int, values: Mapping[str, float]) -> None:
-        """Takes the metrics of step `done`, which measure the weights that it began with, those of `done - 1`."""
+    def record_metrics(self, done: int, values: Mapping[str, float]) -> None:
+        """Record the metric of `--checkpoint.best` of step `done`, measured on the weights after step `done - 1`."""
         metric = self.keep.metric
         if not metric or metric not in values:
-            return  # nothing asked for, or not a step that measured it
-        self.seen = True
+            return
+        self.metric_logged = True
         if self.world.is_first and done > 1 and (self.saved == done - 1 or (self.root / f"step_{done - 1}").is_dir()):
             self.root.mkdir(parents=True, exist_ok=True)
-            measured(self.root, done - 1, {metric: float(values[metric])})
+            record_measured(self.root, done - 1, {metric: float(values[metric])})
 
     def resumed(self) -> None:
-        """Takes up whether the metric of `--checkpoint.best` is known where a run goes on from a checkpoint."""
-        self.seen = best_of(self.root, published.steps_saved(self.root), self.keep.best) is not None
+        """Look up, in a resumed run, whether the metric of `--checkpoint.best` was recorded before."""
+        self.metric_logged = best_step(self.root, published.steps_saved(self.root), self.keep.best) is not None
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
-        """Saves the state after `step` steps, or begins to, once the checkpoint before is written. Collective.
+        """Save the state after `step` steps, in the background or at once. Collective.
 
-        state, mine, models: as of `store.save`.
+        It waits until the checkpoint before is written. state, mine, models: as in `store.save`.
 
         Raises:
-            DiskFullError: no room; what was there before stays.
+            DiskFullError: the disk is full; earlier checkpoints stay as they were.
         """
         self.finish()
         began, self.saved = time.perf_counter(), step
         content = store.content_of(step, models, state, mine, self.twin is not None, self.cfg)
-        content.facts, content.wanted = {"best": self.keep.best}, self.wanted
-        if self.keep.metric and not self.seen and self.world.is_first:
+        content.facts, content.expected_bytes = {"best": self.keep.best}, self.expected_bytes
+        if self.keep.metric and not self.metric_logged and self.world.is_first:
             log.warning("--checkpoint.best %s: no step has logged it so far; see metrics.jsonl", self.keep.best)
         if self.twin is None:
             store.write(self.root, content, self.world, self.keep)
@@ -104,14 +105,14 @@ class Saver:
         self._seconds = time.perf_counter() - began
 
     def _after(self) -> None:
-        """Notes the size of the checkpoint just written, the best estimate for the next one."""
+        """Take the size of the checkpoint just written as the estimate for the next one."""
         if self.world.is_first:
-            self.wanted = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
+            self.expected_bytes = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
     def poll(self) -> dict[str, float]:
-        """Returns the seconds of a background write, once, when it has ended: `time/checkpoint_write`. Not collective.
+        """Return the seconds of a background write that has ended, once: `time/checkpoint_write`. Not collective.
 
-        Ranks see the end at different steps. An error of the write is raised here.
+        Ranks notice the end at different steps. An error of the write is raised here.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
@@ -119,14 +120,14 @@ class Saver:
         return numbers
 
     def finish(self) -> None:
-        """Waits until the checkpoint that was begun is published. Collective; an error of the write is raised here."""
+        """Wait until the started checkpoint is published. Collective; an error of the write is raised here."""
         if self._thread is None:
             return
         while self._thread.is_alive():
             before = rank_status.beside
             self._thread.join(1.0)
             if rank_status.beside != before:
-                # The thread that waits passes on the writer's signs of life as its own.
+                # The writer's progress counts as progress of the waiting thread.
                 tick()
         self._thread = None
         error, self._error = self._error, None

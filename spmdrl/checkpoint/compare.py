@@ -1,4 +1,4 @@
-"""Compares two checkpoints: settings, versions, state, weights. Tensors are read a slice at a time."""
+"""Compares settings, versions, state and weights of two checkpoints. Tensors are read a slice at a time."""
 
 import json
 import math
@@ -18,7 +18,7 @@ TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Returns lines to print, each the value in `one` -> the value in `other`. Both checkpoints must verify."""
+    """Yield lines to print, each the value in `one` -> the value in `other`. Both checkpoints must verify."""
     yield f"{one} -> {other}"
     yield from _changes("settings", _settings(one), _settings(other), flag)
     a, b = read_manifest(one), read_manifest(other)
@@ -34,7 +34,7 @@ def report(one: Path, other: Path) -> Iterator[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Settings of a checkpoint, or of the run it lies in."""
+    """Return the settings of a checkpoint, or those of its run."""
     for path in (folder / "state" / "config.yaml", folder.resolve().parents[1] / "config.yaml"):
         if path.is_file():
             return flat(yaml.safe_load(path.read_text()))
@@ -42,33 +42,33 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> Iterator[str]:
-    """Keys whose values differ, one line each."""
+    """Yield the keys whose values differ, one line each."""
     changed = [key for key in [*a, *(k for k in b if k not in a)] if a.get(key) != b.get(key)]
-    yield f"{title}: " + (f"{len(changed)} differ" if changed else "alike")
+    yield f"{title}: " + (f"{len(changed)} differ" if changed else "equal")
     for key in changed:
-        left, right = (shown(x[key]) if key in x else "not there" for x in (a, b))
+        left, right = (shown(x[key]) if key in x else "missing" for x in (a, b))
         yield f"  {name(key)}: {left} -> {right}"
 
 
 def _models(folder: Path) -> set[str]:
-    """Sub-folders whose safetensors are weights."""
+    """Return the sub-folders that hold weights as safetensors."""
     found = {p.parent.relative_to(folder).as_posix() for p in folder.rglob("*.safetensors")}
     return {name for name in found if not name.startswith("state") and "/state" not in name}
 
 
 def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
-    """Largest absolute difference of every tensor, the largest ones first."""
+    """Yield the largest absolute differences of tensors, one line each, the largest first."""
     from safetensors import safe_open
 
-    places = [_places(folder) for folder in (one, other)]
+    files = [_files(folder) for folder in (one, other)]
     for here, missing in ((0, 1), (1, 0)):
-        lacking = sorted(set(places[here]) - set(places[missing]))
-        if lacking:
-            rest = f" and {len(lacking) - TOP} more" if len(lacking) > TOP else ""
-            yield f"{name}: only in {(one, other)[here]}: {', '.join(lacking[:TOP])}{rest}"
+        only = sorted(set(files[here]) - set(files[missing]))
+        if only:
+            rest = f" and {len(only) - TOP} more" if len(only) > TOP else ""
+            yield f"{name}: only in {(one, other)[here]}: {', '.join(only[:TOP])}{rest}"
     found: list[tuple[float, str]] = []
-    for tensor in sorted(set(places[0]) & set(places[1])):
-        with safe_open(places[0][tensor], "pt") as a, safe_open(places[1][tensor], "pt") as b:
+    for tensor in sorted(set(files[0]) & set(files[1])):
+        with safe_open(files[0][tensor], "pt") as a, safe_open(files[1][tensor], "pt") as b:
             left, right = a.get_slice(tensor), b.get_slice(tensor)
             if left.get_shape() != right.get_shape():
                 yield f"{name}: {tensor} has shape {left.get_shape()} -> {right.get_shape()}"
@@ -78,15 +78,15 @@ def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
     if not found:
         return
     if not changed:
-        yield f"{name}: {len(found)} tensors, all alike"
+        yield f"{name}: {len(found)} tensors, all equal"
         return
     yield f"{name}: {len(changed)} of {len(found)} tensors differ, by at most {changed[0][0]:.6g}"
     for difference, tensor in changed[:TOP]:
         yield f"  {difference:.6g}  {tensor}"
 
 
-def _places(folder: Path) -> dict[str, Path]:
-    """Tensor -> file."""
+def _files(folder: Path) -> dict[str, Path]:
+    """Return tensor name -> file."""
     from safetensors import safe_open
 
     found = {}
@@ -97,17 +97,17 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _largest(left: Any, right: Any) -> float:
-    """Largest absolute difference in float64, NaN where one has a NaN that the other has not."""
+    """Return the largest absolute difference in float64; NaN if only one tensor is NaN at some place."""
     shape = left.get_shape()
     if not shape:
-        return _apart(left[...], right[...])
+        return _difference(left[...], right[...])
     rows = max(1, SLICE // max(1, 8 * math.prod(shape[1:])))
-    parts = [_apart(left[i : i + rows], right[i : i + rows]) for i in range(0, shape[0], rows)]
+    parts = [_difference(left[i : i + rows], right[i : i + rows]) for i in range(0, shape[0], rows)]
     return math.nan if any(x != x for x in parts) else max(parts, default=0.0)
 
 
-def _apart(a: Any, b: Any) -> float:
+def _difference(a: Any, b: Any) -> float:
     a, b = a.double(), b.double()
-    # Infinities of one sign, and two NaN, are the same number.
+    # Two infinities of one sign count as equal, and so do two NaN.
     differs = ~((a == b) | (a.isnan() & b.isnan()))
     return float((a - b)[differs].abs().max()) if bool(differs.any()) else 0.0

@@ -1,4 +1,4 @@
-"""Takes the growth of files for a sign of life, while libraries write for minutes without one."""
+"""Counts the growth of files as progress, while a library writes for minutes without calling `tick`."""
 
 import os
 import threading
@@ -9,11 +9,11 @@ from pathlib import Path
 from spmdrl.health.status import rank_status
 
 EVERY = 3.0
-"""Seconds between two looks."""
+"""Seconds between two measurements."""
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder; files that come and go meanwhile may count or not."""
+    """Return the bytes of all files in a folder. Files that appear or vanish meanwhile may be counted or not."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -23,15 +23,15 @@ def size_of(folder: Path) -> int:
 
 
 @contextmanager
-def growth_counts(folder: Path) -> Iterator[None]:
-    """Makes this thread show signs of life inside the context as long as the files in `folder` change in size.
+def growth_is_progress(folder: Path) -> Iterator[None]:
+    """Inside this context count every change in the size of `folder` as progress of this thread.
 
-    If the file system hangs, the look hangs too, and the signs stop.
+    If the file system hangs, the measurement hangs too, and progress stops.
     """
     field = "count" if threading.current_thread() is threading.main_thread() else "beside"
     ended = threading.Event()
 
-    def look() -> None:
+    def measure() -> None:
         before = 0
         while not ended.wait(EVERY):
             found = size_of(folder)
@@ -39,7 +39,7 @@ def growth_counts(folder: Path) -> Iterator[None]:
                 setattr(rank_status, field, getattr(rank_status, field) + 1)
             before = found
 
-    threading.Thread(target=look, daemon=True, name="growth").start()
+    threading.Thread(target=measure, daemon=True, name="growth").start()
     try:
         yield
     finally:

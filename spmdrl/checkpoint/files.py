@@ -1,4 +1,4 @@
-"""Files of a checkpoint: hashes, flushes to the disk, names of the ranks' own files. No communication."""
+"""Hashes, flushes and names the files of a checkpoint. No communication."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from spmdrl.health.status import tick
 
 
 def file_hash(path: Path) -> str:
-    """xxh3_128 of a file, hex."""
+    """Return the xxh3_128 hash of a file, in hex."""
     state = xxhash.xxh3_128()
     with open(path, "rb") as f:
         while block := f.read(16 << 20):
@@ -19,15 +19,15 @@ def file_hash(path: Path) -> str:
 
 
 def flushed_hash(path: Path) -> str:
-    """Hashes a file that was just written, then flushes it to the disk."""
-    # The hash comes first, so that it is of the bytes written and not of those that the disk made of them.
+    """Hash a file that was just written, then flush it to the disk."""
+    # Hashed before the flush, so that the hash is of the bytes written and not of the bytes that the disk returns.
     found = file_hash(path)
     flush(path)
     return found
 
 
 def flush(path: Path) -> None:
-    """Flushes a file to the disk and out of the page cache, so that the next read sees the disk's bytes."""
+    """Flush a file to the disk and out of the page cache, so that the next read sees the disk's bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -39,7 +39,7 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: a file beside it first, then renamed over it."""
+    """Write a file completely or not at all, by a rename."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     flush(part)
@@ -47,10 +47,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def rank_name(rank: int) -> str:
-    """File of one rank's own state."""
+    """Return the file name of one rank's own state."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """Files of the ranks' own state (`data/treefile.py` reads them), in rank order; empty where there are none."""
+    """Return the files of the ranks' own state (`data/treefile.py` reads them), in rank order; may be empty."""
     return sorted((folder / "state" / "ranks").glob("rank_*.safetensors"))

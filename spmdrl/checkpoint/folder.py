@@ -1,4 +1,4 @@
-"""The run folder when a run begins: its content belongs to the same run, or is moved aside, or is refused."""
+"""Takes the run folder at the start: it belongs to the same run, or is moved aside, or is refused."""
 
 import json
 import os
@@ -22,30 +22,35 @@ FIRST_DAY = "first_day"
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
-    """Makes this job the one that writes to the run folder, until it ends; returns lines for the user. Collective.
+    """Lock the run folder for this job until it ends; returns lines for the user. Collective.
 
-    With `--run.fresh` a folder that holds something is moved aside first, and nothing deleted. A job that was started
-    again (by torchrun, by SLURM) goes on with what it has. Called before anything opens a file in the folder.
+    With `--run.fresh` a folder that is not empty is moved aside first; nothing is deleted. A job that was restarted (by
+    torchrun, by SLURM) keeps the folder's content. Called before anything opens a file in the folder.
 
     timeout: seconds that the other ranks wait for rank 0. Rank 0 waits for half of that, and no longer than
         `lock.WAIT`, until a job that is ending has released the folder.
 
     Raises:
-        ValueError: another job is at work in it, or it cannot be made or moved.
+        ValueError: another job uses the folder, or it cannot be made or moved.
     """
     agents = set(gather_names([lock.launcher()], world.host_group)) - {""}
-    told: dict = {"notes": [], "error": ""}
+    notes, error = [], ""
     if world.is_first:
         try:
-            told["notes"] = _take(folder, fresh, agents, min(lock.WAIT, timeout / 2))
+            notes = _take(folder, fresh, agents, min(lock.WAIT, timeout / 2))
         except ValueError as problem:
-            told["error"] = str(problem)
+            error = str(problem)
         except OSError as problem:
-            told["error"] = f"{folder} cannot be written to ({problem}): choose another --run.dir"
-    told = json.loads(broadcast_text(json.dumps(told), world.host_group))
-    if told["error"]:
-        raise ValueError(told["error"])
-    return told["notes"]
+            error = f"{folder} cannot be written to ({problem}): choose another --run.dir"
+    return _agreed(notes, error, world)
+
+
+def _agreed(notes: list[str], error: str, world: World) -> list[str]:
+    """Return rank 0's notes on every rank, or raise its error there as ValueError. Collective."""
+    notes, error = json.loads(broadcast_text(json.dumps([notes, error]), world.host_group))
+    if error:
+        raise ValueError(error)
+    return notes
 
 
 def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]:
@@ -54,8 +59,8 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
     while lock.held:
         lock.held.pop().release()
     mine = lock.take(folder, wait)
-    again = lock.same_job(mine.told, agents)
-    if fresh and not again and any(path.name != lock.NAME for path in folder.iterdir()):
+    restarted = lock.same_job(mine.record, agents)
+    if fresh and not restarted and any(path.name != lock.NAME for path in folder.iterdir()):
         try:
             notes.append(_move_aside(folder))
             before, mine = mine, lock.take(folder, 0)
@@ -64,18 +69,18 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
             raise
         before.release()
     # A node may have been replaced, and come back.
-    mine.sign(agents | lock.agents_of(mine.told) if again else agents)
+    mine.sign(agents | lock.agents_of(mine.record) if restarted else agents)
     lock.held.append(mine)
     return [*notes, f"warning: {mine.warning}"] if mine.warning else notes
 
 
 def _move_aside(folder: Path) -> str:
-    """Moves a run folder aside and puts an empty one in its place; a link's target is moved, to stay on its disk."""
+    """Move a run folder, or the target of a link, aside and make an empty one; returns a line for the user."""
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise ValueError(
-            f"--run.fresh: {real} is the folder that this program was started in, or holds it, and is not moved from "
-            "under it: start from elsewhere, or choose another --run.dir"
+            f"--run.fresh: {real} is or contains the working directory of this program and is not moved: start from "
+            "elsewhere, or choose another --run.dir"
         )
     taken = 1
     while os.path.lexists(real.with_name(f"{real.name}.old-{taken}")):
@@ -91,30 +96,23 @@ def _move_aside(folder: Path) -> str:
     return f"--run.fresh: {real} is now {away}"
 
 
-def still_ours(world: World) -> None:
-    """Checks that no other job has taken the run folder. Collective.
+def check_still_owned(world: World) -> None:
+    """Raise TakenError on every rank if another job has taken the run folder. Collective.
 
-    Raises:
-        TakenError: on every rank, which writes nothing more there.
+    Nothing more is written there.
     """
-    said = lock.problem() if world.is_first else ""
-    said = broadcast_text(said, world.host_group)
-    if said:
+    if problem := broadcast_text(lock.problem() if world.is_first else "", world.host_group):
         rank_status.folder = None
-        raise lock.TakenError(said)
+        raise lock.TakenError(problem)
 
 
 def check_evaluation(folder: Path, world: World) -> None:
-    """Checks that an evaluation's folder is not that of a run, from whose checkpoints it would go on. Collective.
-
-    Raises:
-        ValueError: it is.
-    """
-    said = str(len(steps_saved(folder / "checkpoints"))) if world.is_first else ""
-    if broadcast_text(said, world.host_group) != "0":
+    """Raise ValueError if an evaluation's folder is that of a run, from which it would resume. Collective."""
+    count = str(len(steps_saved(folder / "checkpoints"))) if world.is_first else ""
+    if broadcast_text(count, world.host_group) != "0":
         raise ValueError(
-            f"{folder} holds the checkpoints of a run, and an evaluation wants a folder of its own, which is called "
-            "<run folder>-eval: give this one another --run.dir (or --run.name)"
+            f"{folder} holds the checkpoints of a run, and an evaluation needs a folder of its own, usually "
+            "<run folder>-eval: choose another --run.dir (or --run.name)"
         )
 
 
@@ -125,56 +123,53 @@ def check_settings(
     given: Collection[str] = (),
     kinds: Mapping[str, type] | None = None,
 ) -> list[str]:
-    """Checks that a run which goes on from its folder has the settings it began with. Collective; returns notes.
+    """Check that a resumed run has the settings with which its folder was made; returns notes. Collective.
 
-    given, kinds: as `differences` takes them.
+    given, kinds: as in `differences`.
 
     Raises:
-        ValueError: it is a run of another entry point, or settings that change the answer differ, each one listed,
-            unless `--run.allow-changes`.
+        ValueError: the folder is of another entry point, or settings that change results differ without
+            `--run.allow-changes`; lists each of them.
     """
-    told: dict = {"notes": [], "error": ""}
+    notes, error = [], ""
     path = recorded_settings(folder)
     if world.is_first and path.exists():
         found = differences(path, cfg, given, kinds)
-        told["notes"] = found.notes
+        notes = found.notes
         if found.other:
-            told["error"] = (
-                f"{folder} holds a run of {found.other}, with which this one cannot go on: take another --run.dir (or "
+            error = (
+                f"{folder} holds a run of {found.other}, which this one cannot resume: take another --run.dir (or "
                 "--run.name), or --run.fresh (moves that folder aside and starts over)"
             )
         elif found.lines and cfg.run.allow_changes:
-            told["notes"].append("--run.allow-changes: " + "; ".join(found.lines))
+            notes.append("--run.allow-changes: " + "; ".join(found.lines))
         elif found.lines:
-            told["error"] = (
+            error = (
                 f"{folder} holds a run with other settings: {'; '.join(found.lines)}. Take the same settings, another "
                 "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (goes on so)"
             )
-    told = json.loads(broadcast_text(json.dumps(told), world.host_group))
-    if told["error"]:
-        raise ValueError(told["error"])
-    return told["notes"]
+    return _agreed(notes, error, world)
 
 
 def write_config(folder: Path, cfg: TrainingConfig) -> None:
-    """Writes `config.yaml`, whole or not at all."""
+    """Write `config.yaml`, completely or not at all."""
     write_text(folder / "config.yaml", to_yaml(lasting(cfg)))
 
 
 def first_day(folder: Path, world: World) -> date:
-    """Returns the day on which the run of a folder began first, or today where it begins now. Collective.
+    """Return the day of the first start of a folder's run: today for a new run. Collective.
 
-    Templates that show the date show this one, so that a run which goes on after midnight renders the same tokens.
+    Chat templates that show the date show this one, so that a run renders the same tokens after midnight.
     """
-    told = ""
+    day = ""
     if world.is_first:
         try:
-            told = date.fromisoformat((folder / FIRST_DAY).read_text(encoding="utf-8").strip()).isoformat()
+            day = date.fromisoformat((folder / FIRST_DAY).read_text(encoding="utf-8").strip()).isoformat()
         except (OSError, ValueError):
-            told = date.today().isoformat()
-    return date.fromisoformat(broadcast_text(told, world.host_group))
+            day = date.today().isoformat()
+    return date.fromisoformat(broadcast_text(day, world.host_group))
 
 
 def write_first_day(folder: Path, day: date) -> None:
-    """Writes the day for later starts."""
+    """Write the day of the first start, for later starts."""
     write_text(folder / FIRST_DAY, f"{day.isoformat()}\n")

@@ -1,9 +1,9 @@
-"""One job at a time in a run folder: rank 0 holds a lock on RUN/.lock, in which it says who it is.
+"""Locks a run folder for one job at a time: rank 0 holds a lock on RUN/.lock, whose content names the job.
 
 The lock is POSIX's (`fcntl`), not BSD's: it belongs to the process and not to the open file, so a forked child that
-outlives a killed rank does not keep it, and on NFS it holds between machines. The kernel releases it when the process
-ends, however that ends. On a file system without locks, the file's content still tells a job that another one has
-come. No communication.
+outlives a killed rank does not keep it, and on NFS it works between machines. The kernel releases it whenever the
+process ends. On a file system without locks a job still notices by the file's content that another one has taken the
+folder. No communication.
 """
 
 import errno
@@ -24,7 +24,7 @@ WAIT = 10.0
 """Seconds for which a job that is ending may still hold its folder."""
 HELD = (errno.EACCES, errno.EAGAIN)
 LONGEST = 1 << 20
-"""Most bytes that are read of the file."""
+"""Largest number of bytes read from the file."""
 
 
 class InUseError(ValueError):
@@ -43,13 +43,13 @@ class Lock:
     handle: int
     """The only open handle of this process on the lock file: closing a second one would release the lock."""
     warning: str = ""
-    """Reason why the folder is not locked; empty where it is."""
-    told: dict = field(default_factory=dict)
-    """Content of the file: first that of the job before, then that of this one."""
+    """Reason why the folder is not locked; empty if it is."""
+    record: dict = field(default_factory=dict)
+    """Content of the file: the previous owner's until `sign`, then this job's."""
 
     def sign(self, agents: Collection[str]) -> None:
-        """Records in the file the job that holds the folder. agents: `launcher()` of all ranks and earlier attempts."""
-        self.told = {
+        """Write this job into the file as the owner. agents: `launcher()` of all ranks and earlier attempts."""
+        self.record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "since": time.time(),
@@ -57,53 +57,53 @@ class Lock:
             "slurm": os.environ.get("SLURM_JOB_ID", ""),
             "agents": sorted(agents),
         }
-        data = json.dumps(self.told).encode()
+        data = json.dumps(self.record).encode()
         os.pwrite(self.handle, data, 0)
         os.ftruncate(self.handle, len(data))
         os.fsync(self.handle)
 
     def problem(self) -> str:
-        """Reason why this job must not write to the folder any more; empty where it may, or where none can be seen."""
+        """Return why this job may no longer write to the folder; empty if it may, or if that cannot be found out."""
         path = self.folder / NAME
         try:
             mine, there = os.fstat(self.handle), os.stat(path)
             if (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
-                told = _read(self.handle)
+                record = _read(self.handle)
             else:
-                # Some file systems renumber a file now and then, so its content decides.
+                # Some file systems change a file's number at times, so its content decides.
                 other = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    told = _read(other)
+                    record = _read(other)
                 finally:
                     os.close(other)
                     self._lock()
         except OSError:
             return ""
-        if not told.get("token") or told["token"] == self.told.get("token"):
+        if not record.get("token") or record["token"] == self.record.get("token"):
             return ""
-        lies = self.folder.resolve()
+        place = self.folder.resolve()
         with suppress(OSError):
-            lies = Path(os.readlink(f"/proc/self/fd/{self.handle}")).parent
-        moved = f"; what this run saved lies in {lies}" if lies != self.folder.resolve() else ""
+            place = Path(os.readlink(f"/proc/self/fd/{self.handle}")).parent
+        moved = f"; the files of this run are in {place}" if place != self.folder.resolve() else ""
         return (
-            f"{self.folder} is another job's by now, {who(told)}, and nothing more is written there{moved}. Give each "
-            "job a --run.dir of its own"
+            f"{self.folder} was taken by another job, {owner_name(record)}, and this run writes nothing more there"
+            f"{moved}. Give each job a --run.dir of its own"
         )
 
     def release(self) -> None:
-        """Releases the lock."""
+        """Release the lock."""
         os.close(self.handle)
 
     def _lock(self) -> bool:
-        """Takes the lock on an open file; returns False where another process has it."""
+        """Take the lock on an open file; returns False if another process has it."""
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
                 return False
             self.warning = (
-                f"{self.folder} is on a file system without locks ({error.strerror}): another job in it is noticed "
-                "before a checkpoint is published, and not kept out"
+                f"{self.folder} is on a file system without locks ({error.strerror}): another job in it is not kept "
+                "out, only noticed before a checkpoint is published"
             )
         return True
 
@@ -113,18 +113,18 @@ held: list[Lock] = []
 
 
 def take(folder: Path, wait: float = WAIT) -> Lock:
-    """Locks a run folder, which exists.
+    """Lock an existing run folder.
 
-    wait: seconds for which another process may hold it.
+    wait: seconds to wait for another process that holds it.
 
     Raises:
-        InUseError: another process still holds it; says which one, and what to do.
+        InUseError: another process still holds it; names the process, and says what to do.
         OSError: the lock file cannot be made.
     """
     until = time.monotonic() + wait
     while True:
         lock = Lock(folder, os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        locked, lock.told = lock._lock(), _read(lock.handle)
+        locked, lock.record = lock._lock(), _read(lock.handle)
         with suppress(FileNotFoundError):
             # The job that had the lock may have moved the folder away, or removed the file.
             there = os.stat(folder / NAME)
@@ -133,48 +133,48 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
         lock.release()
         if time.monotonic() > until:
             raise InUseError(
-                f"{folder} is in use by {who(lock.told)}, and two jobs in one run folder write over each other: wait "
-                f"until that one has ended, or end it, or choose another --run.dir. If it is gone for good (a machine "
-                f"that died with its lock), remove {folder / NAME}"
+                f"{folder} is in use by {owner_name(lock.record)}, and two jobs in one run folder would overwrite each "
+                "other's files: wait until that one has ended, or end it, or choose another --run.dir. If its machine "
+                f"died with the lock, remove {folder / NAME}"
             )
         time.sleep(0.2)
 
 
 def problem() -> str:
-    """Returns `Lock.problem` of the lock that this process holds."""
+    """Return `Lock.problem` of the lock that this process holds."""
     return held[0].problem() if held else ""
 
 
-def who(told: dict) -> str:
-    """Names the job of a lock file in words: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
+def owner_name(record: dict) -> str:
+    """Return the job of a lock file as text: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
     with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
-        since = datetime.fromtimestamp(told["since"]).isoformat(" ", "seconds")
-        return f"process {told['pid']} on {told['host']} (since {since})"
+        since = datetime.fromtimestamp(record["since"]).isoformat(" ", "seconds")
+        return f"process {record['pid']} on {record['host']} (since {since})"
     return "another process"
 
 
 def _read(handle: int) -> dict:
-    """Content of the lock file; a file that `sign` did not write counts as empty."""
+    """Return the content of the lock file; a file that `sign` did not write counts as empty."""
     with suppress(OSError, ValueError, RecursionError):
-        told = json.loads(os.pread(handle, LONGEST, 0))
-        return told if isinstance(told, dict) else {}
+        record = json.loads(os.pread(handle, LONGEST, 0))
+        return record if isinstance(record, dict) else {}
     return {}
 
 
-# ── which job ────────────────────────────────────────────────────────────────
+# ── a job that was restarted ─────────────────────────────────────────────────
 
 
 def launcher() -> str:
-    """Names the torchrun that started this process, and no other one; empty without torchrun.
+    """Return a unique name of the torchrun that started this process; empty without torchrun.
 
-    It lives on when ranks are started again. Its environment variables are of less use: a run id may be any number, or
-    "none", in every job, and the count of restarts does not change on a node where no rank failed.
+    torchrun survives restarts of its ranks. Its environment variables do not identify it: a run id may be any number,
+    or "none", in every job, and the restart count does not change on a node where no rank failed.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     pid, started = os.getppid(), ""
     with suppress(OSError, ValueError, IndexError):
-        # A script may run between torchrun and this process; torchrun itself began without that variable.
+        # A script may run between torchrun and this process; torchrun itself was started without that variable.
         above = pid
         while above and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{above}/environ").read_bytes():
             above = int(_stat(above)[1])
@@ -185,18 +185,18 @@ def launcher() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat behind the name: state, parent, ..., time of its start (the 20th)."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, ..., start time (the 20th)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def same_job(told: dict, agents: Collection[str]) -> bool:
-    """True where the job that wrote `told` is the one of these agents, started again by torchrun or by SLURM."""
-    again = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+def same_job(record: dict, agents: Collection[str]) -> bool:
+    """Return True if the job that wrote `record` is this one, restarted by torchrun or by SLURM."""
+    restarted = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     job = os.environ.get("SLURM_JOB_ID", "")
-    return bool(agents_of(told).intersection(agents)) or (again and job != "" and told.get("slurm") == job)
+    return bool(agents_of(record).intersection(agents)) or (restarted and job != "" and record.get("slurm") == job)
 
 
-def agents_of(told: dict) -> set[str]:
-    """`launcher()` of all ranks of the job that wrote the file."""
-    agents = told.get("agents")
+def agents_of(record: dict) -> set[str]:
+    """Return `launcher()` of all ranks of the job that wrote the file."""
+    agents = record.get("agents")
     return {agent for agent in agents if isinstance(agent, str)} if isinstance(agents, list) else set()

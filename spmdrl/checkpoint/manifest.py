@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: written, read and held against the files. No communication."""
+"""Writes and reads the manifest of a checkpoint, and compares it with the files. No communication."""
 
 import datetime
 import json
@@ -14,17 +14,17 @@ from spmdrl.checkpoint.files import file_hash, flush, flushed_hash, rank_name
 
 MANIFEST = "MANIFEST.json"
 NEEDED = ("state/run.json", "model/config.json")
-"""Files without which a folder is no checkpoint, whatever its manifest lists."""
+"""Files that every checkpoint must have."""
 UNSIGNED = "0" * 32
-"""Placeholder for the manifest's own hash while that hash is taken."""
+"""Placeholder for the manifest's own hash while it is computed."""
 
 
 class DamagedError(ValueError):
-    """Error for a checkpoint that was just written and reads back damaged."""
+    """A checkpoint that was just written reads back damaged."""
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Name (with `/`) -> bytes of everything in a folder but folders and the manifest; -1 for no plain file."""
+    """Return name (with `/`) -> bytes of all files in a folder but the manifest; -1 for a link or special file."""
     found = {}
     for where, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
@@ -39,14 +39,14 @@ def contents(folder: Path) -> dict[str, int]:
 def write_manifest(
     folder: Path, step: int, world: int, facts: Mapping[str, Any] | None = None, hashes: Mapping[str, str] | None = None
 ) -> dict:
-    """Lists all files of a checkpoint with size and hash, and flushes those not yet on the disk; returns the manifest.
+    """Write the manifest, which lists all files of a checkpoint with size and hash; returns it.
 
     Args:
         folder: the checkpoint as written so far.
-        step: steps done.
-        world: ranks that wrote it.
+        step: finished steps.
+        world: number of ranks that wrote it.
         facts: further entries (layout, config_hash, versions, metric).
-        hashes: of all files, where they are known and the files are flushed already.
+        hashes: of all files, which are flushed already; None to hash and flush them here.
     """
     files = {}
     for name, size in contents(folder).items():
@@ -69,15 +69,15 @@ def write_manifest(
 
 
 def _signed(text: str, own: str) -> str:
-    """The manifest's text with its own hash in the last place; with `UNSIGNED`, the text that was hashed."""
+    """Return the manifest's text with its own hash as the last entry; with `UNSIGNED`, the text that is hashed."""
     return re.sub(r'("xxh3_128": )"[0-9a-f]{32}"(\n\})$', rf'\g<1>"{own}"\g<2>', text)
 
 
 def read_manifest(folder: Path) -> dict:
-    """Returns the manifest of a checkpoint, itself verified.
+    """Return the manifest of a checkpoint, checked against its own hash.
 
     Raises:
-        ValueError: it is missing or damaged, or lists names that no checkpoint has.
+        ValueError: it is missing or damaged, or lists names outside of the checkpoint.
     """
     try:
         text = (folder / MANIFEST).read_bytes().decode()
@@ -88,15 +88,15 @@ def read_manifest(folder: Path) -> dict:
         if missing:
             raise ValueError(f"does not list {', '.join(missing)}")
         if xxhash.xxh3_128_hexdigest(_signed(text, UNSIGNED).encode()) != manifest.get("xxh3_128"):
-            raise ValueError("its hash is not the one it says")
+            raise ValueError("its own hash does not match")
         for name, entry in manifest["files"].items():
             pure = PurePosixPath(name)
             if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or str(pure) != name:
-                raise ValueError(f"names {name!r}, which does not lie in the checkpoint")
+                raise ValueError(f"lists {name!r}, which is outside of the checkpoint")
             if not isinstance(entry.get("bytes"), int) or not isinstance(entry.get("xxh3_128"), str):
-                raise ValueError(f"says no size and hash of {name}")
+                raise ValueError(f"has no size and hash of {name}")
         if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("world_size"), int):
-            raise ValueError("says no step and number of ranks")
+            raise ValueError("has no step and number of ranks")
     except OSError as error:
         raise ValueError(f"{MANIFEST}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -105,12 +105,12 @@ def read_manifest(folder: Path) -> dict:
 
 
 def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]:
-    """Problems of a checkpoint; an empty list when it is whole. Nothing in the folder can make it raise.
+    """Return the problems of a checkpoint, an empty list if it is intact. No content of the folder makes it raise.
 
-    A checkpoint is whole if every file that the manifest lists is there with its size and hash, no other file is, the
-    folder's name is of the manifest's step, and where ranks left files of their own there is one of each rank.
+    A checkpoint is intact if it has exactly the files that the manifest lists, with their sizes and hashes, if the
+    folder's name has the manifest's step, and if rank files, where there are any, exist for every rank.
 
-    hashes: name -> hash of all files, where others have read them.
+    hashes: name -> hash of all files, if they were read before; None to read them here.
     """
     try:
         manifest = read_manifest(folder)
@@ -122,7 +122,7 @@ def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]
             elif here[name] < 0:
                 found.append(f"{name}: is no plain file")
             elif here[name] != want["bytes"]:
-                found.append(f"{name}: {here[name]} bytes, the manifest says {want['bytes']}")
+                found.append(f"{name}: {here[name]} bytes instead of {want['bytes']}")
             elif (hashes.get(name) if hashes is not None else file_hash(folder / name)) != want["xxh3_128"]:
                 found.append(f"{name}: its hash is not the manifest's")
         return found + [f"{name}: is not in the manifest" for name in here if name not in manifest["files"]]
@@ -131,7 +131,7 @@ def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]
 
 
 def _other_problems(folder: Path, manifest: dict) -> list[str]:
-    """Problems of names: the folder's step, and the files of ranks."""
+    """Return the problems with names: the folder's step, and the files of ranks."""
     found, world = [], manifest["world_size"]
     named = re.search(r"step_(\d+)$", folder.resolve().name)
     if named and int(named[1]) != manifest["step"]:
@@ -139,5 +139,5 @@ def _other_problems(folder: Path, manifest: dict) -> list[str]:
     for place in sorted({str(PurePosixPath(name).parent) for name in manifest["files"] if "/ranks/" in f"/{name}"}):
         inside = {name for name in manifest["files"] if name.startswith(place + "/")}
         if inside != {f"{place}/{rank_name(rank)}" for rank in range(world)}:
-            found.append(f"{place}: holds files of {len(inside)} ranks, the manifest says {world}")
+            found.append(f"{place}: holds files of {len(inside)} ranks instead of {world}")
     return found

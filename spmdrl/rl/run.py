@@ -179,7 +179,7 @@ class Run:
             self._count(batch, done, stats)
             values = self._reduced(stats)
             values |= self.evaluation.take() | self.checkpoints.saver.poll()
-            self.checkpoints.saver.know(step + 1, values)
+            self.checkpoints.saver.record_metrics(step + 1, values)
             if step + 1 == self.cfg.run.steps:
                 # `finish` evaluates once more, and its numbers join this line.
                 values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
@@ -269,7 +269,7 @@ class Run:
             numbers = self.evaluation.numbers
             self.journal.rows(self.evaluation.take_rows(done))
             self.journal.numbers(done, numbers | {"version": self.memory.version})
-            saver.know(done + 1, numbers)
+            saver.record_metrics(done + 1, numbers)
             lines.append("  ".join(f"{k} {v:.3f}" for k, v in numbers.items()))
         saver.finish()
         if written := saver.poll():

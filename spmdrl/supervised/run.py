@@ -159,7 +159,7 @@ class SupervisedRun:
                 values["data/epoch"] = done / rows
             values |= self.checkpoints.saver.poll() | (self.numbers or {})
             self.numbers = None
-            self.checkpoints.saver.know(step + 1, values)
+            self.checkpoints.saver.record_metrics(step + 1, values)
             self.journal.step(step + 1, values, self.samples)
             self.samples = []
 
@@ -181,7 +181,7 @@ class SupervisedRun:
         self.journal.rows(self.samples)
         if self.numbers:
             self.journal.numbers(done, self.numbers)
-            saver.know(done + 1, self.numbers)
+            saver.record_metrics(done + 1, self.numbers)
             lines.append("  ".join(f"{k} {v:.4f}" for k, v in self.numbers.items()))
         saver.finish()
         if written := saver.poll():

@@ -73,8 +73,8 @@ def test_command_line_on_a_real_run(story):
     assert sum("best" in line for line in shown.out) == 1
     assert succeed(["verify", root / "plain"], module="spmdrl.checkpoint").out
     told = succeed(["diff", root / "plain", root / "beside"], module="spmdrl.checkpoint").out
-    assert "  --checkpoint.background: False -> True" in told and "state: alike" in told
-    assert any(line.startswith("model: ") and line.endswith("all alike") for line in told)
+    assert "  --checkpoint.background: False -> True" in told and "state: equal" in told
+    assert any(line.startswith("model: ") and line.endswith("all equal") for line in told)
     told = succeed(["diff", root / "plain"], module="spmdrl.checkpoint").out
     assert "  step: 4 -> 5" in told and any("tensors differ, by at most" in line for line in told)
 

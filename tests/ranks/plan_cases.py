@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
 
-from spmdrl.checkpoint.store import of_checkpoint
+from spmdrl.checkpoint.store import saved_models
 from spmdrl.config.placement import engine_ranks, trainers
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
@@ -270,7 +270,7 @@ def saves(world, cases: list) -> dict:
 def saved(world, cfg: Config) -> int:
     """Saves all that a checkpoint holds in the run's folder; returns the bytes of its files. Collective."""
     world, algo = opened(world, cfg)
-    for i, model in enumerate(of_checkpoint(build_models(cfg, world, algo.needs))):
+    for i, model in enumerate(saved_models(build_models(cfg, world, algo.needs))):
         # Beside it are a model's settings and its tokenizer, which these models lack.
         model.fixed = {"config.json": b"{}"} if world.is_first else {}
         model.save(Path(cfg.run.dir) / str(i))

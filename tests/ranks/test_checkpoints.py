@@ -473,13 +473,13 @@ def room(world, root, dtype):
     """Bytes that a checkpoint was estimated to take, and those that it took."""
     cfg = tiny(world, dtype)
     policy = build_policy(cfg, world)
-    thought = store.bytes_wanted(Models(policy), world)
+    thought = store.expected_bytes(Models(policy))
     saver = Saver(cfg, Path(root), world)
     warned = []
     saver.prepare(Models(policy), warned.append)
     step(cfg, world, policy)
     saver.save(1, {}, None, Models(policy))
-    return thought, saver.wanted, warned
+    return thought, saver.expected_bytes, warned
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

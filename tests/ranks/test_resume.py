@@ -190,7 +190,7 @@ def flip(path: Path) -> None:
 
 DAMAGE = {
     "flipped bit": (lambda f: flip(f / "model" / "weights"), "model/weights: its hash is not the manifest's"),
-    "cut short": (lambda f: (f / "model" / "weights").write_bytes(b"abc"), "model/weights: 3 bytes, the manifest says"),
+    "cut short": (lambda f: (f / "model" / "weights").write_bytes(b"abc"), "model/weights: 3 bytes instead of"),
     "missing file": (lambda f: (f / "state" / "run.json").unlink(), "state/run.json: missing"),
     "missing manifest": (lambda f: (f / "MANIFEST.json").unlink(), "MANIFEST.json: "),
     "cut manifest": (lambda f: (f / "MANIFEST.json").write_text('{"step": 3, "fi'), "MANIFEST.json: "),
@@ -358,4 +358,4 @@ def load_with_critic(world, root):
 
 def test_resume_as_an_algorithm_with_another_model_is_refused(saved):
     for message in run_ranks(load_with_critic, 2, str(saved[0])):
-        assert "step_2 holds no critic, which this run's algorithm trains" in message
+        assert "step_2 holds no critic, which this run trains" in message

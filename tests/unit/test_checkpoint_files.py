@@ -18,10 +18,9 @@ import xxhash
 from safetensors.torch import save_file
 
 from spmdrl import checkpoint
-from spmdrl.checkpoint import disk_space as room
-from spmdrl.checkpoint import files, published, store
+from spmdrl.checkpoint import disk_space, files, published, store
 from spmdrl.checkpoint.__main__ import main
-from spmdrl.checkpoint.keep import Keep, best_of, measured, value_of
+from spmdrl.checkpoint.keep import Keep, best_step, measured_value, record_measured
 from spmdrl.config.rules import never_measured
 from spmdrl.config.schema import CheckpointConfig
 from spmdrl.policy.models import Models
@@ -114,16 +113,16 @@ def rename(manifest: dict, name: str) -> None:
 
 
 WRONG = {
-    "absolute name": (lambda m: rename(m, "/etc/hostname"), "does not lie in the checkpoint"),
-    "name that leaves": (lambda m: rename(m, "model/../../step_1/model/config.json"), "does not lie in the checkpoint"),
-    "name with a zero": (lambda m: rename(m, "model/a\0b"), "does not lie in the checkpoint"),
+    "absolute name": (lambda m: rename(m, "/etc/hostname"), "is outside of the checkpoint"),
+    "name that leaves": (lambda m: rename(m, "model/../../step_1/model/config.json"), "is outside of the checkpoint"),
+    "name with a zero": (lambda m: rename(m, "model/a\0b"), "is outside of the checkpoint"),
     "other step": (lambda m: m.update(step=2), "is of step 2"),
-    "other world": (lambda m: m.update(world_size=3), "holds files of 1 ranks, the manifest says 3"),
-    "no world": (lambda m: m.pop("world_size"), "says no step and number of ranks"),
-    "no size": (lambda m: m["files"]["model/config.json"].pop("bytes"), "says no size and hash"),
+    "other world": (lambda m: m.update(world_size=3), "holds files of 1 ranks instead of 3"),
+    "no world": (lambda m: m.pop("world_size"), "has no step and number of ranks"),
+    "no size": (lambda m: m["files"]["model/config.json"].pop("bytes"), "has no size and hash"),
     "not listed": (lambda m: m["files"].pop("model/model.safetensors"), "model.safetensors: is not in the manifest"),
     "listed only": (lambda m: m["files"].update({"model/b": {"bytes": 1, "xxh3_128": ""}}), "model/b: missing"),
-    "other size": (lambda m: m["files"]["model/config.json"].update(bytes=3), "2 bytes, the manifest says 3"),
+    "other size": (lambda m: m["files"]["model/config.json"].update(bytes=3), "2 bytes instead of 3"),
     "other hash": (lambda m: m["files"]["model/config.json"].update(xxh3_128="0"), "its hash is not the manifest's"),
 }
 
@@ -182,12 +181,12 @@ def test_keep_the_newest_every_nth_and_the_best(save, tmp_path):
     accuracy = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.2, 6: 0.3, 7: 0.4, 8: 0.1}
     for step, value in accuracy.items():
         save(step, 2, every=3, best="eval/accuracy")
-        measured(tmp_path, step, {"eval/accuracy": value})
+        record_measured(tmp_path, step, {"eval/accuracy": value})
     # The two newest, multiples of 3, and of the two best the one that came first.
     assert checkpoint.steps_saved(tmp_path) == [8, 7, 6, 3, 2]
-    assert best_of(tmp_path, [8, 7, 6, 3, 2], "eval/accuracy") == 2
-    assert best_of(tmp_path, [8, 7, 6, 3, 2], "-eval/accuracy") == 8
-    assert best_of(tmp_path, [8, 7], "loss") is None
+    assert best_step(tmp_path, [8, 7, 6, 3, 2], "eval/accuracy") == 2
+    assert best_step(tmp_path, [8, 7, 6, 3, 2], "-eval/accuracy") == 8
+    assert best_step(tmp_path, [8, 7], "loss") is None
 
 
 def test_keep_only_what_was_measured_of_the_weights_themselves_counts(save, tmp_path):
@@ -196,15 +195,15 @@ def test_keep_only_what_was_measured_of_the_weights_themselves_counts(save, tmp_
     for step, value in ((1, 0.2), (2, 0.6), (3, None), (4, 0.3), (5, 0.6)):
         save(step, **rules)
         if value is not None:
-            measured(tmp_path, step, {"acc": value})
+            record_measured(tmp_path, step, {"acc": value})
     assert checkpoint.steps_saved(tmp_path) == [5, 2], "3 was never measured; 5 is no better than 2"
-    assert best_of(tmp_path, [5, 2], "acc") == 2
-    measured(tmp_path, 5, {"acc": 0.7})
-    assert best_of(tmp_path, [5, 2], "acc") == 5
-    measured(tmp_path, 2, {"acc": 0.1})  # the run fell back to 2: what stands there of later steps is void
-    assert value_of(tmp_path, 2, "acc") == 0.1 and value_of(tmp_path, 5, "acc") is None
+    assert best_step(tmp_path, [5, 2], "acc") == 2
+    record_measured(tmp_path, 5, {"acc": 0.7})
+    assert best_step(tmp_path, [5, 2], "acc") == 5
+    record_measured(tmp_path, 2, {"acc": 0.1})  # the run fell back to 2: what stands there of later steps is void
+    assert measured_value(tmp_path, 2, "acc") == 0.1 and measured_value(tmp_path, 5, "acc") is None
     (tmp_path / "measured.json").write_text("{")
-    assert value_of(tmp_path, 2, "acc") is None, "a damaged file of measurements is none"
+    assert measured_value(tmp_path, 2, "acc") is None, "a damaged file of measurements is none"
 
 
 @pytest.mark.parametrize(
@@ -260,11 +259,11 @@ def test_full_disk_is_told_before_anything_is_written(save, tmp_path, monkeypatc
     save(1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 2048, 2048))
     content = store.content_of(2, Models(FilePolicy()), {"step": 2}, None)
-    content.wanted = 5 << 20
-    with pytest.raises(room.DiskFullError, match=r"takes 5.0 MiB and .* has 2.0 KiB free: .*--checkpoint.keep"):
+    content.expected_bytes = 5 << 20
+    with pytest.raises(disk_space.DiskFullError, match=r"takes 5.0 MiB and .* has 2.0 KiB free: .*--checkpoint.keep"):
         store.write(tmp_path, content, ALONE, Keep())
     assert checkpoint.steps_saved(tmp_path) == [1] and not list(tmp_path.glob(".incomplete*"))
-    content.wanted = 2000
+    content.expected_bytes = 2000
     assert store.write(tmp_path, content, ALONE, Keep()).name == "step_2"
 
 
@@ -284,7 +283,9 @@ class FullPolicy(FilePolicy):
 
 def test_full_disk_in_the_middle_removes_what_is_half_written_and_nothing_else(save, tmp_path):
     save(1)
-    with pytest.raises(room.DiskFullError, match="step_2 could not be written to .*No space left.*Those before it"):
+    with pytest.raises(
+        disk_space.DiskFullError, match="step_2 could not be written to .*No space left.*Earlier checkpoints"
+    ):
         checkpoint.save(tmp_path, 2, Models(FullPolicy()), {}, None, ALONE)
     assert checkpoint.steps_saved(tmp_path) == [1] and checkpoint.problems(tmp_path / "step_1") == []
     assert not list(tmp_path.glob(".incomplete*"))
@@ -296,13 +297,13 @@ def test_full_disk_as_safetensors_and_the_system_tell_it(tmp_path):
 import resource, signal, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from spmdrl.checkpoint import disk_space as room
+from spmdrl.checkpoint import disk_space
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
-    with room.told_when_full(Path(sys.argv[1]), 3):
+    with disk_space.explain_full_disk(Path(sys.argv[1]), 3):
         save_file({"x": torch.zeros(100_000)}, sys.argv[1] + "/x.safetensors")
-except room.DiskFullError as error:
+except disk_space.DiskFullError as error:
     print("told", error)
 """
     run = [sys.executable, "-c", script, str(tmp_path)]
@@ -311,7 +312,7 @@ except room.DiskFullError as error:
 
 
 def test_full_disk_is_not_what_another_error_is(tmp_path):
-    with pytest.raises(PermissionError), room.told_when_full(tmp_path, 1):
+    with pytest.raises(PermissionError), disk_space.explain_full_disk(tmp_path, 1):
         raise PermissionError(errno.EACCES, "Permission denied")
 
 
@@ -343,17 +344,17 @@ def test_command_list_and_verify(run_folder, capsys):
     (run_folder / "checkpoints" / "step_2" / "MANIFEST.json").unlink()
     assert main(["verify", str(run_folder)]) == 1
     one, two = capsys.readouterr().out.splitlines()
-    assert "step_1: DAMAGED: state/run.json: 2 bytes, the manifest says" in one
+    assert "step_1: DAMAGED: state/run.json: 2 bytes instead of" in one
     assert "step_2: DAMAGED: MANIFEST.json: No such file" in two
     assert main(["list", str(run_folder)]) == 0
     one, two = capsys.readouterr().out.splitlines()[1:]
-    assert one.endswith("DAMAGED: state/run.json: 2 bytes, the manifest says 26") and "DAMAGED: MANIFEST.json" in two
+    assert one.endswith("DAMAGED: state/run.json: 2 bytes instead of 26") and "DAMAGED: MANIFEST.json" in two
 
 
 def test_command_diff(run_folder, tmp_path, capsys):
     assert main(["diff", str(run_folder)]) == 0
     out = capsys.readouterr().out
-    assert "settings: alike" in out and "versions: alike" in out and "  step: 1 -> 2" in out and "seed" not in out
+    assert "settings: equal" in out and "versions: equal" in out and "  step: 1 -> 2" in out and "seed" not in out
     # a: 1 -> 2 everywhere and 1 -> 3 in one place.
     assert "model: 1 of 3 tensors differ, by at most 2\n  2  a\n" in out
     other = tmp_path / "other"
@@ -361,8 +362,8 @@ def test_command_diff(run_folder, tmp_path, capsys):
     (other / "config.yaml").write_text("optimizer: {lr: 0.2, eps: 1}\n")
     assert main(["diff", str(run_folder), str(other / "checkpoints" / "step_2")]) == 0
     out = capsys.readouterr().out
-    assert "  --optimizer.lr: 0.1 -> 0.2" in out and "  --optimizer.eps: not there -> 1" in out
-    assert "model: 3 tensors, all alike" in out
+    assert "  --optimizer.lr: 0.1 -> 0.2" in out and "  --optimizer.eps: missing -> 1" in out
+    assert "model: 3 tensors, all equal" in out
 
 
 def test_command_on_what_is_no_run_is_one_line(tmp_path, capsys):

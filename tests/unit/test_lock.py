@@ -16,7 +16,7 @@ import pytest
 
 from spmdrl import checkpoint
 from spmdrl.checkpoint import lock
-from spmdrl.checkpoint.folder import still_ours
+from spmdrl.checkpoint.folder import check_still_owned
 from spmdrl.health.status import rank_status
 from tests.ranks.harness import run_ranks
 
@@ -114,25 +114,25 @@ def test_without_locks_the_job_goes_on_with_a_warning_and_sees_another_come(fold
     monkeypatch.setattr(fcntl, "lockf", none)
     notes = checkpoint.take_folder(folder, False, ALONE)
     assert len(notes) == 1 and notes[0].startswith(f"warning: {folder} is on a file system without locks")
-    still_ours(ALONE)
+    check_still_owned(ALONE)
     rank_status.folder = folder
     other = lock.take(folder, 0)
     other.sign([])
-    with pytest.raises(lock.TakenError, match=f"another job's by now, process {os.getpid()} on .*--run.dir"):
-        still_ours(ALONE)
+    with pytest.raises(lock.TakenError, match=f"was taken by another job, process {os.getpid()} on .*--run.dir"):
+        check_still_owned(ALONE)
     assert rank_status.folder is None, "the flight record would go to the other's folder"
     other.release()
 
 
 def test_folder_that_another_job_moved_aside_is_left_alone(folder, tmp_path):
     checkpoint.take_folder(folder, False, ALONE)
-    still_ours(ALONE)
+    check_still_owned(ALONE)
     os.rename(folder, tmp_path / "run.old-1")
-    still_ours(ALONE)  # gone, and nobody else's
+    check_still_owned(ALONE)  # gone, and nobody else's
     folder.mkdir()
     (folder / lock.NAME).write_text(json.dumps({"token": "another", "pid": 7, "host": "node7", "since": 0}))
-    with pytest.raises(lock.TakenError, match="process 7 on node7 .*what this run saved lies in .*run.old-1"):
-        still_ours(ALONE)
+    with pytest.raises(lock.TakenError, match="process 7 on node7 .*the files of this run are in .*run.old-1"):
+        check_still_owned(ALONE)
 
 
 def test_looking_at_the_file_does_not_let_go_of_the_lock(folder, monkeypatch):
@@ -154,7 +154,7 @@ def test_malformed_lock_files_count_as_nothing(folder, text):
     (folder / lock.NAME).write_text(text)
     assert checkpoint.take_folder(folder, False, ALONE) == []
     assert json.loads((folder / lock.NAME).read_text())["pid"] == os.getpid()
-    assert "process" in lock.who({}) and lock.agents_of({"agents": [3]}) == set()
+    assert "process" in lock.owner_name({}) and lock.agents_of({"agents": [3]}) == set()
 
 
 def robbed(world, folder: str, when: str) -> list[str]:
@@ -285,7 +285,7 @@ def test_fresh_does_not_move_the_working_directory(folder, monkeypatch):
     (folder / "inner").mkdir()
     for at, name in ((folder, "."), (folder / "inner", "..")):
         monkeypatch.chdir(at)
-        with pytest.raises(ValueError, match=f"--run.fresh: {folder} is the folder .*--run.dir"):
+        with pytest.raises(ValueError, match=f"--run.fresh: {folder} is or contains the working directory .*--run.dir"):
             checkpoint.take_folder(Path(name), True, ALONE)
     assert (folder / "mark").exists()
 

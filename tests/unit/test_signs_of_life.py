@@ -191,7 +191,7 @@ def test_signs_of_other_threads_are_not_the_main_ones():
 
 def test_signs_of_a_library_are_the_files_it_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(growth, "EVERY", 0.05)
-    with growth.growth_counts(tmp_path / "step"):
+    with growth.growth_is_progress(tmp_path / "step"):
         time.sleep(0.3)
         count = rank_status.count
         (tmp_path / "step").mkdir()
