@@ -21,13 +21,13 @@ from spmdrl.session.job import Job, jobs, late, launch, ranks_of_job, show
 
 def evaluate(run) -> None:
     """Sample and grade, then print the numbers."""
-    from spmdrl.health.failure import request
+    from spmdrl.health.failure import exit_reason
     from spmdrl.health.status import rank_status
     from spmdrl.rl.evaluation import MEASURED
     from spmdrl.tracking.trackers import plain
 
     cfg, evaluation = run.cfg, run.evaluation
-    rank_status.keeps = evaluation.keeps_graded = True
+    rank_status.keeps_partial = evaluation.keeps_graded = True
     with run.memory.rollout_phase():
         run.evaluate(0)
     with run.memory.training_phase():
@@ -40,7 +40,7 @@ def evaluate(run) -> None:
         measured = int(evaluation.numbers.pop(MEASURED))
         if measured < what["samples"]:
             # Prompts count with all of their samples or not at all.
-            what |= {"prompts": measured // cfg.eval.samples, "samples": measured, "stopped": request()}
+            what |= {"prompts": measured // cfg.eval.samples, "samples": measured, "stopped": exit_reason()}
         numbers = {name: plain(value) for name, value in evaluation.numbers.items()}
         print(json.dumps(what | numbers), flush=True)
 

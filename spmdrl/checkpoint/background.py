@@ -124,9 +124,9 @@ class Saver:
         if self._thread is None:
             return
         while self._thread.is_alive():
-            before = rank_status.beside
+            before = rank_status.side_count
             self._thread.join(1.0)
-            if rank_status.beside != before:
+            if rank_status.side_count != before:
                 # The writer's progress counts as progress of the waiting thread.
                 tick()
         self._thread = None

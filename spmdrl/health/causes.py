@@ -1,4 +1,4 @@
-"""Recognises causes of errors by their kinds and words: memory, disks, devices, other ranks."""
+"""Recognises the causes of errors by type and message: memory, disks, devices, other ranks."""
 
 import errno
 import re
@@ -10,7 +10,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True for an allocator's refusal: torch's on GPU and CPU, vLLM's at wake, Python's, the system's."""
+    """Return True for an out-of-memory error of torch (GPU or CPU), vLLM at wake, Python or the system."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     words = ("out of memory", "can't allocate memory", "cannot allocate memory")
@@ -18,19 +18,19 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """True where a collective broke because another rank is gone, or the store with it."""
+    """Return True if a collective failed because another rank, or the rank with the store, is gone."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Failed to recv")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def timed_out(error: BaseException) -> bool:
-    """True where a collective waited for a rank longer than `--run.timeout`, in words of gloo, NCCL or the store."""
+    """Return True if a collective waited longer than `--run.timeout`, by the message of gloo, NCCL or the store."""
     words = ("Timed out waiting", "Application timeout caused", "collective operation timeout", "wait timeout after")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def disk_full(error: BaseException) -> bool:
-    """True where a write found no room, also when a library passes on only the words of the error."""
+    """Return True if a write failed because of a full disk, even if a library reports only the message."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, OSError) and chain.errno in DISK_FULL:
@@ -42,17 +42,17 @@ def disk_full(error: BaseException) -> bool:
 
 
 def of_the_machine(error: BaseException) -> bool:
-    """True for an error of memory, a disk, a device or another rank.
+    """Return True for an error of memory, a disk, a device or another rank.
 
-    Ranks meet an error of a model's code alike, and may go on together. One of these is met by a rank alone, while the
-    others wait for it in a collective.
+    Such an error may hit one rank alone while the others wait for it in a collective. An error of a model's code, by
+    contrast, hits all ranks, which may continue together.
     """
     parts = OSError | torch.AcceleratorError | DistError
     return out_of_memory(error) or isinstance(error, parts) or lost_peer(error) or timed_out(error)
 
 
 def requested_bytes(error: BaseException) -> int:
-    """Bytes that the allocator was asked for, read from its message; 0 if the message does not say."""
+    """Return the bytes requested of the allocator, read from its message; 0 if the message has no number."""
     text = str(error)
     if found := re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE):
         return int(found[1])

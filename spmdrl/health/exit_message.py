@@ -1,4 +1,4 @@
-"""The last line of a rank: its error, where it was, and what to do about it. Nothing here waits for long."""
+"""Builds the last line of a rank: its error, the place, and advice. Nothing here waits for long."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from spmdrl.config.dump import redact_text
 from spmdrl.health.causes import disk_full, lost_peer, out_of_memory, timed_out
-from spmdrl.health.heartbeat import hearts
+from spmdrl.health.heartbeat import heartbeats
 from spmdrl.health.status import rank_status
 
 T = TypeVar("T")
@@ -20,14 +20,14 @@ T = TypeVar("T")
 USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors whose message says what to change; their traceback goes to the log file only."""
 LONGEST = 1500
-"""Letters of a cause in the last line."""
+"""Characters of an error's message in the last line."""
 
 
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
-    """Returns the result of `work`, or `otherwise` if it fails or takes too long: a rank that ends waits for nothing.
+    """Return the result of `work`, or `otherwise` if it fails or takes too long.
 
-    Everything that reads or writes a file is called this way, the log too: the main thread may hold the log's lock in
-    a write to a file system that hangs.
+    An exiting rank reads and writes files only this way, the log included: the main thread may hold the log's lock in a
+    write to a file system that hangs.
     """
     done: list[T] = []
 
@@ -42,18 +42,18 @@ def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
 
 
 def advice(error: BaseException) -> str:
-    """Returns advice on an error; empty where its own message has it, as the messages of this program do."""
+    """Return advice on an error; empty if its own message contains advice, as this program's messages do."""
     if timed_out(error):
-        missing = briefly(hearts[0].missing, "") if hearts else ""
+        missing = briefly(heartbeats[0].missing, "") if heartbeats else ""
         record = f"`python -m spmdrl.tools.flight {rank_status.folder}` compares the last collectives of all ranks, "
-        missing = missing or "another rank did not come, and it is not known where it is"
+        missing = missing or "another rank did not take part, and its position is unknown"
         return (
             f"{missing}; {record if rank_status.folder else ''}"
-            "--run.lockstep-debug names the line that differs, and a higher --run.timeout helps if one was slow only"
+            "--run.lockstep-debug names the line that differs, and a higher --run.timeout helps if a rank was only slow"
         )
     if lost_peer(error):
-        said = briefly(lambda: hearts[0].lost() or hearts[0].missing(), "") if hearts else ""
-        return f"another rank ended{f': {said}' if said else ''}; its own log or torchrun says why. {resume()}"
+        lost = briefly(lambda: heartbeats[0].lost() or heartbeats[0].missing(), "") if heartbeats else ""
+        return f"another rank ended{f': {lost}' if lost else ''}; see its log, or torchrun's output. {resume()}"
     if type(error).__module__.startswith("spmdrl") or _raised_by_us(error):
         return ""
     if disk_full(error):
@@ -64,11 +64,11 @@ def advice(error: BaseException) -> str:
     if out_of_memory(error):
         return f"{_less_memory(rank_status.name)}. {resume()}"
     log_file = f"{rank_status.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if rank_status.folder else "the log"
-    return f"its traceback stands in {log_file}. {resume()}"
+    return f"its traceback is in {log_file}. {resume()}"
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    """True for a mistake that this program found, and not a library or a user's function."""
+    """Return True for a user's mistake that this program reports, not a library or a user's function."""
     found = isinstance(error, USER_MISTAKES) and traceback.extract_tb(error.__traceback__)
     return bool(found) and str(Path(__file__).parents[1]) in found[-1].filename
 
@@ -84,31 +84,31 @@ def _less_memory(phase: str) -> str:
 
 
 def resume() -> str:
-    """Words about the step from which the same command goes on."""
+    """Return the text that names the step from which the same command resumes."""
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved > 0:
         return f"The same command resumes from step {saved}"
     if saved < 0:
         return "The same command resumes from the newest checkpoint"
-    return "No checkpoint is there yet (--checkpoint.every)" if rank_status.step else "Nothing was learnt yet"
+    return "There is no checkpoint yet (--checkpoint.every)" if rank_status.step else "No step has begun yet"
 
 
 def lost_steps() -> str:
-    """Words about the steps that are lost if a rank leaves at this moment: those since the newest checkpoint."""
+    """Return the text about the steps lost if the job ends here: all steps since the newest checkpoint."""
     last = max(rank_status.step, rank_status.done)
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved < 0:
-        return "what no checkpoint has is lost"
+        return "steps after the newest checkpoint are lost"
     if last <= saved:
         return "no step is lost"
     return f"step {last} is lost" if last == saved + 1 else f"steps {saved + 1} to {last} are lost"
 
 
-def last_words(error: BaseException) -> str:
-    """Returns the one line that a failed job ends with."""
+def failure_line(error: BaseException) -> str:
+    """Return the one line that a failed job ends with."""
     text = str(error)
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
-        # C++ errors begin with their place in the sources and end with frames.
+        # C++ errors begin with their place in the sources and end with stack frames.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
     text = one_line(text)[:LONGEST]
     what = advice(error)
@@ -116,10 +116,10 @@ def last_words(error: BaseException) -> str:
 
 
 def last_line(what: str) -> str:
-    """Returns the last line of this rank: its position, then the text."""
+    """Return the last line of this rank: its position, then the text."""
     return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
 
 
 def one_line(text: str) -> str:
-    """Lines joined by a bar: text behind a line break would not be in the last line."""
+    """Return the lines of a text joined by bars, so that all of it is in the last line."""
     return " | ".join(line.strip() for line in text.splitlines() if line.strip())

@@ -1,7 +1,7 @@
-"""The flight record: the last collectives of every rank, written when a job fails; `tools/flight.py` compares.
+"""Writes the flight record, the last collectives of a rank, when a job fails; `tools/flight.py` compares them.
 
-torch's own recorder notes each collective with its Python frames (switched on in `session/environ.py`); here its last
-entries go to RUN/flight/rank_00000.json. A rank that was killed leaves none.
+torch's own recorder keeps each collective with its Python frames (switched on in `session/environ.py`); its last
+entries are written to RUN/flight/rank_00000.json. A killed rank leaves no record.
 """
 
 import io
@@ -18,60 +18,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.health.status import rank_status, short, stack, telling
+from spmdrl.health.status import is_informative, rank_status, short, stack
 
 LAST = 50
-"""Collectives that are written for each group."""
+"""Number of collectives written for each group."""
 POINT_TO_POINT = ("send", "recv")
 sent: dict[str, int] = defaultdict(int)
-"""Sends and receives by the name of their group: gloo counts them among its collectives, and ranks differ in them."""
+"""Number of sends and receives by group name: gloo counts them as collectives, and ranks differ in them."""
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler that reads numbers, texts and containers, and nothing that would run code."""
+    """Unpickler that reads numbers, texts and containers only, so that no code runs."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong into a flight record")
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong in a flight record")
 
 
 def send_and_receive(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Counts the sends and receives of torch's `batch_isend_irecv` and passes them on."""
+    """Run torch's `batch_isend_irecv`, and count its sends and receives."""
     for operation in operations:
         sent[(operation.group or dist.group.WORLD).group_name] += 1
     return dist.batch_isend_irecv(operations) if operations else []
 
 
 def collectives_of(group: dist.ProcessGroup) -> int:
-    """Number of collectives that this rank has begun on a group."""
+    """Return the number of collectives that this rank has started on a group."""
     count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    # Only gloo counts both in one.
+    # gloo's number includes sends and receives.
     return count - sent[group.group_name] if dist.get_backend(group) == "gloo" else count
 
 
 def _entries(frames: bool) -> list[dict]:
-    """Entries of torch's recorder, oldest first, read from a pickle that this process makes at this moment."""
+    """Return the entries of torch's recorder, oldest first, read from a pickle that this process just made."""
     dump = torch._C._distributed_c10d._dump_fr_trace(True, frames, False)  # type: ignore[attr-defined]
     return _Plain(io.BytesIO(dump)).load().get("entries", [])
 
 
 def _place(frames: list[dict]) -> str:
-    """Line that called the collective, with helpers of this project passed over: all calls go through those."""
+    """Return the line that called the collective, skipping this project's helpers, which all calls go through."""
     for frame in frames:
-        if telling(frame["filename"]) and not frame["filename"].startswith("<"):
+        if is_informative(frame["filename"]) and not frame["filename"].startswith("<"):
             return short(frame["filename"], frame["line"])
     return short(frames[-1]["filename"], frames[-1]["line"]) if frames else "?"
 
 
 def warm() -> None:
-    """Makes torch import the modules that name frames: 1.5 s of a core, which a rank that fails may not have."""
+    """Make torch import the modules that name frames: 1.5 s of a core, which a failing rank may not have."""
     with suppress(Exception):
         _entries(True)
 
 
 def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
-    """Record by group name: its ranks, the number of collectives begun, and the last ones, oldest first.
+    """Return by group name its ranks, the number of collectives started, and the last collectives, oldest first.
 
-    Without frames their places are `?`.
+    frames: also name the line of each collective; else its place is `?`. last: number of collectives of a group.
     """
     groups: dict[str, dict] = {}
     names, members = dist.distributed_c10d._world.pg_names, dist.distributed_c10d._world.pg_group_ranks
@@ -84,18 +84,18 @@ def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
     for entry in _entries(frames):
         rows[entry["process_group"][0]].append(entry)
     for name, entries in rows.items():
-        told = groups.get(name)
-        if told is None:
+        record = groups.get(name)
+        if record is None:
             continue
-        number = told["begun"]
+        number = record["begun"]
         for entry in reversed(entries):
             op = entry["profiling_name"].split(":")[-1]
             if op.startswith(POINT_TO_POINT):
                 continue
-            if len(told["last"]) == last:
+            if len(record["last"]) == last:
                 break
             row = {"number": number, "op": op, "sizes": entry["input_sizes"], "place": _place(entry.get("frames", []))}
-            told["last"].insert(0, row | {"done": bool(entry["retired"])})
+            record["last"].insert(0, row | {"done": bool(entry["retired"])})
             number -= 1
     return groups
 
@@ -103,15 +103,15 @@ def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
 def write(
     why: str, others: dict[int, dict] | None = None, error: BaseException | None = None, frames: bool = True
 ) -> Path | None:
-    """Writes this rank's record into the run folder; returns None if there is no folder or nothing can be written.
+    """Write this rank's record into the run folder; returns None if there is no folder or it cannot be written.
 
     May be called by any thread.
 
     Args:
         why: the last line of this rank.
-        others: last heartbeat of every rank, on a few ranks; a rank that was killed leaves nothing else.
+        others: last beat of every rank, on a few ranks; a killed rank leaves nothing else.
         error: error whose stack is written; None for the main thread's stack.
-        frames: also write where each collective was begun.
+        frames: also write the line of each collective.
     """
     folder = rank_status.folder
     if folder is None:

@@ -1,7 +1,8 @@
-"""Preemption: a signal asks the run to end well. The step is finished, or abandoned while it samples, and saved.
+"""Preemption: on a signal the run finishes its step, or abandons it while it samples, saves and leaves.
 
-SIGUSR1 or SIGINT (Ctrl-C) to any one rank is a request to all, and so is a SIGTERM that was not sent because of a lost
-rank. By law 1 a request that one rank has heard decides nothing by itself; `Agreement` and the sampling ask all ranks.
+SIGUSR1 or SIGINT (Ctrl-C) to any rank is a request to all ranks, and so is a SIGTERM that was not sent because of a
+lost rank. A request that one rank has received decides nothing alone (law 1): `Agreement` and the sampler all-reduce
+it first.
 """
 
 import os
@@ -17,25 +18,25 @@ import torch.distributed as dist
 AGENT_WAITS = 25.0
 """Seconds after a SIGTERM or SIGINT under torchrun, which sends SIGKILL after 30."""
 FROM_AGENT = (signal.SIGTERM, signal.SIGINT)
-"""Signals that torchrun passes on unless it is told otherwise."""
+"""Signals that torchrun forwards to its ranks by default."""
 SAMPLING = 0.5
-"""Share of the grace that a step may go on to sample; the rest is for the save."""
+"""Share of the grace in which a step may continue to sample; the rest is for the save."""
 ECHO = 3.0
-"""Seconds in which a second signal of one kind counts as torchrun's own: a job's end may be signalled to all its
-processes."""
+"""Seconds within which a second signal of the same kind counts as forwarded by torchrun: a scheduler may signal all
+processes of a job."""
 
 
 class PreemptedError(Exception):
-    """Error on every rank once all ranks agreed to leave."""
+    """Raised on every rank once all ranks agreed to leave."""
 
     def __init__(self, step: int, why: str, abandoned: bool = False):
-        """step: how many are done and in the weights. abandoned: the one after it had begun."""
+        """step: number of finished steps, which are in the weights. abandoned: True if a further step had begun."""
         super().__init__(why)
         self.step, self.abandoned = step, abandoned
 
 
 class AbandonedError(Exception):
-    """Error on every rank that samples, once all of them agreed to stop sampling and grading."""
+    """Raised on every rank that samples, once all of them agreed to stop sampling and grading."""
 
 
 @dataclass(frozen=True)
@@ -46,94 +47,94 @@ class Request:
     rank: int
     """Rank that received the signal."""
     at: float
-    """time.time() of the signal by that rank's clock: for messages, not for comparison with another machine's clock."""
+    """time.time() of the signal by that rank's clock: for messages only, as clocks of machines differ."""
     grace: float
-    """Seconds until the job must be gone, which every rank counts from the moment it heard of the request."""
+    """Seconds until the job must be gone, which every rank counts from the moment it received the request."""
 
     def __str__(self) -> str:
         return f"{self.signal} at rank {self.rank}"
 
 
 class Preemption:
-    """Requests to leave that this rank has heard; one per process."""
+    """The request to leave that this rank has received, if any; one per process."""
 
     def __init__(self) -> None:
-        """Starts without a request."""
+        """Start without a request."""
         self.request: Request | None = None
-        self.heard = 0.0
-        """time.monotonic() when this rank heard of it."""
-        self.own: list[tuple[int, float]] = []
-        """Signals that came to this process itself, and time.monotonic() when."""
+        self.received = 0.0
+        """time.monotonic() when this rank received the request."""
+        self.signals: list[tuple[int, float]] = []
+        """Signals to this process, and time.monotonic() of each."""
         self.grace = 60.0
-        self.late: Callable[[], None] = lambda: None
-        """Function that a thread calls when time is up."""
+        self.on_grace_over: Callable[[], None] = lambda: None
+        """Called by a thread when the grace is over."""
 
-    def again(self, number: int) -> bool:
-        """Notes a signal to this process; returns True if it is one too many, which ends the job at once.
+    def is_repeat(self, number: int) -> bool:
+        """Record a signal to this process; returns True for a second one, which ends the job at once.
 
-        Under torchrun two SIGTERM or two SIGINT within `ECHO` are one: a signal to all processes of a job (the time
-        limit of SLURM, systemd, Ctrl-C in a terminal) reaches a rank directly and by way of torchrun. So are two
-        SIGUSR1 where torchrun passes those on (`torchrun --signals-to-handle`).
+        Under torchrun two SIGTERM or two SIGINT within `ECHO` are one: a signal to all processes of a job (SLURM's time
+        limit, systemd, Ctrl-C in a terminal) reaches a rank directly and through torchrun. The same holds for SIGUSR1
+        if torchrun forwards it (`torchrun --signals-to-handle`).
         """
-        self.own.append((number, time.monotonic()))
+        self.signals.append((number, time.monotonic()))
         echo = (
-            len(self.own) == 2
-            and all(one == number for one, _ in self.own)
-            and passed_on(number)
-            and self.own[1][1] - self.own[0][1] < ECHO
+            len(self.signals) == 2
+            and all(one == number for one, _ in self.signals)
+            and forwarded_by_torchrun(number)
+            and self.signals[1][1] - self.signals[0][1] < ECHO
         )
-        return len(self.own) > 1 and not echo
+        return len(self.signals) > 1 and not echo
 
-    def asked(self, number: int) -> Request:
-        """Makes a request from a signal to this process."""
+    def request_for(self, number: int) -> Request:
+        """Return the request that a signal to this process makes."""
         under_agent = number in FROM_AGENT and "TORCHELASTIC_RUN_ID" in os.environ
         grace = min(self.grace, AGENT_WAITS) if under_agent else self.grace
         return Request(signal.Signals(number).name, int(os.environ.get("RANK", "0")), time.time(), grace)
 
-    def heed(self, request: Request) -> bool:
-        """Takes up the first request; returns False for a further one."""
+    def accept(self, request: Request) -> bool:
+        """Accept the first request and start its grace; returns False for a further one."""
         if self.request is not None:
             return False
-        self.request, self.heard = request, time.monotonic()
-        timer = threading.Timer(request.grace, lambda: self.late())
+        self.request, self.received = request, time.monotonic()
+        timer = threading.Timer(request.grace, lambda: self.on_grace_over())
         timer.daemon = True
         timer.start()
         return True
 
     @property
-    def wanted(self) -> bool:
-        """True where this rank has heard of a request."""
+    def requested(self) -> bool:
+        """True once this rank has received a request."""
         return self.request is not None
 
     @property
     def sampling_over(self) -> bool:
-        """True where this rank heard of a request so long ago that sampling should stop."""
-        return self.request is not None and time.monotonic() > self.heard + SAMPLING * self.request.grace
+        """True once the sampling share of a request's grace is over."""
+        return self.request is not None and time.monotonic() > self.received + SAMPLING * self.request.grace
 
 
 preemption = Preemption()
 
 
-def passed_on(number: int) -> bool:
-    """True under a torchrun that sends its ranks a signal that it gets, as it does with those of `FROM_AGENT`."""
+def forwarded_by_torchrun(number: int) -> bool:
+    """Return True if this process runs under a torchrun that forwards this signal to its ranks."""
     name = signal.Signals(number).name
-    told = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
-    return "TORCHELASTIC_RUN_ID" in os.environ and (number in FROM_AGENT or name in told)
+    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
+    return "TORCHELASTIC_RUN_ID" in os.environ and (number in FROM_AGENT or name in handled)
 
 
-def agreed(mine: bool, group: dist.ProcessGroup) -> bool:
-    """Returns True on every rank if `mine` is true on one. Collective."""
+def any_rank(mine: bool, group: dist.ProcessGroup) -> bool:
+    """Return True on every rank if `mine` is True on any rank. Collective."""
     flag = torch.tensor([int(mine)])
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
-def listen(told: Callable[[int], None]) -> Callable[[], None]:
-    """Calls `told(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT. Returns a function that ends that.
+def on_signals(handler: Callable[[int], None]) -> Callable[[], None]:
+    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT; returns a function that ends this.
 
-    SIGINT stays ignored where it was, as in a background job of a script.
-    It takes a thread, as the main one may wait in a collective, where Python runs no handler. Call it in the main
-    thread only; forked processes get back the handlers that were there before.
+    An ignored SIGINT stays ignored, as in a background job of a script. The thread is needed because the main thread
+    may wait in a collective, where Python runs no handler. Call this in the main thread only; forked processes get
+    their former handlers back.
     """
     numbers = [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -155,7 +156,7 @@ def listen(told: Callable[[int], None]) -> Callable[[], None]:
         while data := os.read(read, 64):
             for number in data:
                 if number in numbers:
-                    told(number)
+                    handler(number)
 
     os.register_at_fork(after_in_child=give_back)
     threading.Thread(target=wait, daemon=True, name="signals").start()

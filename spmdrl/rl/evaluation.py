@@ -67,7 +67,7 @@ class Evaluation:
         assert self.prompts is not None
         plan = evaluation_plan(self.cfg, self.prompts.prompts, version, name)
         if self.keeps_graded:
-            plan.keeps_graded, plan.may_end = True, lambda: preemption.wanted
+            plan.keeps_graded, plan.may_end = True, lambda: preemption.requested
         self.numbers, episodes, measured = evaluate(plan, self.sampler)
         self.numbers |= {MEASURED: float(measured)} if self.keeps_graded else {}
         return episodes

@@ -14,7 +14,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, to_episodes
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import PromptSet
-from spmdrl.health.preempt import AbandonedError, PreemptedError, agreed
+from spmdrl.health.preempt import AbandonedError, PreemptedError, any_rank
 from spmdrl.health.status import rank_status
 from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.models import Models
@@ -119,7 +119,7 @@ class Run:
     def _unless(self, abandoned: bool, step: int, what: str) -> None:
         """Go on only where those who sample, who agree among themselves, have not abandoned. Collective."""
         if self.world.roles.split:
-            abandoned = agreed(abandoned, self.world.host_group)
+            abandoned = any_rank(abandoned, self.world.host_group)
         if abandoned:
             raise PreemptedError(step, what, abandoned=True)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from spmdrl.config.schema import Config
 from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import PromptSet
-from spmdrl.health.preempt import AbandonedError, agreed, preemption
+from spmdrl.health.preempt import AbandonedError, any_rank, preemption
 from spmdrl.rewards.base import Grader
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import AtOnce, Environment, SingleTurn
@@ -145,7 +145,7 @@ class Sampler:
         result = Rollout(plan, self.engine, grading, self.world, self.environment or AtOnce(SingleTurn())).run(timer)
         # Engines wait for the slowest one here.
         with timer("exchange"):
-            if not plan.keeps_graded and agreed(result.abandoned, self.world.rollout_group):
+            if not plan.keeps_graded and any_rank(result.abandoned, self.world.rollout_group):
                 raise AbandonedError("the rollout was abandoned")
         return result
 

@@ -8,7 +8,7 @@ from spmdrl import checkpoint
 from spmdrl.config.fields import flag
 from spmdrl.config.resume import file_digests, settled
 from spmdrl.config.schema import TrainingConfig
-from spmdrl.health.failure import mark, request
+from spmdrl.health.failure import exit_reason, write_preempted
 from spmdrl.health.preempt import PreemptedError, preemption
 from spmdrl.policy.models import Models
 from spmdrl.session.session import Session
@@ -132,7 +132,7 @@ class Checkpoints:
         """
         cfg, done = self.session.cfg, step + 1
         with self.session.timer("agree"):
-            leave = self.agreement({"step": step, **held}, preemption.wanted)
+            leave = self.agreement({"step": step, **held}, preemption.requested)
         last = done == cfg.run.steps and cfg.checkpoint.at_end
         if last or (cfg.checkpoint.every and done % cfg.checkpoint.every == 0):
             self._save(done)
@@ -145,9 +145,9 @@ class Checkpoints:
             self._save(left.step)
         with self.session.timer("checkpoint"):
             self.saver.finish()
-        who = request()
+        who = exit_reason()
         if self.session.world.is_first:
-            mark(preemption.request, left.step)
+            write_preempted(preemption.request, left.step)
         saved = f"step {left.step} is in {self.session.folder}/checkpoints/step_{left.step}"
         saved = saved if left.step else "nothing is learnt yet"
         self.session.note(f"preempted ({who}): {left}; {saved}, and the same command goes on from there")

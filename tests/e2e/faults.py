@@ -156,16 +156,16 @@ class Fault:
 
 OTHER = "0"
 FAULTS = {
-    "exception": Fault(raise_error, ("RuntimeError: the planted error", "its traceback stands in")),
+    "exception": Fault(raise_error, ("RuntimeError: the planted error", "its traceback is in")),
     "SIGKILL": Fault(kill, ("another rank is lost", "SIGTERM"), rank=OTHER, silent=True),
-    "SIGSTOP": Fault(stop, ("rank 1 has not been heard of", "its process is stopped"), TIMEOUT, OTHER, silent=True),
+    "SIGSTOP": Fault(stop, ("rank 1 has sent no heartbeat", "its process is stopped"), TIMEOUT, OTHER, silent=True),
     "hang": Fault(hang, ("faults.py",), TIMEOUT, "[01]"),
     "write that hangs": Fault(write_hangs, ("faults.py",), TIMEOUT, "[01]"),
-    "hang without threads": Fault(busy, ("rank 1 has not been heard of",), TIMEOUT, OTHER, silent=True),
+    "hang without threads": Fault(busy, ("rank 1 has sent no heartbeat",), TIMEOUT, OTHER, silent=True),
     "hang in a collective": Fault(
         # Whoever's time is up first names where the other one is.
         stay_away,
-        ("spmdrl.tools.flight", "faults.py or rank 0 is in phase"),
+        ("spmdrl.tools.flight", "faults.py or rank 0 has been in phase"),
         TIMEOUT,
         "[01]",
     ),

@@ -312,8 +312,8 @@ def left(world, folder: str, sections: dict) -> tuple[bool, int]:
     def notice(request):
         if request.max_new_tokens == VERDICT and world.rank == 0:
             # Heard of long ago.
-            preemption.heed(Request("SIGTERM", 0, time.time(), 100.0))
-            preemption.heard -= 90.0
+            preemption.accept(Request("SIGTERM", 0, time.time(), 100.0))
+            preemption.received -= 90.0
         submit(request)
 
     engine.submit = notice  # type: ignore[method-assign]

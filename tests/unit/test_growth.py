@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.health import heartbeat, overview
-from spmdrl.health.heartbeat import Heart
+from spmdrl.health.heartbeat import Heartbeat
 from spmdrl.spmd import exchange, queue, rendezvous
 from spmdrl.spmd.agreement import shown
 from spmdrl.spmd.devices import check_alike
@@ -108,16 +108,16 @@ class FakeStore(dist.Store):
 # ── the store ────────────────────────────────────────────────────────────────
 
 
-def hearts(store: FakeStore, size: int, monkeypatch, away: int = -1) -> list[Heart]:
+def hearts(store: FakeStore, size: int, monkeypatch, away: int = -1) -> list[Heartbeat]:
     """Hearts of all ranks, which have beaten once; that of rank `away` from another line than the others."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    made = [Heart(store.as_rank(rank), rank, size, 30.0, lambda idle: None) for rank in range(size)]
+    made = [Heartbeat(store.as_rank(rank), rank, size, 30.0, lambda idle: None) for rank in range(size)]
     store.requests.clear()
     store.bytes.clear()
     for rank, heart in enumerate(made):
         store.as_rank(rank)
         heart._beat("rl/score.py:7" if rank == away else "rl/update.py:3", 0.0)
-        assert not heart.deaf
+        assert not heart.store_silent
     return made
 
 
@@ -142,7 +142,7 @@ def test_ranks_of_a_job_that_ends_read_few_beats_and_still_name_who_is_missing(s
         store.as_rank(rank)
         said = heart.missing()
         if rank != away:
-            assert said.startswith(f"rank {away} is in phase start of step 0 at rl/score.py:7 for "), said
+            assert said.startswith(f"rank {away} has been in phase start of step 0 at rl/score.py:7 for "), said
             assert "more" not in said
         else:
             others = ", ".join(f"rank {r}" for r in range(overview.SHOWN))

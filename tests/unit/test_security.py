@@ -357,9 +357,9 @@ def test_text_without_secrets_stays_as_it_is(monkeypatch):
 
 
 def test_last_line_of_a_failed_run_has_no_secret():
-    from spmdrl.health.failure import last_words
+    from spmdrl.health.failure import failure_line
 
-    assert "hunter2secret" not in last_words(ValueError(f"no data file {URL!r} (--data.train)"))
+    assert "hunter2secret" not in failure_line(ValueError(f"no data file {URL!r} (--data.train)"))
 
 
 # ── names ────────────────────────────────────────────────────────────────────
@@ -429,7 +429,7 @@ def names_written(world, folder: str) -> list[str]:
     train_demo(world, folder, sections | {"run": {"steps": 2}})
     keep_wandb_id(folder, "an id")
     flight.write("failed")
-    failure.mark(None, 1)
+    failure.write_preempted(None, 1)
     lock.held.pop().release()
     return sorted(seen)
 

@@ -13,9 +13,9 @@ from spmdrl.checkpoint.background import Saver
 from spmdrl.health import exit_message as words
 from spmdrl.health import heartbeat, overview
 from spmdrl.health.exit_message import lost_steps, resume
-from spmdrl.health.heartbeat import Heart
+from spmdrl.health.heartbeat import Heartbeat
 from spmdrl.health.preempt import ECHO, Preemption, Request
-from spmdrl.health.status import Clock, rank_status, tick
+from spmdrl.health.status import IdleClock, rank_status, tick
 from spmdrl.spmd.rendezvous import own_names
 
 
@@ -30,8 +30,8 @@ def untouched(monkeypatch):
         monkeypatch.setattr(rank_status, name, getattr(rank_status, name))
 
 
-def hearts(store, size=2) -> list[Heart]:
-    return [Heart(store, rank, size, 30.0, lambda idle: None) for rank in range(size)]
+def hearts(store, size=2) -> list[Heartbeat]:
+    return [Heartbeat(store, rank, size, 30.0, lambda idle: None) for rank in range(size)]
 
 
 # ── heartbeats ───────────────────────────────────────────────────────────────
@@ -40,26 +40,26 @@ def hearts(store, size=2) -> list[Heart]:
 def test_heart_hears_again_after_the_store_was_slow(store, monkeypatch):
     """One answer that does not come is no reason to be deaf for the rest of the run."""
     (heart,) = hearts(store, 1)
-    told = heart._tell
+    told = heart._publish
 
     def slow(*_):
         raise RuntimeError("wait timeout after 5000ms")
 
-    monkeypatch.setattr(heart, "_tell", slow)
+    monkeypatch.setattr(heart, "_publish", slow)
     for times in range(1, 7):
         heart._beat("a.py:1", 0.0)
         pause = heart.again_at - time.monotonic()
-        assert heart.deaf and pause == pytest.approx(min(5.0 * 2 ** (times - 1), 60.0), abs=1.0)
-    monkeypatch.setattr(heart, "_tell", told)
+        assert heart.store_silent and pause == pytest.approx(min(5.0 * 2 ** (times - 1), 60.0), abs=1.0)
+    monkeypatch.setattr(heart, "_publish", told)
     heart._beat("a.py:2", 0.0)
-    assert not heart.deaf and heart.beats()[0]["place"] == "a.py:2"
+    assert not heart.store_silent and heart.beats()[0]["place"] == "a.py:2"
 
 
 def test_heart_asks_again_by_itself(store, monkeypatch):
     monkeypatch.setattr(heartbeat, "EVERY", 0.02)
     monkeypatch.setattr(heartbeat, "RETRY", 0.02)
     (heart,) = hearts(store, 1)
-    told, fails = heart._tell, [True, True]
+    told, fails = heart._publish, [True, True]
 
     def sometimes(*args):
         if fails:
@@ -67,7 +67,7 @@ def test_heart_asks_again_by_itself(store, monkeypatch):
             raise RuntimeError("wait timeout after 5000ms")
         told(*args)
 
-    monkeypatch.setattr(heart, "_tell", sometimes)
+    monkeypatch.setattr(heart, "_publish", sometimes)
     heart.start()
     until = time.monotonic() + 20
     while not heart.beats() and time.monotonic() < until:
@@ -92,7 +92,7 @@ def test_heart_times_others_by_no_clock_of_theirs(store, monkeypatch, skew):
     for _ in range(4):
         time.sleep(0.2)
         mine._beat("a.py:1", time.monotonic())
-    assert mine.missing().startswith("rank 1 has not been heard of for 1 s, since phase start at b.py:2"), (
+    assert mine.missing().startswith("rank 1 has sent no heartbeat for 1 s, since phase start at b.py:2"), (
         mine.missing()
     )
 
@@ -104,10 +104,10 @@ def test_preemption_counts_the_grace_from_when_it_heard():
     """The signal came at a rank whose clock is an hour behind."""
     late = threading.Event()
     preemption = Preemption()
-    preemption.late = late.set
-    assert preemption.heed(Request("SIGUSR1", 1, time.time() - 3600, 1.0))
+    preemption.on_grace_over = late.set
+    assert preemption.accept(Request("SIGUSR1", 1, time.time() - 3600, 1.0))
     assert not preemption.sampling_over and not late.is_set()
-    assert not preemption.heed(Request("SIGTERM", 0, time.time(), 99.0)), "the first one counts"
+    assert not preemption.accept(Request("SIGTERM", 0, time.time(), 99.0)), "the first one counts"
     time.sleep(0.6)
     assert preemption.sampling_over and not late.is_set()
     assert late.wait(5)
@@ -142,7 +142,7 @@ def test_preemption_a_signal_to_the_whole_job_is_one(monkeypatch, signals, secon
         monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
     preemption, said = Preemption(), []
     for name in signals:
-        said.append(preemption.again(signal.Signals[name]))
+        said.append(preemption.is_repeat(signal.Signals[name]))
         now[0] += seconds
     assert said == again
 
@@ -168,7 +168,7 @@ def test_last_words_wait_for_no_disk():
     rank_status.step, rank_status.saved = 3, lambda: time.sleep(60) or 2
     began = time.monotonic()
     assert resume() == "The same command resumes from the newest checkpoint"
-    assert lost_steps() == "what no checkpoint has is lost" and time.monotonic() - began < 10
+    assert lost_steps() == "steps after the newest checkpoint are lost" and time.monotonic() - began < 10
     rank_status.saved = lambda: 2
     assert resume() == "The same command resumes from step 2"
 
@@ -177,14 +177,14 @@ def test_last_words_wait_for_no_disk():
 
 
 def test_signs_of_other_threads_are_not_the_main_ones():
-    clock = Clock(10.0)
+    clock = IdleClock(10.0)
     thread = threading.Thread(target=tick)
-    beside = rank_status.beside
+    beside = rank_status.side_count
     clock.look()
     time.sleep(0.05)
     thread.start()
     thread.join()
-    assert rank_status.beside == beside + 1 and clock.look() > 0.04
+    assert rank_status.side_count == beside + 1 and clock.look() > 0.04
     tick()
     assert clock.look() == 0.0
 
@@ -265,8 +265,8 @@ def test_words_of_errors_ask_no_heart_for_long(monkeypatch):
 
         lost = missing
 
-    monkeypatch.setattr(words, "hearts", [Hanging()])
+    monkeypatch.setattr(words, "heartbeats", [Hanging()])
     began = time.monotonic()
-    assert "it is not known where it is" in words.advice(RuntimeError("Timed out waiting 8000ms"))
+    assert "its position is unknown" in words.advice(RuntimeError("Timed out waiting 8000ms"))
     assert "another rank ended; its own log" in words.advice(RuntimeError("Connection reset by peer"))
     assert time.monotonic() - began < 10
