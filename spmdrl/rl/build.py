@@ -41,7 +41,7 @@ from spmdrl.session.engine import sleeping_engine
 from spmdrl.session.engine_check import EngineCheck, check_frequencies
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
-from spmdrl.spmd.agreement import shown
+from spmdrl.spmd.agreement import rank_ranges
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.storage import scratch_folder
 
@@ -179,7 +179,9 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
     seen = all_gather_text(prompts.digest(), session.world.host_group)
     if len(set(seen)) > 1:
         odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
-        raise ValueError(f"{spec}: ranks {shown(odd)} read other prompts than rank 0; give every node the same files")
+        raise ValueError(
+            f"{spec}: ranks {rank_ranges(odd)} read other prompts than rank 0; give every node the same files"
+        )
     if prompts.unread:
         session.warn(f"{spec}: {unread_line(prompts.unread)}")
     for line in prompts.left:

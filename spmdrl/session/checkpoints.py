@@ -12,7 +12,7 @@ from spmdrl.health.failure import exit_reason, write_preempted
 from spmdrl.health.preempt import PreemptedError, preemption
 from spmdrl.policy.models import Models
 from spmdrl.session.session import Session
-from spmdrl.spmd.agreement import Agreement, shown
+from spmdrl.spmd.agreement import Agreement, rank_ranges
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
@@ -109,7 +109,7 @@ class Checkpoints:
             odd = [rank for rank, files in enumerate(seen) if files[name][1] != digest]
             if odd:
                 raise ValueError(
-                    f"{flag(name)} {path}: ranks {shown(odd)} read another content than rank 0; "
+                    f"{flag(name)} {path}: ranks {rank_ranges(odd)} read another content than rank 0; "
                     "give every node the same files"
                 )
         return seen[0]

@@ -14,7 +14,7 @@ from spmdrl.health.status import tick
 from spmdrl.policy.contract import Policy
 from spmdrl.rollout.engine import Engine
 from spmdrl.rollout.needs import Needs
-from spmdrl.spmd.checksum import added, word_sums
+from spmdrl.spmd.checksum import total_of, word_sums
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.weights.folder import Tensors
@@ -138,7 +138,7 @@ class Transfer:
             self.engine.load(travel(), version)
             held = self.engine.held_words() if deep else None
             # The comparison covers the engine's whole memory: parts that were not pushed this time must be intact.
-            if held is not None and held != added([x for r in routes for x in r.sums]):
+            if held is not None and held != total_of([x for r in routes for x in r.sums]):
                 self.engine.version = None
                 raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
         plans = [self.routes[part].plan for part in due]
@@ -181,7 +181,7 @@ class Transfer:
         # Every rank of the engine has as many buckets, some of them empty.
         self.engine.load((bucket(number) for number in range(1 + max(places, default=-1))), version)
         held = self.engine.held_words() if deep else None
-        if held is not None and held != added(route.sums):
+        if held is not None and held != total_of(route.sums):
             self.engine.version = None
             raise CorruptWeightsError(f"the engine's memory does not hold the weights of {folder.folder} after loading")
         return read

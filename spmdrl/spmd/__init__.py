@@ -1,19 +1,19 @@
 """One program on many ranks: groups, collectives, the prompt queue, seeds.
 
-mesh.py        starts the job: process groups, mesh axes, worlds of frozen models and of threads
+mesh.py        starts the job: process groups, mesh axes, and worlds for frozen models and for threads
 world.py       groups, axes and roles of one rank
 roles.py       the ranks that train, score and sample; sizes of axes
 groups.py      makes process groups and device meshes over some ranks
-rendezvous.py  gives each start of all ranks its own key prefix in the store
+rendezvous.py  gives each start of a job its own key prefix in the store
 devices.py     the device of each rank
 network.py     the network interface between nodes
 peers.py       a group of ranks and the device of its collectives
 exchange.py    exchanges ragged tensors by one all_to_all; small collectives
 balance.py     gives every rank equal work (Karmarkar-Karp)
-queue.py       hands prompts out to engines
+queue.py       hands out prompts to engines
 seeds.py       random numbers keyed by data
 lockstep.py    debug mode: names the rank and line that runs a different collective
-agreement.py   checks once a step that all ranks ran as many collectives and have the same counters
+agreement.py   checks once a step that ranks ran equally many collectives and have equal counters
 gloo.py        all-gather and reduce-scatter on gloo by direct sends
 checksum.py    checksums of tensors
 storage.py     moves tensors off their device and back

@@ -1,8 +1,8 @@
-"""Once a step all ranks compare how many collectives each group has run, and the values that must be alike (law 1).
+"""Compares, once a step, the ranks' collectives of each group and the values that must be equal on all ranks (law 1).
 
-The comparison is one all_reduce of a few integers over a group of its own, so a rank that ran another collective in
-another group does not disturb it. The error names groups, ranks and counts; the flight record has the lines. The same
-message carries whether a rank was asked to leave.
+The comparison is one all-reduce of a few integers over its own group, so that a rank which ran a different collective
+in another group does not disturb it. The error names groups, ranks and counts; the flight record has the lines. The
+same all-reduce tells all ranks whether one has received a request to leave.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ NEVER = -(1 << 62)
 
 
 def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
-    """The groups of a world that this rank is in, by their ranks and name."""
+    """Return the groups of a world that contain this rank, by name and ranks."""
     groups = [world.group, world.host_group, world.rollout_group, world.training_group, world.role_group]
     groups.append(world.data_group)
     for mesh in (world.mesh, world.shard_mesh, world.rollout_mesh):
@@ -32,15 +32,12 @@ def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
         if group is not None and dist.get_world_size(group) > 1:
             ranks = dist.get_process_group_ranks(group)
             # Every rank makes every group, so the names agree.
-            found[f"{group.group_name} of ranks {shown(ranks)}"] = group
+            found[f"{group.group_name} of ranks {rank_ranges(ranks)}"] = group
     return found
 
 
-def shown(ranks: list[int], most: int = 8) -> str:
-    """Ranks in words, `0-7, 9`. Of more than `most` ranges the first are shown, and the number of ranks left out.
-
-    ranks: ascending.
-    """
+def rank_ranges(ranks: list[int], most: int = 8) -> str:
+    """Return ascending ranks as text, `0-7, 9`: at most `most` ranges, then the number of further ranks."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:
@@ -52,17 +49,17 @@ def shown(ranks: list[int], most: int = 8) -> str:
     return ", ".join(parts) + (f" and {left} more" if left else "")
 
 
-def word(value: object) -> int:
-    """62 bits of a value that JSON can write."""
+def value_hash(value: object) -> int:
+    """Return a hash of 62 bits of a JSON-serialisable value."""
     text = json.dumps(value, sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 class Agreement:
-    """Compares the ranks once a step. Make one on every rank of the same world, once all groups exist. Collective."""
+    """Compares the ranks once a step. Every rank makes one, once all groups exist. Collective."""
 
     def __init__(self, world: World, timeout: float):
-        """timeout: seconds that a rank may come later than another."""
+        """timeout: seconds that a rank may be later than another."""
         self.world, self.own = world, world.host_group
         self.groups = groups_of(world)
         self.names = gather_names(self.groups, world.host_group)
@@ -72,18 +69,18 @@ class Agreement:
             self.own = own
 
     def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
-        """True if any rank wants to leave. Collective: all ranks, at the same place of a step.
+        """Return True if any rank wants to leave. Collective: all ranks call it at the same place of a step.
 
         Args:
-            values: JSON-able, the same names on every rank, and the same values if all is well.
-            leave: True where this rank was asked to leave.
+            values: JSON-serialisable, under the same names on every rank; values of one name must be equal.
+            leave: True if this rank has received a request to leave.
 
         Raises:
             LockstepError: on every rank, naming the differences.
         """
         counts = {name: collectives_of(group) for name, group in self.groups.items()}
-        facts = [word(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]
-        # Maxima of the numbers and of their negatives: the largest and the smallest.
+        facts = [value_hash(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]
+        # Maxima of the numbers and of their negatives give the largest and the smallest.
         least = [-fact if fact != NEVER else NEVER for fact in facts]
         row = torch.tensor([int(leave), *facts, *least])
         all_reduce(row, "max", self.own if self.world.size > 1 else None)
@@ -98,22 +95,22 @@ class Agreement:
         rows = all_gather_alike(torch.tensor([facts]), self.own)[:, 0].tolist()
         names = list(values)
         texts = all_gather_text(json.dumps(list(values.values())), self.own)
-        said = []
+        differences = []
         for i in differ:
             if i < len(names):
                 by_rank = [str(json.loads(text)[i]) for text in texts]
                 what, unit = f"{names[i]} is", ""
             else:
                 by_rank = [str(row[i]) if row[i] != NEVER else "" for row in rows]
-                what, unit = f"group {self.names[i - len(names)]} has seen", " collectives"
+                what, unit = f"group {self.names[i - len(names)]} has run", " collectives"
             ranks: dict[str, list[int]] = {}
             for rank, value in enumerate(by_rank):
                 if value:
                     ranks.setdefault(value, []).append(rank)
-            parts = [f"{value}{unit} on rank {shown(held)}" for value, held in ranks.items()]
-            said.append(f"{what} {', '.join(parts)}")
+            parts = [f"{value}{unit} on rank {rank_ranges(holders)}" for value, holders in ranks.items()]
+            differences.append(f"{what} {', '.join(parts)}")
         raise LockstepError(
-            f"ranks went different ways in this step: {'; '.join(said)}. Somewhere a rank decides alone whether to "
-            "communicate (law 1): `python -m spmdrl.tools.flight` on the run folder shows the lines, and "
-            "--run.lockstep-debug stops at the first"
+            f"ranks went different ways in this step: {'; '.join(differences)}. Somewhere a rank decides alone whether "
+            "to communicate (law 1): `python -m spmdrl.tools.flight` on the run folder shows the lines, and "
+            "--run.lockstep-debug stops at the first difference"
         )

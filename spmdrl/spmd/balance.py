@@ -1,4 +1,4 @@
-"""Equal work for every rank: Karmarkar-Karp number partitioning, with nearly equal counts where that is even enough.
+"""Divides work evenly over ranks: Karmarkar-Karp number partitioning, with nearly equal counts if that is even enough.
 
 Source: N. Karmarkar, R. Karp, The differencing method of set partitioning, 1982 (multiway form: largest differencing).
 """
@@ -8,19 +8,19 @@ import heapq
 import torch
 
 CHEAPEST, FEW = 4, 32
-"""Parts with which `with_swaps` tries to swap, and the mean number of items in a part up to which it does."""
+"""Number of parts that `with_swaps` tries to swap with, and the largest mean number of items in a part for swaps."""
 
 
 def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
-    """Split item indices into `parts` lists whose cost sums are close; the same answer for the same input.
+    """Split item indices into `parts` lists whose cost sums are close.
 
-    Counts differ by one at most, unless that leaves the largest sum more than 1% above the mean and another split is
+    Counts differ by at most one, unless that leaves the largest sum more than 1% above the mean and another split is
     more even. Deterministic: ties are broken by position. Complexity O(n log n * parts).
     """
     if parts == 1:
         return [list(range(len(costs)))]
-    # Items of similar cost start as one partial solution, one item a part: counts stay equal within one, and the
-    # heap holds n / parts entries instead of n. An entry is keyed by its spread, largest first.
+    # Items of similar cost start as one partial solution with one item in each part, so counts differ by at most one
+    # and the heap holds n / parts entries instead of n. An entry's key is its spread, largest first.
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for ticket, start in enumerate(range(0, len(order), parts)):
@@ -41,8 +41,8 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
         ticket += 1
     even = with_swaps([items for _, items in heap[0][2]], costs)
     if largest(even, costs) * parts * 100 > sum(costs) * 101:
-        # Few items a part and a heavy tail: a part with a very long one must take fewer others. DAPO's 8,192 sequences
-        # on 1,024 ranks: 1.10 of the mean, so 1.01 and less.
+        # With few items in a part and a heavy tail, a part with a very long item must take fewer others. For DAPO's
+        # 8,192 sequences on 1,024 ranks this takes the largest sum from 1.10 of the mean to 1.01 or less.
         free = with_swaps([items for _, items in longest_first(costs, parts)], costs)
         if largest(free, costs) < largest(even, costs):
             even = free
@@ -50,15 +50,15 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
 
 
 def largest(parts: list[list[int]], costs: list[int]) -> int:
-    """Return the largest sum of costs of a part; 0 without parts."""
+    """Return the largest cost of a part; 0 without parts."""
     return max((sum(costs[i] for i in part) for part in parts), default=0)
 
 
 def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
-    """Swap items of the costliest part with items of cheaper ones as long as that evens them out; counts stay.
+    """Swap items of the costliest part with items of the cheapest ones while that makes them more even; counts stay.
 
-    Differencing ends far from even where parts have few items: SFT's 256 rows on 32 ranks with 1.024 of the mean, which
-    swaps bring to 1.001. It looks at the cheapest parts only, and ends within 0.1% of the mean.
+    Differencing is uneven if parts have few items: for SFT's 256 rows on 32 ranks the largest sum is 1.024 of the mean,
+    and 1.001 after swaps. Swapping ends within 0.1% of the mean.
     """
     if len(costs) > FEW * len(parts):
         return parts
@@ -72,7 +72,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
             gap = sums[top] - sums[part]
             for a in parts[top]:
                 for b in parts[part]:
-                    # Half of the gap is the best difference, and one as large as the gap changes nothing.
+                    # The best difference of costs is half of the gap; one as large as the gap gains nothing.
                     left = abs(gap - 2 * (costs[a] - costs[b]))
                     if left < gap and (best is None or left < best[0]):
                         best = left, part, a, b
@@ -88,7 +88,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
 
 
 def longest_first(costs: list[int], parts: int) -> list[tuple[int, list[int]]]:
-    """(sum, item indices) of each part when the costliest item left always goes to the lightest part (Graham, 1969)."""
+    """Give the costliest remaining item to the lightest part (Graham, 1969); returns (sum, item indices) of each."""
     bins = [(0, part) for part in range(parts)]
     members: list[list[int]] = [[] for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -101,9 +101,9 @@ def longest_first(costs: list[int], parts: int) -> list[tuple[int, list[int]]]:
 def assign_groups(
     costs_N: torch.Tensor, share_N: torch.Tensor, group_N: torch.Tensor, common_N: torch.Tensor, ranks: int
 ) -> torch.Tensor:
-    """As `assign_balanced`, where items of a group that meet on one rank pay `common_N` (int64 [N]) once.
+    """Assign like `assign_balanced`, but items of a group on one rank pay `common_N` (int64 [N]) only once.
 
-    Groups whole, or single items as if nothing were common: whichever leaves the busiest rank less to do.
+    Either groups stay together, or items are assigned one by one, whichever gives the busiest rank less work.
     """
     alone = assign_balanced(costs_N, share_N, ranks)
     _, unit_N = torch.unique(torch.stack([share_N, group_N], 1), dim=0, return_inverse=True)
@@ -121,7 +121,7 @@ def assign_groups(
 
 
 def _busiest(rank_N, costs_N, share_N, unit_N, common_N, ranks: int) -> int:
-    """Work of the busiest rank of each share, added up, where each rank pays what a group has in common once."""
+    """Sum over shares the work of the busiest rank, where each rank pays the common part of a group once."""
     pairs, place_N = torch.unique(torch.stack([share_N * ranks + rank_N, unit_N], 1), dim=0, return_inverse=True)
     common = torch.zeros(len(pairs), dtype=torch.int64).scatter_reduce_(0, place_N, common_N, "amax")
     slots = (int(share_N.max()) + 1) * ranks if len(share_N) else 0
@@ -131,9 +131,9 @@ def _busiest(rank_N, costs_N, share_N, unit_N, common_N, ranks: int) -> int:
 
 
 def assign_balanced(costs_N: torch.Tensor, share_N: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Rank of each item so that every share (optimizer step) on its own is balanced over ranks: int64 [N].
+    """Return the rank of each item, int64 [N], so that each share (optimizer step) by itself is balanced over ranks.
 
-    costs_N: int64 [N], tokens or any estimate of work. share_N: int64 [N], which optimizer step uses the item.
+    costs_N: int64 [N], tokens or another estimate of work. share_N: int64 [N], the optimizer step that uses the item.
     """
     target = torch.zeros(len(costs_N), dtype=torch.int64)
     for share in share_N.unique(sorted=True).tolist():
@@ -147,7 +147,7 @@ def assign_balanced(costs_N: torch.Tensor, share_N: torch.Tensor, ranks: int) ->
 def assign_units(
     costs_N: torch.Tensor, share_N: torch.Tensor, unit_N: torch.Tensor, common_N: torch.Tensor, ranks: int
 ) -> torch.Tensor:
-    """As `assign_balanced` for items that must stay together: those of equal `unit_N` (int64 [N]) in a share.
+    """Assign like `assign_balanced`, but keep items with equal `unit_N` (int64 [N]) of a share together.
 
     common_N: int64 [N], the part of a cost that the items of a unit pay once.
     """

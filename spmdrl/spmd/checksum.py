@@ -1,4 +1,4 @@
-"""Checksums of tensors: one to compare sender and receiver, one that does not depend on how tensors are fused."""
+"""Checksums of tensors: a digest to compare sender and receiver, and a sum that fused tensors do not change."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -7,34 +7,34 @@ import torch
 import xxhash
 
 _LANES = 4096
-"""Words that share one weight by row in a digest's sum."""
+"""Words in a row of the grid that `weighted_sum` sums over."""
 _ROWS = 4096
-"""Rows that are summed at a time: torch widens what it sums in a copy, here of 128 MiB at most."""
+"""Rows that are summed at a time: torch copies them into a wider type, here into at most 128 MiB."""
 _BY_ROW = 2 * 0x9E3779B1
-"""Factor of the weights by row: even, so that the weight of every word (its column's plus its row's) stays odd."""
+"""Factor of the weights of rows: even, so that the weight of each word, its column's plus its row's, is odd."""
 
 
 def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
-    """The tensor's bytes as the widest integers that divide them: int64, int32, int16 or uint8 [n].
+    """Return a tensor's bytes as the widest integers that divide them: int64, int32, int16 or uint8 [n].
 
-    widest: bytes of the widest integer to use. The width depends on the number of bytes alone, not on where they lie.
+    widest: bytes of the widest integer to use. The width depends on the number of bytes only, not on their address.
     """
     if widest == 8 and tensor.is_contiguous() and tensor.numel() * tensor.itemsize % 8 == 0 and tensor.dim():
         flat = tensor.detach().view(-1)
         if tensor.numel() > 1 and flat.storage_offset() * tensor.itemsize % 8 == 0:
-            # The case of nearly every tensor of a model; a push takes each twice.
+            # The common case, fast because a push takes every tensor of a model twice.
             return flat.view(torch.int64)
-    # Not view(-1): a single element may have any stride, and then its bytes cannot be viewed.
+    # view(-1) would keep the stride of a single element, whose bytes could then not be viewed.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     for dtype, width in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if width <= widest and flat.numel() % width == 0:
-            # A view wants an aligned start, which a range of rows of another tensor may not have.
+            # A view needs an aligned start, which rows of another tensor may not have.
             return (flat if flat.storage_offset() % width == 0 else flat.clone()).view(dtype)
     return flat
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes as one int64, a scalar on its device: xxh3 on a CPU, `weighted_sum` elsewhere."""
+    """Return a digest of a tensor's bytes, an int64 scalar on its device: xxh3 on a CPU, `weighted_sum` elsewhere."""
     if tensor.device.type != "cpu":
         return weighted_sum(tensor)
     value = xxhash.xxh3_64_intdigest(words(tensor, 1).numpy().data)
@@ -42,10 +42,10 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Position-weighted sum of the tensor's bytes modulo 2**64: int64 scalar, on the tensor's device.
+    """Return the position-weighted sum of a tensor's bytes modulo 2**64: int64 scalar, on the tensor's device.
 
-    Words of at most 32 bits under odd weights, summed in 64 bits: any one changed element changes it, its sign bit
-    too, and so do two exchanged ones.
+    Words of at most 32 bits with odd weights are summed in 64 bits, so any single changed element changes the sum, also
+    in its sign bit alone, and so do two exchanged elements.
     """
     w = words(tensor, 4)
     whole = w.numel() // _LANES * _LANES
@@ -65,19 +65,19 @@ def _odd(n: int, device: torch.device) -> torch.Tensor:
 
 
 def word_sum(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum of all words of all tensors modulo 2**64: the same for a model whose engine fuses q, k, v or gate and up.
+    """Sum all words of all tensors modulo 2**64: the same for a model whose engine fuses q, k, v or gate and up.
 
-    A second check beside the digests: it is taken of the weights that the engine holds, not of those it was handed. It
-    does not see values that changed places; the engine's logp shows once that tensors are where they belong.
+    This check beside the digests covers the weights that the engine holds, not those it received. It does not notice
+    values that changed places; comparing the engine's logp once shows that tensors are in their places.
     """
-    return added(word_sums(tensors))
+    return total_of(word_sums(tensors))
 
 
 def word_sums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum of each tensor's words, on its device, for `added` to make one number of."""
+    """Return the sum of each tensor's words, on its device, for `total_of`."""
     return [words(tensor).sum() for tensor in tensors if tensor.numel()]
 
 
-def added(sums: list[torch.Tensor]) -> int:
-    """The sum of all modulo 2**64. Waits for the device; int64 wraps as the sum has to."""
+def total_of(sums: list[torch.Tensor]) -> int:
+    """Return the total of sums modulo 2**64, by int64 that wraps. Waits for the device."""
     return int(torch.stack(sums).sum()) % (1 << 64) if sums else 0

@@ -1,4 +1,4 @@
-"""The device that a rank works on: one GPU for each, or the CPU, and the same kind for all ranks of a run."""
+"""Chooses the device of a rank: its own GPU or the CPU, the same kind on all ranks of a run."""
 
 import os
 
@@ -6,19 +6,19 @@ import torch
 import torch.distributed as dist
 
 STANDS_FOR: dict[str, str] = {"meta": "cuda"}
-"""Kinds of devices that have no memory: a plan (`plan/`) computes on torch's meta device, which stands for a GPU."""
+"""Device type without memory -> the type that it stands for: a plan (`plan/`) computes on torch's meta device."""
 
 
 def kind_of(device: torch.device) -> str:
-    """The kind of a rank's device, `cpu` or `cuda`, also where a plan computes on a stand-in of it."""
+    """Return the kind of a rank's device, `cpu` or `cuda`, also if a plan computes on a stand-in for it."""
     return STANDS_FOR.get(device.type, device.type)
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU.
+    """Return the device of this rank: its own GPU, or the CPU.
 
     Raises:
-        ValueError: GPUs are to be used, and there are fewer than ranks on this machine.
+        ValueError: this machine has fewer GPUs than ranks that need one.
     """
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -34,7 +34,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def without_gpu() -> str:
-    """Reason why a torch that was built for GPUs may find none; empty for a build without GPUs."""
+    """Return why a torch build for GPUs may find none; empty for a build without GPU support."""
     if torch.version.cuda is None and torch.version.hip is None:
         return ""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -49,7 +49,7 @@ def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
     """Check that this rank's device is of the same kind as rank 0's.
 
     Raises:
-        ValueError: it is not; a group of both kinds would wait for ever.
+        ValueError: it is not; a group of both kinds would never finish a collective.
     """
     # One key for all: rank 0 writes it and the others wait for it.
     if rank == 0:

@@ -1,7 +1,7 @@
-"""Experience moves by collectives: named ragged tensors, one all_to_all, a plan computed alike on every rank.
+"""Exchanges named ragged tensors between ranks by one all_to_all, with a plan that every rank computes by itself.
 
-A `Table` holds n items; each named column gives every item a row of its own length, stored end to end. The module
-knows nothing of episodes: `data/` sits above it. Tensors travel as bytes, never as pickled objects (law 4).
+A `Table` holds n items; each named column has for every item rows of its own number, stored end to end. The module does
+not know episodes: `data/` is above it. Tensors travel as bytes, never as pickled objects (law 4).
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from spmdrl.spmd.checksum import digest
 class Table:
     """n items with named ragged columns.
 
-    keys_nK: int64 [n, K], sorts the items (and is known to all ranks after an exchange).
+    keys_nK: int64 [n, K], by which items are sorted (all ranks have all keys after an exchange).
     lengths: column -> int64 [n]. values: column -> tensor [sum(lengths), ...].
     """
 
@@ -31,9 +31,9 @@ class Table:
 
 
 def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Rows of every rank of the group, which may differ in number: [n_r, K] for each r. Collective.
+    """Gather the rows of every rank of the group, which may differ in number: [n_r, K] for each r. Collective.
 
-    group None is a world of one: no communication.
+    group: None for a world of one, without communication.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]
@@ -52,7 +52,7 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
 
 
 def all_gather_alike(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Rows of every rank of the group, of which each has the same number: [ranks, n, K]. Collective."""
+    """Gather equally many rows of every rank of the group: [ranks, n, K]. Collective."""
     if group is None or dist.get_world_size(group) == 1:
         return rows_nK[None]
     world = dist.get_world_size(group)
@@ -62,13 +62,14 @@ def all_gather_alike(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """As `all_gather_rows`, where few ranks may have many rows: no rank's rows are padded to the longest. Collective.
+    """Gather like `all_gather_rows`, but without padding, for the case that few ranks have many rows. Collective.
 
-    An equal share of all rows goes to each rank first, and from each to all: no rank holds more than all rows once.
+    Each rank first receives an equal share of all rows, then all shares are gathered, so no rank holds more than all
+    rows once.
 
     Args:
         rows_nK: this rank's rows.
-        counts: the number of rows of every rank, which all of them know.
+        counts: the number of rows of every rank.
         group: the ranks that take part; None for a world of one.
     """
     if group is None or dist.get_world_size(group) == 1:
@@ -79,21 +80,21 @@ def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.Proc
     begins = [0, *accumulate(counts)]
 
     def common(rank: int, holder: int) -> int:
-        """Number of rows that a rank sends to the share of another."""
+        """Return the number of rows that a rank sends to the share of another."""
         first, last = begins[rank], begins[rank] + counts[rank]
         return max(0, min(last, (holder + 1) * share) - max(first, holder * share))
 
     mine = rows_nK.new_zeros((share, *rows_nK.shape[1:]))
-    taken, given = [common(r, me) for r in range(world)], [common(me, r) for r in range(world)]
-    dist.all_to_all_single(mine[: sum(taken)], rows_nK.contiguous(), taken, given, group=group)
+    received, sent = [common(r, me) for r in range(world)], [common(me, r) for r in range(world)]
+    dist.all_to_all_single(mine[: sum(received)], rows_nK.contiguous(), received, sent, group=group)
     return list(all_gather_alike(mine, group).flatten(0, 1)[:total].split(counts))
 
 
 def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], list[int]]:
-    """Different rows of ranks on the host, and for each rank which of them are its own. Collective.
+    """Gather the distinct row sets of ranks, on the host; returns them and the index of each rank's set. Collective.
 
-    Of ranks whose rows are the same, the first sends them, so that a thousand replicas take the memory of one. Where
-    all are the same, 16 bytes of each rank are all that travels.
+    Of ranks with equal rows only the first sends them, so that a thousand replicas take the memory of one. If all ranks
+    are equal, only 16 bytes of each rank travel.
     """
     facts = torch.tensor([[int(digest(rows_nK)), len(rows_nK)]])
     marks = [(mark, n) for mark, n in all_gather_alike(facts, group)[:, 0].tolist()]
@@ -111,7 +112,7 @@ def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) 
 
 
 def _bytes_of(text: str) -> torch.Tensor:
-    """A text as uint8 [n, 1]; one blank for an empty text."""
+    """Return a text as uint8 [n, 1]; a space for an empty text."""
     return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)[:, None]
 
 
@@ -120,9 +121,9 @@ def _text_of(raw: torch.Tensor) -> str:
 
 
 def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """A short string of every rank, as bytes over a host-side group (law 4: no pickle). Collective.
+    """Gather a text of every rank, as bytes over a host-side group. Collective.
 
-    A text that several ranks have travels once, beside 16 bytes of each rank.
+    A text that several ranks have travels once, with 16 bytes of each rank.
     """
     parts, of = all_gather_distinct(_bytes_of(text), group)
     texts = [_text_of(part) for part in parts]
@@ -130,7 +131,7 @@ def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
 
 
 def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
-    """The text of the group's first rank; those of others are not read. Over a host-side group. Collective."""
+    """Broadcast the text of the first rank of a host-side group; the other ranks' texts are ignored. Collective."""
     if group is None or dist.get_world_size(group) == 1:
         return text.strip()
     raw = _bytes_of(text)
@@ -143,13 +144,13 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
 
 
 def gather_names(names: Iterable[str], group: dist.ProcessGroup | None) -> list[str]:
-    """The names of all ranks, each once and sorted. Collective."""
+    """Gather the names of all ranks, each once and sorted. Collective."""
     texts = set(all_gather_text("\n".join(sorted(names)), group))
     return sorted({name for text in texts for name in text.splitlines()})
 
 
 def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum or max over the group, in place. Collective."""
+    """All-reduce by `sum`, `max` or `min` over the group, in place. Collective."""
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(
             x, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op], group=group
@@ -158,7 +159,7 @@ def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> tor
 
 
 def lexsort(keys_nK: torch.Tensor) -> torch.Tensor:
-    """Order of rows by their first column, then the second, and so on: int64 [n]."""
+    """Return the order of rows by their first column, then the second, and so on: int64 [n]."""
     order = torch.arange(len(keys_nK))
     for column in reversed(range(keys_nK.shape[1])):
         order = order[torch.argsort(keys_nK[order, column], stable=True)]
@@ -170,7 +171,7 @@ def _row_bytes(values: torch.Tensor) -> int:
 
 
 def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Places of ragged rows in another order (or of a selection of them), among all rows end to end."""
+    """Return the positions, among all rows end to end, of the rows of the items `order`."""
     starts = torch.cumsum(lengths_n, 0) - lengths_n
     picked = lengths_n[order]
     offsets = torch.arange(int(picked.sum())) - torch.repeat_interleave(torch.cumsum(picked, 0) - picked, picked)
@@ -178,8 +179,8 @@ def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def select(table: Table, order: torch.Tensor) -> Table:
-    """The items `order` (int64 [m]) of a table, in that order."""
-    # Columns that share one tensor of lengths, as those of a batch do, share their places.
+    """Return the items `order` (int64 [m]) of a table, in that order."""
+    # Columns that share a tensor of lengths, as a batch's columns do, share their positions.
     distinct = {id(lengths): lengths for lengths in table.lengths.values()}
     picked = {key: (lengths[order], _places(lengths, order)) for key, lengths in distinct.items()}
     of = {name: picked[id(lengths)] for name, lengths in table.lengths.items()}
@@ -198,15 +199,15 @@ def redistribute(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Table:
-    """Send item i to rank destination_n[i]; returns what this rank received, sorted by key. Collective.
+    """Send item i to rank destination_n[i]; returns the received items, sorted by key. Collective.
 
     Args:
-        table: this rank's items.
+        table: this rank's items, on the host.
         destination_n: int64 [n], group rank of each item.
         everyone: for each rank its [n_r, K + C] rows: keys, then the length of every column in `table.values` order.
         destinations: for each rank its destination_n.
         group: the ranks that take part; None for a world of one.
-        device: where collectives of this group want their tensors; tables themselves stay on the host.
+        device: device of the group's collectives.
     """
     me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
     world = len(everyone)
@@ -214,12 +215,12 @@ def redistribute(
         return select(table, lexsort(table.keys_nK))
     names, n_keys = list(table.values), table.keys_nK.shape[1]
     widths = [_row_bytes(table.values[name]) for name in names]
-    # Work in proportion to the items, however many ranks there are: most of those get nothing from this one.
-    given, send = [0] * world, [torch.empty(0, dtype=torch.uint8)]
+    # The work is proportional to the items, not to the ranks, most of which receive nothing from this one.
+    send_sizes, send = [0] * world, [torch.empty(0, dtype=torch.uint8)]
     for rank in torch.unique(destination_n).tolist():
         part = select(table, torch.nonzero(destination_n == rank).flatten())
         raw = [part.values[name].contiguous().view(-1).view(torch.uint8) for name in names]
-        given[rank] = sum(map(len, raw))
+        send_sizes[rank] = sum(map(len, raw))
         send += raw
     incoming = torch.nonzero(torch.cat(destinations) == me).flatten()
     rows = torch.cat(everyone)[incoming]
@@ -227,18 +228,18 @@ def redistribute(
     row_bytes = (rows[:, n_keys:] * torch.tensor(widths)).sum(1)
     sizes = torch.zeros(world, dtype=torch.int64).index_add_(0, of, row_bytes).tolist()
     inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(inbox, torch.cat(send).to(device), sizes, given, group=group)
+    dist.all_to_all_single(inbox, torch.cat(send).to(device), sizes, send_sizes, group=group)
     received = _unpack(inbox.cpu(), rows, of, widths, table)
     return select(received, lexsort(received.keys_nK))
 
 
 def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: list[int], like: Table) -> Table:
-    """Bytes of every sender (its columns end to end) as one table.
+    """Return the received bytes as one table.
 
     Args:
-        inbox: uint8, the bytes of all senders, in rank order.
-        rows: int64 [n, K + C], keys and lengths of the items in it, in the same order.
-        of: int64 [n], the sender of each.
+        inbox: uint8, the bytes of all senders in rank order, each sender's columns end to end.
+        rows: int64 [n, K + C], keys and lengths of the received items, in the same order.
+        of: int64 [n], the sender of each item.
         widths: bytes of one entry of each column.
         like: a table with the same columns.
     """
@@ -257,20 +258,20 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
 
 
 def describe(table: Table) -> torch.Tensor:
-    """int64 [n, K + C]: keys and the length of every column; what the ranks tell each other before an exchange."""
+    """Return keys and the length of every column, int64 [n, K + C], which ranks gather before an exchange."""
     columns = [table.lengths[name][:, None] for name in table.values]
     return torch.cat([table.keys_nK, *columns], 1)
 
 
 def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Table, torch.Tensor]:
-    """Move every item to the rank that `assign` names for it. Collective.
+    """Move every item to the rank that `assign` returns for it. Collective.
 
     Args:
         table: this rank's items; columns in the same order on every rank.
-        assign: function of the rows of all ranks [N, K + C] (same order everywhere) -> int64 [N] group rank. It is
-            called with the same argument on every rank, so the plan needs no broadcast.
-        group: ranks that take part.
-        device: where collectives of this group want their tensors.
+        assign: rows of all ranks [N, K + C], sorted by key -> int64 [N] group rank. Every rank calls it with the same
+            rows, so the plan needs no broadcast.
+        group: the ranks that take part; None for a world of one.
+        device: device of the group's collectives.
 
     Returns:
         This rank's items sorted by key, and the rows [N, K + C] of all ranks sorted by key.

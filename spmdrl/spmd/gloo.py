@@ -1,8 +1,7 @@
 """All-gather and reduce-scatter over gloo by direct sends between ranks.
 
-gloo's own ring moves 134 MB between two ranks of one machine in 0.27 s, the same bytes as sends and receives take
-0.07 s (torch 2.13, 2 cores), and a training step on a CPU is largely these two. Results are the same bytes, with the
-sum in rank order.
+gloo's own ring moves 134 MB between two ranks of one machine in 0.27 s; sends and receives take 0.07 s for them
+(torch 2.13, 2 cores). These two collectives are most of a training step on a CPU. Sums are in rank order.
 """
 
 from collections.abc import Sequence
@@ -14,16 +13,16 @@ from spmdrl.health.flight_record import send_and_receive
 
 
 def swap(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Send outgoing[i] to rank i mod W of the group and fill incoming[i] from it; own entries are left alone.
+    """Send outgoing[i] to rank i mod W of the group and fill incoming[i] from it, except for own entries. Collective.
 
-    Lists may go round the ranks several times, so that many small tensors travel in one batch. Collective.
+    Lists may be longer than the group, so that many small tensors travel in one batch.
     """
     me, world = dist.get_group_rank(group, dist.get_rank()), dist.get_world_size(group)
     operations = []
     for i, (out, into) in enumerate(zip(outgoing, incoming, strict=True)):
         if i % world == me:
             continue
-        # A shard of fewer rows than there are ranks may be empty; both sides know and skip it.
+        # A tensor with fewer rows than ranks has empty shards, which both sides skip.
         if out.numel():
             operations.append(dist.P2POp(dist.isend, out, group=group, group_peer=i % world))
         if into.numel():
@@ -36,11 +35,11 @@ class DirectAllGather:
     """FSDP2's all-gather (`FSDPModule.set_custom_all_gather`) by direct sends."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Buffer for the result."""
+        """Allocate the buffer for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op: bool = False) -> None:
-        """output_tensor [W * n] from input_tensor [n] of each rank; done when it returns."""
+        """Gather output_tensor [W * n] from input_tensor [n] of each rank, synchronously."""
         parts = list(output_tensor.chunk(dist.get_world_size(group)))
         mine = parts[dist.get_group_rank(group, dist.get_rank())]
         if mine.data_ptr() != input_tensor.data_ptr():
@@ -52,7 +51,7 @@ class DirectReduceScatter(DirectAllGather):
     """FSDP2's reduce-scatter by direct sends, summed in rank order."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
-        """output_tensor [n] is the sum of every rank's own slice of input_tensor [W * n]; done when it returns."""
+        """Sum this rank's slices of all ranks' input_tensor [W * n] into output_tensor [n], synchronously."""
         assert op == dist.ReduceOp.SUM, op
         me = dist.get_group_rank(group, dist.get_rank())
         parts = list(input_tensor.view(-1).chunk(dist.get_world_size(group)))

@@ -15,8 +15,8 @@ from spmdrl.spmd.roles import AXES
 def apart_from_default() -> Iterator[None]:
     """Inside this context new groups are not split off the default group's NCCL communicator.
 
-    torch splits where a device is bound to the default group, and then ranks that are not in a group take part in
-    making it: a rank waits for ever where the group itself is on gloo, or where the other ranks do not make the call.
+    torch splits it if a device is bound to the default group. Ranks outside of a group then take part in making it, and
+    a rank waits forever if the group itself is on gloo, or if the other ranks do not make the call.
     """
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
@@ -27,7 +27,7 @@ def apart_from_default() -> Iterator[None]:
 
 
 def make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
-    """Make a host-side group of some ranks, and on the other ranks one of those. Collective over all ranks."""
+    """Make a host-side group of some ranks and one of the others; returns this rank's. Collective over all ranks."""
     size = dist.get_world_size()
     if len(ranks) == size:
         return host
@@ -48,7 +48,7 @@ def make_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> Devic
 
 
 def make_shard_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:
-    """Make `World.shard_mesh`: ranks of one sp group stand next to each other inside dp_shard. Collective."""
+    """Make `World.shard_mesh`, in which the ranks of one sp group are adjacent inside dp_shard. Collective."""
     axes = {axis: sizes[axis] for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
     axes["dp_shard"] *= sizes["sp"]
     mesh = make_mesh(kind, ranks, axes)

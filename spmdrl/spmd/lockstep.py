@@ -1,9 +1,9 @@
-"""Debug mode: before each collective the ranks compare it, and an error names the rank that is about to run another.
+"""Debug mode: ranks compare each collective before they run it, and an error names a rank that would run another.
 
-Every c10d operation is intercepted by a dispatch mode. The rank writes (call site, operation, shapes) for its n-th
-collective of that group to the rendezvous store, counts those who wrote the same, and waits for the verdict of the rank
-that comes last. Only where they differ, or a rank does not come, are all entries read. Slow, and it needs no code at
-the call sites: a collective inside FSDP is seen as well.
+A dispatch mode intercepts every c10d operation. Each rank writes (call site, operation, shapes) of its n-th collective
+of a group to the rendezvous store, counts the ranks with the same entry, and waits for the verdict of the rank that
+comes last. All entries are read only if they differ or a rank does not come. This is slow, but needs no code at call
+sites: collectives inside FSDP are compared as well.
 """
 
 import hashlib
@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py", "typing_extensions.py")
-"""Files whose frames are passed over; the last wraps what torch has deprecated."""
+"""Files whose frames are skipped; the last wraps deprecated functions of torch."""
 _HELPERS = ("spmdrl/spmd/",)
-"""Files through which all collectives run, so their lines alone do not tell call sites apart."""
+"""Files that all collectives go through, so that their lines alone do not identify a call site."""
 
 
 class LockstepError(RuntimeError):
-    """Ranks went different ways; the message has each one's file, line, operation and shapes."""
+    """Ranks ran different collectives; the message has each rank's file, line, operation and shapes."""
 
 
 def call_site() -> str:
-    """file:line of the innermost frame that is not torch's, and its callers' behind helpers of `spmd/`: `a:1 < b:2`."""
+    """Return the innermost frame outside of torch as file:line, followed by callers of `spmd/` helpers: `a:1 < b:2`."""
     frame, places = sys._getframe(1), []
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
@@ -60,11 +60,11 @@ def _group_of(args) -> dist.ProcessGroup | None:
 
 
 class Lockstep(TorchDispatchMode):
-    """Use as a context manager around the program of every rank.
+    """Compares all collectives inside its context, which wraps the program of every rank.
 
     Args:
         store: rendezvous store, shared by all ranks.
-        timeout: seconds to wait for another rank's entry before it is named as missing.
+        timeout: seconds to wait for another rank's entry before that rank is named as missing.
     """
 
     def __init__(self, store: dist.Store, timeout: float = 60.0):
@@ -73,13 +73,13 @@ class Lockstep(TorchDispatchMode):
         self.counts: dict[str, int] = {}
         self.history: list[str] = []
         self.written: dict[str, deque[list[str]]] = {}
-        """Keys of the last turns of each group that this rank deletes."""
+        """Group -> keys of its last turns that this rank will delete."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Compare, then run."""
+        """Compare a collective with the other ranks, then run it."""
         if func.namespace == "c10d":
             group = _group_of(args)
-            # Point-to-point pairs differ by design; the rest is the same call on every rank.
+            # Sends and receives differ by design; all other operations are the same call on every rank.
             if group is not None and group.size() > 1 and func._opname not in ("send", "recv_", "recv_any_source_"):
                 self._compare(group, func._opname, [tuple(t.shape) for t in _tensors(args)])
         return func(*args, **(kwargs or {}))
@@ -89,8 +89,8 @@ class Lockstep(TorchDispatchMode):
         name = f"lockstep/{'-'.join(map(str, ranks))}/{group.group_name}"
         turn = self.counts[name] = self.counts.get(name, -1) + 1
         # Ragged payloads differ in size by design, and the root of a gather passes more tensors than the others.
-        shown = "" if any(kind in op for kind in ("alltoall", "gather_", "scatter_")) else f" {shapes}"
-        entry = f"{call_site()} {op}{shown}"
+        suffix = "" if any(kind in op for kind in ("alltoall", "gather_", "scatter_")) else f" {shapes}"
+        entry = f"{call_site()} {op}{suffix}"
         self.history.append(entry)
         me = dist.get_rank()
         here = f"{name}/{turn}"
@@ -98,7 +98,7 @@ class Lockstep(TorchDispatchMode):
         alike = f"{here}/alike/{hashlib.blake2b(entry.encode(), digest_size=8).hexdigest()}"
         self.store.add(alike, 1)
         if self.store.add(f"{here}/came", 1) == len(ranks):
-            # All have counted themselves before they came.
+            # Every rank has counted its entry before it came.
             self.store.set(f"{here}/verdict", "alike" if self.store.add(alike, 0) == len(ranks) else "differ")
         if self._read(f"{here}/verdict", self.timeout) != "alike":
             late = f"did not come within {self.timeout:.0f} s"
@@ -122,7 +122,7 @@ class Lockstep(TorchDispatchMode):
 
 
 def lockstep(enabled: bool, store: dist.Store, timeout: float) -> AbstractContextManager:
-    """The recorder where it is on, else a context that does nothing."""
+    """Return `Lockstep` if enabled, else a context that does nothing."""
     from contextlib import nullcontext
 
     return Lockstep(store, timeout) if enabled else nullcontext()

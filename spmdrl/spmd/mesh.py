@@ -1,7 +1,7 @@
 """Starts the process groups and named mesh axes of a run.
 
-Every rank calls `start()` once and gets a `World`: the device, the groups and the axes. Device collectives run on
-NCCL (GPU) or gloo (CPU); small host-side agreement always runs on a gloo group of its own.
+Every rank calls `start()` once and gets a `World`: device, groups and axes. Device collectives run on NCCL (GPU) or
+gloo (CPU); small collectives on the host always run on a gloo group of their own.
 """
 
 import os
@@ -19,9 +19,9 @@ from spmdrl.spmd.roles import axis_sizes, roles_of
 from spmdrl.spmd.world import World
 
 JOIN = timedelta(seconds=120)
-"""Least time that ranks wait for each other at the start."""
+"""Minimum time that ranks wait for each other at the start."""
 LATER = timedelta(seconds=60)
-"""Time after `--run.timeout` at which NCCL ends a job itself: it names no rank, as `failure.watch` does before."""
+"""Time after `--run.timeout` at which NCCL ends a job. `failure.watch` ends it before that, and names the rank."""
 
 
 def _single_process_environment() -> None:
@@ -33,13 +33,13 @@ def _single_process_environment() -> None:
 
 
 def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeout: float = 600.0) -> World:
-    """Join the world. Collective: every rank calls it with the same arguments.
+    """Start the process groups and return this rank's world. Collective: every rank passes the same arguments.
 
     Args:
         parallel: sizes of the training axes.
         rollout_tp: ranks per engine.
         device: `auto`, `cpu` or `cuda`.
-        timeout: seconds a collective may wait.
+        timeout: seconds that a collective may wait.
     """
     _single_process_environment()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -48,13 +48,13 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
     later = wait + LATER if where.type == "cuda" else wait
     if not dist.is_initialized():
         if os.environ["WORLD_SIZE"] == "1":
-            # Port 0 lets the system choose, so that two single-process runs never meet.
+            # Port 0 lets the system choose, so that two single-process runs never share a port.
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=wait)
         else:
             store, _, size = next(dist.rendezvous("env://", timeout=max(later, JOIN)))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 store = own_names(store, rank, size, max(later, JOIN))
-            # Without an agent (`srun python -m spmdrl.train`) rank 0 makes the store, which no earlier start has seen.
+            # Without an agent (`srun python -m spmdrl.train`) rank 0 makes the store for this start alone.
             check_alike(store, rank, where)
         backend = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -62,7 +62,7 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
             store=store,
             rank=rank,
             world_size=int(os.environ["WORLD_SIZE"]),
-            # Ranks begin at different times: a machine's first start may take a minute.
+            # Ranks start at different times: the first start on a machine may take a minute.
             timeout=max(later, JOIN),
             device_id=where if where.type == "cuda" else None,
         )
@@ -77,7 +77,7 @@ def world_from_group(
     local_rank: int = 0,
     wait: timedelta = timedelta(seconds=600),
 ) -> World:
-    """Make the world on top of the default process group, which exists already. Collective."""
+    """Make the world on top of the existing default process group. Collective."""
     size, rank = dist.get_world_size(), dist.get_rank()
     roles = roles_of(parallel, size)
     sizes = axis_sizes(parallel, len(roles.trainers))
@@ -99,7 +99,7 @@ def world_from_group(
     store = dist.PrefixStore("spmdrl", dist.distributed_c10d._get_default_store())
     meshes = [m for m in (mesh, shard_mesh, rollout) if m.get_coordinate() is not None]
     for group in {g for m in meshes for g in m.get_all_groups()}:
-        # Meshes give their groups the library's own limit, half an hour on gloo.
+        # Meshes give their groups the library's default time-out, half an hour on gloo.
         dist.distributed_c10d._set_pg_timeout(later, group)
     return World(
         *(rank, size, local_rank, device, host, store, roles, rollout_group, training_group, role_group),
@@ -108,10 +108,9 @@ def world_from_group(
 
 
 def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> World:
-    """The world of frozen models that have ranks of their own. Collective.
+    """Return the world of frozen models: `world` itself, unless they have ranks of their own. Collective.
 
-    Megatron's axes divide these models as they divide the policy; over the ranks that remain they are sharded. Where
-    frozen models share the ranks of the trainers it is the world itself.
+    Megatron's axes divide frozen models as they divide the policy; over the remaining ranks they are sharded.
     """
     ranks = world.roles.scorers
     if ranks == world.roles.trainers:
@@ -124,13 +123,13 @@ def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> Wo
 
 
 def twin(world: World, wait: timedelta) -> World:
-    """A world of the same ranks and axes on the host, with groups of its own, for a thread beside the program.
+    """Return a world with the same ranks and axes on the host and its own groups, for a background thread. Collective.
 
-    Collective. Meshes are shared: read places from them, but do not communicate over them.
+    Its meshes are those of `world`: read positions from them, but do not communicate over them.
     """
     with apart_from_default():
         host = dist.new_group(backend="gloo", timeout=wait)
     assert isinstance(host, dist.ProcessGroup)
     training = make_side(world.roles.trainers, host, wait)
     groups = dict(host_group=host, training_group=training, role_group=training)
-    return replace(world, **groups, device=torch.device("cpu"), apart=True)
+    return replace(world, **groups, device=torch.device("cpu"), is_twin=True)

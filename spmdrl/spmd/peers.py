@@ -1,4 +1,4 @@
-"""A group of ranks that compute one thing together."""
+"""A group of ranks that compute something together."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 
 @dataclass(frozen=True)
 class Peers:
-    """A group of ranks, and the device that its collectives want tensors on."""
+    """A group of ranks, and the device of its collectives."""
 
     group: dist.ProcessGroup | None
     """The process group; None for this rank alone."""

@@ -1,4 +1,4 @@
-"""Prompts handed out to engines: an atomic counter on the rendezvous store, or a fixed assignment."""
+"""Hands out prompts to engines, by an atomic counter on the rendezvous store or by a fixed assignment."""
 
 import time
 
@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 from spmdrl.spmd.world import World
 
-ASK_EVERY = 0.1
-"""Seconds after which an engine that has ended nothing asks again for the sum over all engines."""
+POLL_EVERY = 0.1
+"""Seconds after which an engine without finished work reads the sum over all engines again."""
 
 
 class PromptQueue:
-    """Positions 0..n-1 of one round, each handed to exactly one engine.
+    """Positions 0..n-1 of one round, each handed out to exactly one engine.
 
-    `queue`: the engine that asks next gets the next positions, so an engine that ends early takes more.
+    `queue`: the next caller gets the next positions, so an engine that finishes early takes more.
     `static`: position i belongs to engine i mod engines, whatever the timing (bit-exact runs).
-    All ranks of an engine call `take` together and get the same answer.
+    All ranks of an engine call `take` together and get the same positions.
     """
 
     def __init__(self, world: World, n: int, round_name: str, assignment: str):
@@ -26,7 +26,7 @@ class PromptQueue:
         self.done = False
 
     def take(self, want: int) -> list[int]:
-        """Up to `want` positions; an empty list means that nothing is left."""
+        """Return up to `want` positions; an empty list means that nothing is left."""
         if self.done or want <= 0:
             return []
         if self.static:
@@ -40,7 +40,7 @@ class PromptQueue:
     def _take_from_counter(self, want: int) -> list[int]:
         first = self.world.store.add(self.key, want) - want if self.world.engine_tp_rank == 0 else 0
         if self.world.engine_group is not None:
-            # The engine's first rank decides; the others follow its tensor (law 1).
+            # The engine's first rank decides and broadcasts (law 1).
             box = torch.tensor([first], dtype=torch.int64, device=self.world.device)
             dist.broadcast(box, group=self.world.engine_group, group_src=0)
             first = int(box.item())
@@ -48,27 +48,27 @@ class PromptQueue:
 
 
 class Tally:
-    """Counts the work of all engines, and says when it is enough; alike on all ranks of an engine.
+    """Counts finished work until there is enough; the result is the same on all ranks of an engine.
 
-    `queue`: an atomic counter for all engines, which an engine without news reads a few times a second, not at each of
-    its steps: a thousand engines share one store. `static`: each engine counts its own (bit-exact runs).
+    `queue`: one atomic counter for all engines, which an engine without finished work reads only every POLL_EVERY
+    seconds, because a thousand engines share one store. `static`: each engine counts its own work (bit-exact runs).
     """
 
     def __init__(self, world: World, round_name: str, enough: int, assignment: str):
         """Start at 0. enough: the count to reach; 0 for a tally that is never reached."""
         self.world, self.enough, self.key = world, enough, f"tally/{round_name}"
-        self.static, self.count, self.ask_at = assignment == "static", 0, 0.0
+        self.static, self.count, self.poll_at = assignment == "static", 0, 0.0
 
     def reached(self, more: int) -> bool:
-        """Add the work since the last call; True once it is enough. Collective over the ranks of an engine."""
+        """Add the work since the last call; returns True once it is enough. Collective over the ranks of an engine."""
         if not self.enough:
             return False
         if self.static:
             self.count += more
             return self.count >= self.enough
-        if self.world.engine_tp_rank == 0 and (more or time.monotonic() >= self.ask_at):
+        if self.world.engine_tp_rank == 0 and (more or time.monotonic() >= self.poll_at):
             self.count = self.world.store.add(self.key, more)
-            self.ask_at = time.monotonic() + ASK_EVERY
+            self.poll_at = time.monotonic() + POLL_EVERY
         total = self.count
         if self.world.engine_group is not None:
             box = torch.tensor([total], dtype=torch.int64, device=self.world.device)

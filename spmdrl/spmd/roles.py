@@ -1,4 +1,4 @@
-"""Roles of ranks and sizes of axes, computed from the settings; no communication."""
+"""Computes the roles of ranks and the sizes of axes from the settings, without communication."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ parallelism is folded out of the other axes inside a policy."""
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks that train, score and sample. `colocated`: all do all three; `split`: disjoint sets, in this order.
+    """Ranks that train, score and sample. `colocated`: every rank does all three; `split`: disjoint sets in this order.
 
-    Scorers hold the frozen models; without ranks of their own these live with the trainers.
+    Scorers hold the frozen models; unless they are separate ranks, they are the trainers.
     """
 
     trainers: tuple[int, ...]
@@ -22,12 +22,12 @@ class Roles:
 
     @property
     def split(self) -> bool:
-        """True where the ranks that sample are others than those that train."""
+        """True if other ranks sample than train."""
         return self.samplers != self.trainers
 
 
 def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Size of each axis with dp_shard = -1 filled in.
+    """Return the size of each axis with dp_shard = -1 filled in.
 
     Raises:
         ValueError: the axes do not multiply to world_size.
@@ -47,7 +47,7 @@ def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
 
 
 def roles_of(parallel: ParallelConfig, world_size: int) -> Roles:
-    """Roles of all ranks by the settings.
+    """Return the roles of all ranks according to the settings.
 
     Raises:
         ValueError: no rank is left to train.

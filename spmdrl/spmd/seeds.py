@@ -20,7 +20,7 @@ def _mix(x: int) -> int:
 
 
 def seed_for(*key: int) -> int:
-    """A 63-bit seed for a key such as (seed, step, prompt, sample, turn)."""
+    """Return a 63-bit seed for a key such as (seed, step, prompt, sample, turn)."""
     state = 0
     for part in key:
         state = _mix((state + _GOLDEN + (int(part) & _MASK)) & _MASK)
@@ -28,7 +28,7 @@ def seed_for(*key: int) -> int:
 
 
 def generator_for(*key: int) -> random.Random:
-    """Python generator for draws over data (orders, splits)."""
+    """Return a Python generator for draws over data (orders, splits)."""
     return random.Random(seed_for(*key))
 
 
@@ -37,18 +37,18 @@ def _signed(x: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
+    """Return the logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """One float64 in (0, 1) per row from its own seed and token position; rows do not depend on each other.
+    """Return one number in (0, 1) for each row, float64 [B], from its own seed and token position.
 
-    seeds_B, position_B: int64 [B]. Returns float64 [B].
+    seeds_B, position_B: int64 [B].
     """
     x = seeds_B + (position_B + 1) * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_MIX1)
     x = (x ^ _shift(x, 27)) * _signed(_MIX2)
     x = x ^ _shift(x, 31)
-    # 52 bits and a half are exact in float64; with 53 the largest would round to 1.
+    # 52 bits plus one half are exact in float64; with 53 bits the largest number would round to 1.
     return (_shift(x, 12).double() + 0.5) * 2.0**-52

@@ -1,7 +1,7 @@
-"""Tensors off their device and back: the bytes go to host memory, to a file, or nowhere.
+"""Moves tensors off their device and back: their bytes go to host memory, to a file, or nowhere.
 
-A storage is emptied where it is (`resize_(0)`) and filled again later, so every tensor, view and DTensor shard over it
-stays valid: FSDP2's parameters, tied weights and an optimizer's moments need no `module.to()` and notice nothing.
+A storage is emptied in place (`resize_(0)`) and filled again later, so every tensor, view and DTensor shard over it
+stays valid: FSDP2's parameters, tied weights and an optimizer's moments need no `module.to()`.
 """
 
 import ctypes
@@ -17,27 +17,27 @@ import torch
 from spmdrl.spmd.devices import kind_of
 
 Place = Literal["host", "disk", "gone"]
-"""Place of parked bytes. `host` is pinned memory beside a GPU; `disk` a file without a name, which ends with the
-process; `gone` keeps no bytes, and the content is undefined when the tensors come back."""
+"""Place of parked bytes. `host`: host memory, pinned beside a GPU. `disk`: a file without a name, which disappears with
+the process. `gone`: nowhere, so that the content is undefined when the tensors come back."""
 
 PIECE = 64 << 20
-"""Bytes of one host buffer. A power of two, to which torch would round pinned memory up anyway."""
+"""Bytes of one host buffer: a power of two, to which torch would round up pinned memory anyway."""
 WORTH_TRIMMING = 32 << 20
-"""Smaller amounts stay with the allocator, which is about to need them again."""
+"""Bytes below which memory stays with the allocator, which will soon need it again."""
 
 
 def moves(place: str, device: torch.device) -> bool:
-    """True if parking at `place` takes anything off `device`: a CPU's memory is the host's already."""
+    """Return True if parking at `place` frees memory of `device`: a CPU's memory is the host's already."""
     return place in ("disk", "gone") or (place == "host" and kind_of(device) != "cpu")
 
 
 def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> list[torch.UntypedStorage]:
-    """Each storage on that type of device once, empty ones left out; a DTensor stands for its local shard."""
+    """Return each storage on that type of device once, without empty ones; a DTensor stands for its local shard."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor is None:
             continue
-        # The attribute: `to_local()` makes a node of autograd's, and this runs over every tensor at every phase.
+        # The attribute, because `to_local()` adds an autograd node, and this runs over every tensor at every phase.
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.nbytes() and storage.device.type == device_type:
             found.setdefault(storage._cdata, storage)
@@ -45,31 +45,31 @@ def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> lis
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None], device_type: str) -> int:
-    """Bytes that these tensors hold on that type of device; parked tensors count as nothing."""
+    """Return the bytes that tensors hold on that type of device; parked tensors count 0."""
     return sum(storage.nbytes() for storage in storages_of(tensors, device_type))
 
 
 class Parked:
-    """Storages of some tensors, emptied. Nothing may read or write the tensors until `bring_back()`."""
+    """Emptied storages of tensors. Nothing may read or write the tensors until `bring_back()`."""
 
     def __init__(self, tensors: Iterable[torch.Tensor | None], place: Place, device: torch.device):
-        """Copy the bytes to `place` and give their memory back to the device.
+        """Copy the bytes to `place` and free their memory on the device.
 
         Args:
-            tensors: those on another type of device, and those parked already, are passed over.
-            place: where the bytes go.
-            device: where the tensors live.
+            tensors: tensors on another type of device and parked ones are skipped.
+            place: place of the bytes.
+            device: device of the tensors.
 
         Raises:
-            OSError: the folder for temporary files cannot hold them; the tensors are as they were.
+            OSError: the folder for temporary files cannot hold the bytes; the tensors are unchanged.
         """
         self.place, self.device = place, device
         storages = storages_of(tensors, device.type)
-        # From here on this is also the list of storages still to be brought back, the last one first.
+        # Also the list of storages that are still to be brought back, the last one first.
         self.waiting: list[tuple[torch.UntypedStorage, int, int]] = []
         total = 0
         for storage in storages:
-            assert storage.resizable(), "only memory that torch allocated itself can be given back"
+            assert storage.resizable(), "only memory that torch allocated itself can be freed"
             self.waiting.append((storage, storage.nbytes(), total))
             total += storage.nbytes()
         self.tape = _tape(place, total, device) if total else None
@@ -77,7 +77,7 @@ class Parked:
             for storage, _, offset in self.waiting:
                 self.tape.write(offset, _raw(storage))
         if device.type == "cuda":
-            # Copies are done, and FSDP's other streams have finished reading.
+            # Wait until the copies are done and FSDP's other streams have finished reading.
             torch.cuda.synchronize(device)
         for storage in storages:
             storage.resize_(0)
@@ -93,7 +93,7 @@ class Parked:
         """Allocate every storage again and fill it, unless its bytes are gone.
 
         Raises:
-            RuntimeError: the device has no room (torch's own error). Storages that are back stay; call again for the
+            RuntimeError: the device is out of memory (torch's own error). Restored storages stay; call again for the
                 rest.
         """
         while self.waiting:
@@ -107,16 +107,16 @@ class Parked:
         self.tape = None
 
     def forget(self) -> None:
-        """Drop the copy: the bytes are gone."""
+        """Drop the copy of the bytes."""
         self.tape, self.place = None, "gone"
 
 
 def give_back(device: torch.device, size: int) -> None:
-    """Have the allocator hand `size` bytes that were just freed back to the device.
+    """Make the allocator return `size` bytes that were just freed to the device.
 
-    glibc keeps freed blocks (see `environ.keep_freed_memory`): 600 MiB in tensors of 1 MiB stay resident without
-    the trim, which takes 0.03 s for them. The page faults afterwards take longer, so a CPU's memory goes back only
-    where a file is to make room in it.
+    glibc keeps freed blocks (see `environ.keep_freed_memory`): 600 MiB in tensors of 1 MiB stay resident without the
+    trim, which takes 0.03 s for them. The page faults afterwards take longer, so a CPU's memory is returned only after
+    parking on disk.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -126,17 +126,17 @@ def give_back(device: torch.device, size: int) -> None:
 
 
 def _raw(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The bytes of a storage, uint8 [nbytes]."""
+    """Return the bytes of a storage, uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _memory(raw: torch.Tensor) -> memoryview:
-    """Bytes of a tensor on the CPU. Through `numpy()` its storage would never be resizable again."""
+    """Return the bytes of a tensor on the CPU. `numpy()` would make its storage non-resizable for good."""
     return memoryview((ctypes.c_uint8 * len(raw)).from_address(raw.data_ptr())).cast("B")
 
 
 def _pieces(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut [offset, offset + size) by buffers: (buffer, place in it, place in the bytes, length) of each part."""
+    """Cut [offset, offset + size) at buffer borders; yields (buffer, offset in it, offset in the bytes, length)."""
     done = 0
     while done < size:
         buffer, start = divmod(offset + done, PIECE)
@@ -162,7 +162,7 @@ class _Host:
 
 
 class _Disk:
-    """A file in the folder for temporary files that has no name, so that it ends with the process however that ends."""
+    """A temporary file without a name, which disappears with the process however that ends."""
 
     def __init__(self, total: int, pinned: bool):
         folder = scratch_folder()
@@ -208,10 +208,10 @@ def _tape(place: Place, total: int, device: torch.device) -> _Host | _Disk | Non
 
 
 def scratch_folder() -> str:
-    """$TMPDIR where it is set; else /var/tmp, which is on a disk where /tmp may be memory; else what Python takes.
+    """Return $TMPDIR if it is set, else /var/tmp, which unlike /tmp is never in memory, else Python's choice.
 
     Raises:
-        ValueError: TMPDIR is set, and no folder that one can write to. Python would take another one without a word.
+        ValueError: TMPDIR is not a writable folder. Python would silently take another one.
     """
     named = os.environ.get("TMPDIR")
     if named:

@@ -15,7 +15,7 @@ from spmdrl.spmd.roles import AXES, Roles
 class World:
     """Device, groups and axes of one rank, and the roles of all ranks.
 
-    On a rank that does not train, the training axes are those of other ranks: it has no place on them.
+    A rank that does not train has no position on the training axes.
     """
 
     rank: int
@@ -36,33 +36,33 @@ class World:
     rollout_mesh: DeviceMesh
     """[engine, tp], over the ranks that sample."""
     shard_mesh: DeviceMesh
-    """Axes that parameters are sharded over: dp_shard x sp flattened, behind dp_replicate where that is above one."""
+    """Axes that parameters are sharded over: dp_shard x sp flattened, after dp_replicate if that is above one."""
     data_group: dist.ProcessGroup | None = None
-    """Ranks over which samples are divided: one of each data position, all at this rank's place in the other axes. None
-    for a single position. Group rank = data position."""
+    """Ranks over which samples are divided: one for each data position, all at this rank's position on the other axes.
+    None for a single data position. Group rank = data position."""
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
     """int64 [data positions, copies]: the ranks that hold the samples of each position."""
-    apart: bool = False
-    """True for a twin of another world (`mesh.twin`), whose communication goes over host-side groups of its own."""
+    is_twin: bool = False
+    """True for a twin of another world (`mesh.twin`), which communicates over its own host-side groups."""
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0; guards output only, never anything that communicates (law 1)."""
+        """True on rank 0; may guard output, but never communication (law 1)."""
         return self.rank == 0
 
     @property
     def trains(self) -> bool:
-        """True where this rank holds a part of the models that learn."""
+        """True if this rank holds a part of the models that train."""
         return self.rank in self.roles.trainers
 
     @property
     def scores(self) -> bool:
-        """True where this rank holds a part of the frozen models."""
+        """True if this rank holds a part of the frozen models."""
         return self.rank in self.roles.scorers
 
     @property
     def samples(self) -> bool:
-        """True where this rank is part of an engine."""
+        """True if this rank is part of an engine."""
         return self.rank in self.roles.samplers
 
     @property
@@ -77,7 +77,7 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Number of data positions, which is the number of shares that samples are divided into."""
+        """Number of data positions, over which samples are divided."""
         return len(self.holders)
 
     @cached_property
@@ -92,7 +92,7 @@ class World:
 
     @cached_property
     def shard_group(self) -> dist.ProcessGroup:
-        """Ranks that together hold every parameter once."""
+        """Group of ranks that together hold every parameter once."""
         return self.shard_mesh.get_group(self.shard_mesh.ndim - 1)
 
     @property
@@ -100,7 +100,7 @@ class World:
         """Axes over which samples are divided: [dp_replicate, dp_shard]."""
         return self.mesh["dp_replicate", "dp_shard"]
 
-    # Cached: they are read at every step of an engine, and each time a mesh would make a mesh of its part.
+    # Cached, because an engine reads them at every step, and indexing a mesh makes a new mesh.
     @cached_property
     def engine_index(self) -> int:
         """Number of the engine (rollout TP group) that this rank belongs to."""
@@ -113,7 +113,7 @@ class World:
 
     @cached_property
     def engine_tp_rank(self) -> int:
-        """This rank's place inside its engine; 0 holds the episodes."""
+        """This rank's position inside its engine; rank 0 holds the episodes."""
         return self.rollout_mesh["tp"].get_local_rank()
 
     @cached_property

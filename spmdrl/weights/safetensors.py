@@ -70,7 +70,7 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
     group = world.role_group
     entries = catalogue(pieces, group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
-    over = group if world.apart else None
+    over = group if world.is_twin else None
     return Reshard(entries, pieces, needs, group, world.device, dtype, BUCKET, over).run(pieces)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from spmdrl.health import flight_record as flight
 from spmdrl.health.status import rank_status
-from spmdrl.spmd.agreement import Agreement, shown
+from spmdrl.spmd.agreement import Agreement, rank_ranges
 from spmdrl.spmd.gloo import swap
 from spmdrl.spmd.lockstep import LockstepError
 from spmdrl.tools import flight as reader
@@ -60,7 +60,7 @@ def test_lockstep_agreement_names_a_value_that_differs(tmp_path):
 def test_lockstep_agreement_names_the_group_of_a_planted_collective(tmp_path):
     for said in run_ranks(steps, 3, "collective", str(tmp_path)):
         assert said[2].startswith("ranks went different ways in this step: group "), said
-        assert "of ranks 0-2 has seen " in said[2] and "on rank 0, " in said[2] and "on rank 1, 2." in said[2], said
+        assert "of ranks 0-2 has run " in said[2] and "on rank 0, " in said[2] and "on rank 1, 2." in said[2], said
         assert said[2].count(" collectives on rank") == 2, "one group alone"
 
 
@@ -130,7 +130,8 @@ def test_lockstep_reader_finds_the_first_difference_and_who_is_missing(tmp_path)
 
 
 def test_ranks_are_shown_briefly():
-    assert [shown([0, 1, 2, 3]), shown([4]), shown([0, 1]), shown([0, 2, 4])] == ["0-3", "4", "0, 1", "0, 2, 4"]
+    texts = [rank_ranges(ranks) for ranks in ([0, 1, 2, 3], [4], [0, 1], [0, 2, 4])]
+    assert texts == ["0-3", "4", "0, 1", "0, 2, 4"]
 
 
 def test_lockstep_reader_tells_of_any_malformed_record_in_one_message(tmp_path):
@@ -144,7 +145,7 @@ def test_lockstep_reader_tells_of_any_malformed_record_in_one_message(tmp_path):
     tried = 0
     for way in ways(whole):
         if way[-1] in ("sizes", "count"):
-            continue  # shown as it is
+            continue  # rank_ranges as it is
         for change in ("left out", None, [3], {"3": 4}, "text", 3):
             changed = json.loads(json.dumps(whole))
             place = changed

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from spmdrl.health import heartbeat, overview
 from spmdrl.health.heartbeat import Heartbeat
 from spmdrl.spmd import exchange, queue, rendezvous
-from spmdrl.spmd.agreement import shown
+from spmdrl.spmd.agreement import rank_ranges
 from spmdrl.spmd.devices import check_alike
 from spmdrl.spmd.lockstep import Lockstep
 from spmdrl.spmd.queue import PromptQueue, Tally
@@ -239,7 +239,7 @@ def test_engines_without_news_leave_the_tally_alone(monkeypatch):
     assert sum(store.requests.values()) <= 11
     assert not a.reached(1) and not a.reached(1) and b.reached(1), "news are told and heard at once"
     assert not a.reached(0)
-    clock[0] += queue.ASK_EVERY
+    clock[0] += queue.POLL_EVERY
     assert a.reached(0)
 
 
@@ -330,6 +330,6 @@ def test_an_exchange_works_on_its_items_not_on_all_ranks(size, monkeypatch):
 
 
 def test_ranks_in_a_message_are_ranges_and_few():
-    assert shown([0, 1]) == "0, 1" and shown(list(range(8))) == "0-7" and shown([3]) == "3"
-    assert shown([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7, 8"
-    assert shown(list(range(0, 1024, 2))) == "0, 2, 4, 6, 8, 10, 12, 14 and 504 more"
+    assert rank_ranges([0, 1]) == "0, 1" and rank_ranges(list(range(8))) == "0-7" and rank_ranges([3]) == "3"
+    assert rank_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7, 8"
+    assert rank_ranges(list(range(0, 1024, 2))) == "0, 2, 4, 6, 8, 10, 12, 14 and 504 more"
