@@ -1,4 +1,4 @@
-"""Boxes: parts of named tensors as ranges in every dimension, as Python objects and as rows of integers."""
+"""Boxes are parts of named tensors, ranges in every dimension, as Python objects or as rows of integers."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Piece:
     box: Box
     tensor: torch.Tensor
     exact: bool = False
-    """Never cast: rounded routing biases would choose other experts."""
+    """True if the tensor is never cast: rounded routing biases would choose other experts."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.T
 
 
 def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Merge each tensor's boxes until none overlap: boxes that touch or overlap become the box around them."""
+    """Merge the boxes of each tensor that overlap or touch into the box around them, until none overlap."""
     out: dict[int, list[Box]] = {}
     for i, box in boxes:
         apart = out.setdefault(i, [])
@@ -83,7 +83,7 @@ def _joins(one: Box, other: Box) -> bool:
     return overlap or touch
 
 
-# ── as rows: int64 [n, 1 + 2 D], the tensor's number, then D first indices, then D last ones + 1 ──
+# ── boxes as rows: int64 [n, 1 + 2 D], the tensor's number, D first indices, D last indices + 1 ──
 
 
 def most_dims(entries: Sequence[Entry]) -> int:
@@ -92,7 +92,7 @@ def most_dims(entries: Sequence[Entry]) -> int:
 
 
 def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
-    """Convert (tensor, box) to rows; missing dimensions of a tensor become the range from 0 to 1."""
+    """Convert (tensor, box) to rows; a dimension that a tensor does not have becomes the range from 0 to 1."""
     rows = np.zeros((len(boxes), 1 + 2 * dims), dtype=np.int64)
     rows[:, 1 + dims :] = 1
     for row, (i, box) in zip(rows, boxes, strict=True):
@@ -105,7 +105,7 @@ def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
 def to_boxes(rows: np.ndarray, entries: Sequence[Entry]) -> list[tuple[int, Box]]:
     """Convert rows to (tensor, box)."""
     dims = rows.shape[1] // 2
-    # zip ends with the tensor's own dimensions.
+    # zip stops after the tensor's own dimensions.
     return [
         (row[0], tuple((a, b) for a, b, _ in zip(row[1 : 1 + dims], row[1 + dims :], entries[row[0]].shape)))  # noqa: B905
         for row in rows.tolist()
@@ -119,7 +119,7 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 
 
 def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that sorts rows by tensor, then box, and the start of each run of equal rows in that order."""
+    """Return the order that sorts rows by tensor and box, and the start of each run of equal rows in that order."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     begins = np.ones(len(rows), dtype=bool)
@@ -128,7 +128,7 @@ def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 MEETING = 1 << 16
-"""Pairs of rows that are compared at a time, which bounds the memory."""
+"""Number of pairs of rows that are compared at a time, to bound memory."""
 
 
 def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -158,12 +158,12 @@ def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
 def clashing(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the sorted numbers of the groups in which two boxes overlap.
 
-    groups: int64 [n], the group of each row, never decreasing. Rows of one group belong to one tensor.
+    groups: int64 [n], the group of each row, ascending. Rows of one group belong to one tensor.
     """
     if not len(rows):
         return groups
     dims, count = rows.shape[1] // 2, groups[-1] + 1
-    # Boxes that follow one another along a dimension do not overlap. Sorted shards do so, which avoids n^2 pairs.
+    # Boxes that follow one another along a dimension, as sorted shards do, do not overlap: this avoids n^2 pairs.
     meets = (groups[1:] == groups[:-1])[:, None] & (rows[1:, 1 : 1 + dims] < rows[:-1, 1 + dims :])
     unsure = np.logical_and.reduce([np.bincount(groups[1:][d], minlength=count) > 0 for d in meets.T])
     chosen = unsure[groups]

@@ -1,9 +1,9 @@
 """Maps parameters of a HF model to the tensors of its checkpoints.
 
-transformers 5 keeps the experts of a layer in one parameter, [E, 2I, H] or [E, H, I], where checkpoints (and so vLLM,
-SGLang and everyone who opens a saved folder) have a tensor for each expert and projection; a few families have other
-module names as well. One list serves both directions: the ranges of checkpoint tensors that a shard consists of. The
-mapping itself is transformers' own (`conversion_mapping.py`), which its save_pretrained uses.
+transformers 5 packs the experts of a layer into one parameter, [E, 2I, H] or [E, H, I], but checkpoints (and so vLLM,
+SGLang and every reader of a saved folder) have a tensor for each expert and projection; a few families also have other
+module names. One list serves both directions: the ranges of checkpoint tensors in a shard. The mapping itself is
+transformers' own (`conversion_mapping.py`), which its save_pretrained uses.
 
 E experts, I their intermediate size, H hidden.
 """
@@ -26,9 +26,9 @@ class Slot:
     shape: tuple[int, ...]
     """Shape of the whole tensor of that name."""
     box: Box
-    """The range of it that the shard holds."""
+    """Range of that tensor in the shard."""
     index: tuple[int | slice, ...]
-    """`shard[index]` is a view of the shard with the box's shape: read from it, or copy into it."""
+    """`shard[index]` is a view of the shard with the box's shape, for reading and writing."""
 
 
 def full_box(shape: Iterable[int]) -> Box:
@@ -40,26 +40,26 @@ class Layout:
     """The mapping from parameters of one architecture to the tensors of its checkpoints."""
 
     def __init__(self, hf: Any):
-        """hf: a transformers model; weights are not looked at, so it may be on the meta device or sharded."""
+        """hf: a transformers model; only its names are read, so it may be on the meta device or sharded."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
-        # From parameter to checkpoint: the reverse mapping, which save_pretrained uses.
+        # The reverse mapping leads from parameters to checkpoints; save_pretrained uses it as well.
         backwards = [t.reverse_transform() for t in known[::-1] if _expressible(t)]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
         self.converters = [t for t in backwards if isinstance(t, WeightConverter)]
-        self.asked: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
+        self.cache: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
 
     def slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
         """List the slots of the shard `box` of the parameter `name` (whole shape `shape`); empty for an empty box.
 
-        A parameter without packed experts gives one slot, the whole shard.
+        A parameter without packed experts has one slot, the whole shard.
         """
-        if (name, shape, box) not in self.asked:
-            # Every push asks for the same slots.
-            self.asked[name, shape, box] = self._slots(name, shape, box)
-        return self.asked[name, shape, box]
+        if (name, shape, box) not in self.cache:
+            # Every push needs the same slots.
+            self.cache[name, shape, box] = self._slots(name, shape, box)
+        return self.cache[name, shape, box]
 
     def _slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
         if not prod(hi - lo for lo, hi in box):
@@ -76,7 +76,7 @@ class Layout:
         return _expert_slots(before, endings, tuple(shape), box)
 
     def places(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int | slice, ...]]]:
-        """Return checkpoint name -> (parameter, index into it), for a model whose parameters are whole.
+        """Return checkpoint name -> (parameter, index into it), for a model that is not sharded.
 
         shapes: name and shape of its parameters.
         """
@@ -88,7 +88,7 @@ class Layout:
 def _expressible(transform: Any) -> bool:
     """Return True for a renaming, or a packing of experts along the first dimension and projections along the second.
 
-    Parameters under any other conversion keep transformers' name, which its from_pretrained accepts as well.
+    Parameters with another conversion keep transformers' name, which its from_pretrained accepts as well.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
@@ -99,7 +99,7 @@ def _expressible(transform: Any) -> bool:
 
 
 def _expert_slots(before: str, endings: list[str], shape: tuple[int, ...], box: Box) -> list[Slot]:
-    """Return the slots of experts packed along dim 0, with len(endings) projections of each end to end along dim 1."""
+    """Return the slots of experts packed along dim 0, each with len(endings) projections end to end along dim 1."""
     assert shape[1] % len(endings) == 0, (shape, endings)
     rows = shape[1] // len(endings)
     (first, last), (top, bottom), *rest = box

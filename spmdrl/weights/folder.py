@@ -1,8 +1,8 @@
-"""Reads boxes of the tensors in a Hugging Face folder, straight from its safetensors files.
+"""Reads boxes of the tensors in a Hugging Face folder directly from its safetensors files.
 
-A file is mapped, and only the bytes of a box are copied, a bounded number at a time: a rank that needs a part of a
-model never holds more than that part and one chunk. Weights in fp8 with a scale for each block, the form in which
-DeepSeek-V3 is published (https://arxiv.org/abs/2412.19437, section 3.3), are dequantised box by box.
+Files are memory-mapped, and only the bytes of a box are copied, chunk by chunk: a rank that needs a part of a model
+never holds more than that part and one chunk. Weights in fp8 with a scale for each block, as DeepSeek-V3 is published
+(https://arxiv.org/abs/2412.19437, section 3.3), are dequantised box by box.
 """
 
 import json
@@ -16,9 +16,9 @@ import torch
 from spmdrl.weights.boxes import Box, inside, size
 
 CHUNK = 32 << 20
-"""Bytes that are copied at a time, counted in float32 for fp8 weights."""
+"""Bytes that are copied at a time, as float32 for fp8 weights."""
 SCALE = "_scale_inv"
-"""Ending that the scales of a weight add to its name."""
+"""Suffix of the name of a weight's scales."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,17 +39,17 @@ class Tensors:
 
         Args:
             folder: safetensors, in one file or with an index.
-            blocks: rows and columns of the blocks of fp8 weights that share a scale; None if there are none.
+            blocks: rows and columns of the blocks of fp8 weights that share a scale; None without fp8 weights.
 
         Raises:
-            ValueError: a file that is missing or unreadable.
+            ValueError: a file is missing or unreadable.
         """
         self.folder, self.blocks = folder, blocks
         self.handles: dict[str, Any] = {}
         self.slices: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            # Only the last part of a path counts: weights do not lie outside their folder.
+            # Only the file name counts, so that no index leads out of the folder.
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             self.files: dict[str, str] = {name: Path(file).name for name, file in found.items()}
         else:
@@ -95,19 +95,19 @@ class Tensors:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the floating-point type of a tensor as it is stored; None for another kind."""
+        """Return the stored floating-point type of a tensor; None for another type."""
         return DTYPES.get(self._slice(name).get_dtype())
 
     def check_scales(self, name: str) -> None:
         """Check that an fp8 tensor can be dequantised.
 
         Raises:
-            ValueError: scales that are missing or do not fit, or a folder that has no blocks.
+            ValueError: its scales are missing or do not fit, or the folder declares no blocks.
         """
         if self.dtype(name) not in FP8:
             return
         if self.blocks is None:
-            raise ValueError(f"{self.folder}: {name} is in fp8, and config.json tells no quantization_config for it")
+            raise ValueError(f"{self.folder}: {name} is in fp8, but config.json has no quantization_config")
         shape = self.shape(name)
         wanted = tuple(-(-n // block) for n, block in zip(shape, self.blocks, strict=False))
         if name + SCALE not in self or len(shape) != 2:
@@ -116,10 +116,10 @@ class Tensors:
                 "folder again, or take a dequantised one"
             )
         if (found := self.shape(name + SCALE)) != wanted:
-            raise ValueError(f"{self.folder}: {name + SCALE} has shape {found}, the blocks of {name} want {wanted}")
+            raise ValueError(f"{self.folder}: {name + SCALE} has shape {found}, the blocks of {name} need {wanted}")
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Read a box; dequantised weights are float32."""
+        """Read a box; fp8 weights are dequantised to float32."""
         view = self._slice(name)
         found = view[tuple(slice(a, b) for a, b in box)] if box else view[...]
         return self._dequantised(name, box, found) if found.dtype in FP8 else found
@@ -135,7 +135,7 @@ class Tensors:
 
     @torch.no_grad()
     def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy a box into a tensor of its shape, of any type and on any device, chunk by chunk."""
+        """Copy a box, chunk by chunk, into a tensor of its shape, of any type and on any device."""
         stored = self.dtype(name)
         width = 8 if stored is None else 4 if stored in FP8 else stored.itemsize
         for part in chunks(box, CHUNK // width):
@@ -148,7 +148,7 @@ class Tensors:
 
 
 def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Cut a box into parts of at most `most` elements, or of one row of its last dimension."""
+    """Cut a box into parts of at most `most` elements, but at least one row of its last dimension."""
     if not box or size(box) <= most:
         yield box
         return

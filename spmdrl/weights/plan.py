@@ -1,7 +1,7 @@
-"""Plans which rank sends which regions of tensors to which; both sides compute it alike from all ranks' boxes.
+"""Plans which rank sends which regions of tensors to which; every rank computes it from all ranks' boxes.
 
 Data whose size is ranks times boxes stays in arrays: a plan holds rows for the regions that its own rank sends and
-receives, and makes Python objects of one bucket at a time. A small plan keeps these for the next push.
+receives, and makes Python objects for one bucket at a time. A small plan keeps them for the next push.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import numpy as np
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
 KEPT = 4096
-"""Most regions, in and out, with which a plan keeps its buckets: a few MiB."""
+"""Largest number of regions, sent and received, with which a plan keeps its buckets: a few MiB."""
 
 Regions = list[tuple[int, Box]]
-"""(number, region), in their order in a message."""
+"""(number of a piece or tensor, region), in the order of a message."""
 
 
 @dataclass
@@ -33,25 +33,25 @@ class Bucket:
     """One rank's part in the transfer of one bucket."""
 
     own: Regions = field(default_factory=list)
-    """(own piece, region) that the rank both holds and needs."""
+    """(own piece, region) that this rank both holds and needs."""
     send: list[tuple[list[int], Regions]] = field(default_factory=list)
-    """(ranks that get the same message, its (own piece, region) pairs)."""
+    """(ranks that receive the same message, its (own piece, region) pairs)."""
     receive: dict[int, Regions] = field(default_factory=dict)
     """Sending rank -> (tensor, region) in its message."""
 
 
 @dataclass
 class Parcel:
-    """The regions that one rank sends to a set of ranks with the same needs, over all buckets."""
+    """The regions that one rank sends to ranks with the same needs, over all buckets."""
 
     number: int
-    """Number of the set of boxes that those ranks need."""
+    """Number of the set of boxes that these ranks need."""
     ranks: list[int]
     """Receiving ranks."""
     piece: np.ndarray
-    """int32 [n]: number of the own piece of each row of `regions`."""
+    """int32 [n]: number of the own piece for each row of `regions`."""
     regions: np.ndarray
-    """All regions of the set that the sending rank holds, sorted."""
+    """All regions of the needed set that the sending rank holds, sorted."""
     sent: np.ndarray
     """int32 [sent]: rows of `regions` that are sent."""
     ends: np.ndarray
@@ -59,10 +59,10 @@ class Parcel:
 
 
 class Sources:
-    """The distinct boxes that ranks hold; a replicated box is held by several ranks."""
+    """The distinct boxes that ranks hold; several ranks hold a replicated box."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
-        """wanted: bool [tensors]; boxes of unwanted tensors are omitted."""
+        """wanted: bool [tensors]; boxes of other tensors are omitted."""
         kept = [rows[wanted[rows[:, 0]]] for rows in held.rows]
         number = np.repeat(np.arange(len(kept), dtype=np.int32), [len(rows) for rows in kept])
         rows = np.concatenate(kept)
@@ -86,7 +86,7 @@ class Sources:
         return self.places[self.set_ends[s - 1] if s else 0 : self.set_ends[s]]
 
     def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
-        """Return the sender of each box: the receiver itself if it holds the box, else a holder chosen by `turn`."""
+        """Return the sender of each box: the receiver itself if it holds the box, else the holder that `turn` picks."""
         here = np.zeros(len(self.rows), dtype=bool)
         here[self.of_rank(receiver)] = True
         counts = self.counts[boxes]
@@ -127,8 +127,7 @@ class Routes:
         near = np.zeros(len(entries), dtype=bool)
         near[mine[:, 0]] = near[want[:, 0]] = True
         sources = Sources(held, near)
-        # Turns go round among ranks with equal needs and holdings, whose numbers may be far apart: the first ranks of
-        # all engines.
+        # Ranks with equal needs and holdings take turns; their numbers may be far apart, as the first ranks of engines.
         self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
         self._receive(sources, want, me, pieces, buckets, count)
         self._send(sources, wanted, me, pieces, buckets, count)
@@ -137,14 +136,14 @@ class Routes:
 
     def _receive(self, sources: Sources, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
         box, source, regions = meet(want, sources.rows)
-        # Overlapping boxes would hide a hole in the sum, and which copy arrives last would be random.
+        # Overlapping boxes could hide a gap in the sum below, and the last copy to arrive would be random.
         if (twice := clashing(box, regions)).size:
             ((i, part),) = to_boxes(want[twice[:1]], self.entries)
             raise ValueError(
                 f"{self.entries[i].name}: ranks hold different boxes that overlap in {part}; "
                 "let any two boxes of a tensor be equal or disjoint"
             )
-        # A float64 counts exactly below 2**53.
+        # float64 counts exactly up to 2**53.
         covered = np.bincount(box, sizes(regions), len(want))
         if (lacking := np.flatnonzero(covered < sizes(want))).size:
             ((i, lacks),) = to_boxes(want[lacking[:1]], self.entries)

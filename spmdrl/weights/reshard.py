@@ -1,8 +1,8 @@
-"""Sends named tensors from ranks that hold parts of them to ranks that need parts of them, without a byte to spare.
+"""Sends named tensors from ranks that hold parts of them to ranks that need parts of them, and no other bytes.
 
 Held and needed parts are boxes (`boxes.py`). Each rank intersects its own boxes with those that others need (`plan.py`)
-and sends exactly these regions, a bucket of tensors at a time; while one bucket is used the next travels. The module
-knows nothing of models: `policy/` supplies the held boxes, `rollout/` the needed ones.
+and sends exactly these regions, a bucket of tensors at a time; the next bucket travels while one is used. The module
+does not know models: `policy/` supplies the held boxes, `rollout/` the needed ones.
 """
 
 import json
@@ -26,9 +26,9 @@ ALIGN = 16
 DIGEST = 8
 """Bytes of a digest."""
 IN_CACHE = 2 << 20
-"""Largest bucket, in bytes, that is cast, summed and loaded within a CPU's cache."""
-SHOWN = 3
-"""Number of tensors of a refused message that an error names."""
+"""Largest bucket, in bytes, that is cast, checked and loaded within a CPU's cache."""
+NAMED = 3
+"""Number of tensors of a corrupt message that an error names."""
 
 
 class CorruptWeightsError(RuntimeError):
@@ -36,12 +36,12 @@ class CorruptWeightsError(RuntimeError):
 
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
-    """List all tensors of which any rank of a host-side group holds a part, alike on every rank. Collective."""
+    """List all tensors of which a rank of the host-side group holds a part, the same on every rank. Collective."""
     mine = {p.name: [str(p.tensor.dtype).removeprefix("torch.") if p.exact else "", *p.shape] for p in pieces}
     raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     found: dict[str, list] = {}
-    for said in all_gather_distinct(raw, group)[0]:
-        found |= json.loads(said.numpy().tobytes())
+    for content in all_gather_distinct(raw, group)[0]:
+        found |= json.loads(content.numpy().tobytes())
     return [
         Entry(name, tuple(shape), getattr(torch, dtype) if dtype else None) for name, (dtype, *shape) in found.items()
     ]
@@ -61,11 +61,11 @@ class Flight:
     works: list
     inbox: dict[int, torch.Tensor]
     outbox: list[torch.Tensor]
-    """Messages, kept until they are sent."""
+    """Sent messages, kept until the transfer is complete."""
 
 
 class Reshard:
-    """Transfers tensors any number of times by a plan that is made once."""
+    """Transfers tensors repeatedly by a plan that is made once."""
 
     def __init__(
         self,
@@ -82,23 +82,23 @@ class Reshard:
 
         Args:
             entries: as `catalogue` returns them.
-            pieces: this rank's parts. If several ranks hold the same box, one of them sends it; different boxes do not
-                overlap.
-            needs: (tensor, box) that this rank wants; boxes may overlap.
+            pieces: this rank's parts. If several ranks hold the same box, one of them sends it; different boxes may
+                not overlap.
+            needs: (tensor, box) that this rank needs; boxes may overlap.
             host_group: host-side group of all ranks that take part.
             device: device of the tensors.
-            dtype: type to which tensors are cast before they travel, except those that keep their own.
-            bucket_bytes: whole tensors of at most so many bytes travel at a time (a larger one alone).
-            over: group over which tensors travel; None: the default one.
+            dtype: type to which tensors are cast before the transfer, unless they keep their own.
+            bucket_bytes: bytes of whole tensors in a bucket (a larger tensor is a bucket of its own).
+            over: group of the transfer; None for the default group.
 
         Raises:
-            ValueError: a part that is needed and that no rank holds, or that overlapping boxes hold.
+            ValueError: no rank holds a needed part, or ranks hold overlapping boxes of it.
         """
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]
         self.ranks = dist.get_process_group_ranks(host_group)
         if len(self.ranks) == 1 and kind_of(device) == "cpu":
-            bucket_bytes = min(bucket_bytes, IN_CACHE)  # no message gains by being long
+            bucket_bytes = min(bucket_bytes, IN_CACHE)  # without messages, larger buckets gain nothing
         self.index = {entry.name: i for i, entry in enumerate(entries)}
         places = bucket_places(entries, dtype.itemsize, bucket_bytes)
         self.buckets = 1 + max(places, default=-1)
@@ -116,12 +116,12 @@ class Reshard:
         self.received_bytes = 0
 
     def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors that this rank needs, bucket by bucket: whole in shape, filled in its boxes. Collective.
+        """Yield the tensors that this rank needs, bucket by bucket: of whole shape, filled in its boxes. Collective.
 
-        Every rank gets as many buckets, some of them empty.
+        Every rank gets the same number of buckets, some of them empty.
 
-        pieces: the same as at the start, with current values. A tensor that this rank holds whole, in the right type,
-        is yielded without a copy: callers must only read it.
+        pieces: those of the plan, with current values. A tensor that this rank holds whole and in the right type is
+        yielded without a copy, so callers must only read it.
 
         Raises:
             CorruptWeightsError: received bytes differ from those sent; names the rank, and tensors of its message.
@@ -138,7 +138,7 @@ class Reshard:
     @torch.no_grad()
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
         operations, outbox, inbox = [], [], {}
-        # Read once for all receivers: some pieces are computed at each access.
+        # Read once for all receivers, because some pieces are computed at each access.
         held = {n: pieces[n].tensor for _, regions in bucket.send for n in dict(regions)}
         for places, regions in bucket.send:
             kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
@@ -146,7 +146,7 @@ class Reshard:
             outbox.append(out)
             for (n, region), part in zip(regions, regions_in(out, kinds), strict=True):
                 part.copy_(inside(held[n], region, pieces[n].box))
-            said_in(out).copy_(digest(out[:-DIGEST]))
+            digest_in(out).copy_(digest(out[:-DIGEST]))
             operations += [dist.P2POp(dist.isend, out, self.ranks[place], self.over) for place in places]
         for place, regions in bucket.receive.items():
             inbox[place] = torch.empty(message_bytes(self._kinds(regions)), dtype=torch.uint8, device=self.device)
@@ -180,24 +180,24 @@ class Reshard:
         return whole
 
     def _check(self, flight: Flight) -> None:
-        """Compare the digests of all messages at once; this waits for the device."""
+        """Compare the digests of all messages at once, which waits for the device."""
         if not flight.inbox:
             return
-        taken = torch.stack([digest(message[:-DIGEST]) for message in flight.inbox.values()])
-        said = torch.stack([said_in(message) for message in flight.inbox.values()])
-        wrong = torch.nonzero(taken != said).flatten().tolist()
+        computed = torch.stack([digest(message[:-DIGEST]) for message in flight.inbox.values()])
+        sent = torch.stack([digest_in(message) for message in flight.inbox.values()])
+        wrong = torch.nonzero(computed != sent).flatten().tolist()
         if wrong:
             place = list(flight.inbox)[wrong[0]]
             names = list(dict.fromkeys(self.entries[i].name for i, _ in flight.bucket.receive[place]))
-            more = f" and {len(names) - SHOWN} more tensors" if len(names) > SHOWN else ""
+            more = f" and {len(names) - NAMED} more tensors" if len(names) > NAMED else ""
             raise CorruptWeightsError(
                 f"weights changed on their way to the engine: a message from rank {self.ranks[place]} with "
-                f"{', '.join(names[:SHOWN])}{more} ({len(wrong)} of the {len(taken)} messages of this bucket differ); "
+                f"{', '.join(names[:NAMED])}{more} ({len(wrong)} of the {len(sent)} messages of this bucket differ); "
                 "the engine keeps no version and will not sample"
             )
 
     def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
-        """Allocate a tensor. On a CPU memory that is never written takes no space."""
+        """Return the tensor of an entry, allocated at first use. A CPU's memory costs nothing until it is written."""
         entry = self.entries[i]
         if entry.name not in whole:
             whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
@@ -205,7 +205,7 @@ class Reshard:
 
 
 def message_bytes(kinds: Iterable[tuple[torch.dtype, Box]]) -> int:
-    """Return the bytes of one message: the regions, then a digest of all bytes before it."""
+    """Return the size of a message in bytes: the regions, then their digest."""
     return DIGEST + sum(aligned(size(box) * dtype.itemsize) for dtype, box in kinds)
 
 
@@ -215,7 +215,7 @@ def aligned(n: int) -> int:
 
 
 def regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]]) -> list[torch.Tensor]:
-    """Return a message's regions, as views."""
+    """Return the regions of a message, as views."""
     at, parts = 0, []
     for dtype, box in kinds:
         nbytes = size(box) * dtype.itemsize
@@ -224,8 +224,8 @@ def regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]]) 
     return parts
 
 
-def said_in(message: torch.Tensor) -> torch.Tensor:
-    """Return the sender's digest in a message: int64 scalar, a view."""
+def digest_in(message: torch.Tensor) -> torch.Tensor:
+    """Return the sender's digest in a message, a view: int64 scalar."""
     return message[-DIGEST:].view(torch.int64)[0]
 
 

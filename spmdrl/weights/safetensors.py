@@ -16,23 +16,23 @@ from spmdrl.weights.shards import local, pieces_of
 from spmdrl.weights.writer import SafetensorsWriter
 
 MASTERS = "masters"
-"""Key in optimizer state: float32 weights, by name, of a model that `model/` stores in a narrower type."""
+"""Key in the optimizer state of the float32 weights, by name, of a model that `model/` stores in a narrower type."""
 
 BUCKET = 256 << 20
-"""Bytes of whole tensors that rank 0 gathers at a time to write a model; a larger tensor comes alone."""
+"""Bytes of whole tensors that rank 0 gathers at a time to write a model; a larger tensor is gathered alone."""
 
 
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
-    """Return True if the optimizer state in `folder` holds masters. saved: name -> shape of its tensors.
+    """Return True if the optimizer state in `folder` holds float32 weights. saved: name -> shape of its tensors.
 
     Raises:
-        ValueError: its masters belong to another model.
+        ValueError: these weights belong to another model.
     """
     if not any(name.startswith(f"{MASTERS}.") for name in saved):
         return False
     for name, param in named:
         if (shape := saved.get(f"{MASTERS}.{name}")) != tuple(param.shape):
-            raise ValueError(f"{folder}: {name} has shape {shape or 'none'}, the model wants {tuple(param.shape)}")
+            raise ValueError(f"{folder}: {name} has shape {shape or 'none'}, the model needs {tuple(param.shape)}")
     return True
 
 
@@ -44,23 +44,23 @@ def read_into(
 
 
 def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = None) -> None:
-    """Copy tensors of a HF folder into the tensors of pieces, reading only their boxes.
+    """Copy tensors of a HF folder into the tensors of pieces; only their boxes are read.
 
     least: the narrowest float type that is accepted; None accepts any.
 
     Raises:
-        ValueError: a tensor that the folder does not hold, or one of another shape or in a narrower type.
+        ValueError: a tensor is missing in the folder, or has another shape or a narrower type.
     """
     folder = tensors.folder
     for piece in pieces:
         name, shape, stored = piece.name, tensors.shape(piece.name), tensors.dtype(piece.name)
         if shape != piece.shape:
-            raise ValueError(f"{folder}: {name} has shape {list(shape)}, the model wants {piece.shape}")
+            raise ValueError(f"{folder}: {name} has shape {list(shape)}, the model needs {piece.shape}")
         if least and stored and stored.itemsize < least.itemsize:
             raise ValueError(
-                f"{folder}: {name} is {stored}, and the checkpoint holds no {least} weights to go on from: resume "
-                "with the --policy.backend that it was made with, or take another --run.dir and start from its model "
-                "with --model.path"
+                f"{folder}: {name} is {stored}, and the checkpoint holds no {least} weights to resume from: take the "
+                "--policy.backend that it was made with, or another --run.dir and start from its model with "
+                "--model.path"
             )
         tensors.copy(name, piece.box, piece.tensor)
 
@@ -75,7 +75,7 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
 
 
 def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
-    """Copy pieces with their current values to host memory, in the type in which they will travel."""
+    """Copy pieces with their current values to host memory, in the type of the transfer."""
 
     def copied(p: Piece) -> Piece:
         tensor = p.tensor.detach()
@@ -85,7 +85,7 @@ def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
 
 
 def tree_on_host(tree: Any) -> Any:
-    """Copy nested dicts and lists of tensors to host memory; a DTensor stays the same rank's shard."""
+    """Copy nested dicts and lists of tensors to host memory; a DTensor stays this rank's shard."""
     if isinstance(tree, dict):
         return {key: tree_on_host(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -112,9 +112,9 @@ def stored(folder: Path) -> Stored:
 
 
 def prediction_heads(folder: Path, config: Any) -> Stored:
-    """Find a checkpoint's heads that predict further tokens (MTP), which no model of transformers has.
+    """Find a checkpoint's multi-token prediction heads (MTP), which transformers' models do not have.
 
-    They are layers after the last (DeepSeek-V3), or are called mtp. config: transformers' config.
+    They are layers after the last one (DeepSeek-V3), or are named mtp. config: transformers' config.
 
     Raises:
         ValueError: there are none.
@@ -126,7 +126,7 @@ def prediction_heads(folder: Path, config: Any) -> Stored:
         if re.match(r"(model\.)?mtp", name) or (layer and int(layer[1]) >= layers):
             found.append((file, name))
     if not found:
-        raise ValueError(f"--policy.mtp keep: {folder} has no heads for further tokens; take skip")
+        raise ValueError(f"--policy.mtp keep: {folder} has no heads for further tokens: take skip")
     return found
 
 
@@ -139,10 +139,16 @@ def save_model(
     more: Stored | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write a HF folder from rank 0. Collective over ranks of this rank's role.
+    """Write a HF folder on rank 0. Collective over ranks of this rank's role.
 
-    fixed: files beside the weights (`policy/model_files.py`). more: tensors outside the pieces, copied unchanged; fp8
-    weights by blocks (as in `weights/folder.py`) are dequantised, because the saved model is not quantised.
+    Args:
+        folder: the folder, which exists.
+        pieces: this rank's parts of the model.
+        world: this rank's world.
+        dtype: type of the saved weights.
+        fixed: files beside the weights (`policy/model_files.py`).
+        more: tensors of other folders to copy; fp8 weights are dequantised, as the saved model is not quantised.
+        blocks: blocks of the fp8 weights in `more` (as in `weights/folder.py`).
     """
     target = folder if world.is_first else None
     if target:

@@ -1,4 +1,4 @@
-"""One rank's part of a parameter that FSDP2 shards over dim 0."""
+"""One rank's shard of a parameter that FSDP2 shards over dim 0."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -32,13 +32,13 @@ def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, without gradient."""
+    """Return this rank's shard, without gradient."""
     # The attribute, because `to_local()` adds an autograd node.
     return (param._local_tensor if isinstance(param, DTensor) else param).detach()
 
 
 def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:
-    """Return this rank's shards of a Shard(0) model as parts of checkpoint tensors; shards without rows give none.
+    """Return this rank's shards of a Shard(0) model as parts of checkpoint tensors, without empty shards.
 
     exact: as in `Piece`.
     """

@@ -1,9 +1,9 @@
-"""Finds the tensors of a Hugging Face folder that the parameters of a model are read from.
+"""Finds the tensors of a Hugging Face folder from which the parameters of a model are read.
 
-transformers renames tensors when it loads a folder, adds or drops the prefix of the inner model, packs the experts of a
-layer into one parameter, and for a few families splits or turns tensors. The rules are its own
-(`core_model_loading.py`); they are applied to names here, and to the boxes that a rank needs, so that any part of a
-parameter is read without the rest. `experts.py` has the opposite direction.
+When transformers loads a folder, it renames tensors, adds or drops the prefix of the inner model, packs a layer's
+experts into one parameter, and for a few families splits or transposes tensors. Here its rules
+(`core_model_loading.py`) are applied to names and to the boxes that a rank needs, so that a part of a parameter is read
+without the rest. `experts.py` maps in the opposite direction.
 """
 
 import re
@@ -21,17 +21,17 @@ from spmdrl.weights.folder import Tensors
 
 @dataclass(eq=False)
 class Converted:
-    """Tensors that go through a conversion of transformers."""
+    """Tensors that a conversion of transformers makes into parameters."""
 
     first: str
-    """The first parameter that the conversion makes; it may make several."""
+    """The first of the parameters that the conversion makes."""
     converter: Any
     """transformers' WeightConverter."""
     by_pattern: dict[str, list[str]]
-    """The tensors, by the pattern of the converter that their names match, in transformers' order."""
+    """Pattern of the converter -> tensors whose names match it, in transformers' order."""
 
     def packs(self) -> bool:
-        """Return True if experts are packed along dim 0 and their projections along dim 1, and nothing else happens."""
+        """Return True if the conversion only packs experts along dim 0 and their projections along dim 1."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         steps = [(type(op), getattr(op, "dim", None)) for op in self.converter.operations]
@@ -39,11 +39,11 @@ class Converted:
         return not several and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
     def projections(self) -> list[list[str]]:
-        """Tensors of the experts, for each projection in its order along dim 1."""
+        """Return the experts' tensors of each projection, in the order of projections along dim 1."""
         return [self.by_pattern.get(pattern, []) for pattern in self.converter.source_patterns]
 
     def run(self, hf: Any, tensors: Tensors, meta: bool = False) -> dict[str, torch.Tensor]:
-        """Return the parameters that the conversion makes, by name. meta: only their shapes, nothing is read."""
+        """Return the parameters that the conversion makes, by name. meta: on the meta device, without reading."""
         converter = deepcopy(self.converter)
         for pattern, names in self.by_pattern.items():
             for name in names:
@@ -58,11 +58,11 @@ class Sources:
     """The places of a model's parameters in a folder."""
 
     def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
-        """Match names; no weights are read.
+        """Match names, without reading weights.
 
         Args:
-            hf: a transformers model; it may be on the meta device, sharded, or hold adapters.
-            shapes: names in the original model -> whole shapes, of all parameters and persistent buffers.
+            hf: a transformers model, which may be on the meta device, sharded, or have adapters.
+            shapes: name in the original model -> whole shape, of all parameters and persistent buffers.
             tensors: the folder.
         """
         self.hf, self.shapes, self.tensors = hf, dict(shapes), tensors
@@ -70,7 +70,7 @@ class Sources:
         self.converted: dict[str, Converted] = {}
         self.last: tuple[Converted, dict[str, torch.Tensor]] | None = None
         self._match()
-        # One conversion may make several parameters, under names that only it knows.
+        # A conversion may make several parameters, and only it knows their names.
         for first, each in list(self.converted.items()):
             if not each.packs():
                 for name in self._made(each):
@@ -99,7 +99,7 @@ class Sources:
             if renamed not in shapes:
                 continue
             if pattern is None:
-                # As in transformers, the first of several tensors for one parameter.
+                # Of several tensors for one parameter the first counts, as in transformers.
                 self.plain.setdefault(renamed, name)
             else:
                 at = self.converted.setdefault(renamed, Converted(renamed, of_pattern[pattern], {}))
@@ -109,7 +109,7 @@ class Sources:
         try:
             made = each.run(self.hf, self.tensors, meta=True)
         except (RuntimeError, ValueError, IndexError):
-            # Tensors that do not go together; `unfit` tells.
+            # The tensors do not fit together; `fits` returns False for them.
             return {}
         return {name: tuple(x.shape) for name, x in made.items()}
 
@@ -136,11 +136,11 @@ class Sources:
         )
 
     def may_lack(self, name: str) -> bool:
-        """Return True if the model's class says that a folder need not hold a parameter."""
+        """Return True if the model's class allows a folder without this parameter."""
         return any(re.search(pattern, name) for pattern in self.hf._keys_to_ignore_on_load_missing or ())
 
     def read_from(self, name: str) -> list[str]:
-        """List the tensors that a parameter is read from."""
+        """List the tensors from which a parameter is read."""
         if name in self.plain:
             return [self.plain[name]]
         return [tensor for names in self.converted[name].by_pattern.values() for tensor in names]
@@ -156,12 +156,12 @@ class Sources:
             self._copy_experts(each.projections(), self.shapes[name], box, into)
             return
         if self.last is None or self.last[0] is not each:
-            # Other boxes, and other parameters of the same conversion, are likely to be next.
+            # The next call probably needs another box, or another parameter, of the same conversion.
             self.last = each, each.run(self.hf, self.tensors)
         into.copy_(inside(self.last[1][name], box))
 
     def _copy_experts(self, projections: list[list[str]], shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
-        """Copy [experts, projections of each end to end, ...]."""
+        """Copy a box of packed experts: [experts, projections of each end to end, ...]."""
         (first, last), inner = box[0], box[1:]
         rows = shape[1] // len(projections)
         for expert in range(first, last):

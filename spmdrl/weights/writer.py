@@ -1,4 +1,4 @@
-"""Writes tensors to Hugging Face safetensors files as they come, so that no rank holds a model to save it."""
+"""Writes Hugging Face safetensors files tensor by tensor, so that no rank holds a whole model to save it."""
 
 import json
 import shutil
@@ -17,23 +17,23 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Types as safetensors calls them."""
+"""Type -> its name in safetensors."""
 ALIGN = 8
-FIRST_ROOM = 8 << 10
+FIRST_HEADER = 8 << 10
 
 
 class SafetensorsWriter:
     """Writes buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes.
 
-    A file begins with a list of its tensors, which may end in spaces
-    (https://github.com/huggingface/safetensors#format). Room for it is left at the start of the file, so that tensors
-    go to disk as they come: what is held in memory are a few that would put later ones at odd places.
+    A file begins with a header that lists its tensors and may end in spaces
+    (https://github.com/huggingface/safetensors#format). Space for the header is reserved at the start of the file, so
+    that tensors are written at once; only tensors that would misalign later ones are held in memory.
     """
 
     def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
         self.folder, self.shard_bytes = folder, shard_bytes
         self.files: list[list[str]] = []
-        self.total, self.room = 0, FIRST_ROOM
+        self.total, self.reserved = 0, FIRST_HEADER
         self._begin()
 
     def _begin(self) -> None:
@@ -43,7 +43,7 @@ class SafetensorsWriter:
         self.size = self.written = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write one bucket; begins another file when enough bytes are in one."""
+        """Write one bucket; begin another file when one is full."""
         if self.folder is None:
             return
         for name, tensor in tensors.items():
@@ -52,7 +52,7 @@ class SafetensorsWriter:
                 self._end()
             self.size += nbytes
             if nbytes % ALIGN:
-                # The next tensor would begin at an address that does not suit its type: last in the file.
+                # The next tensor would be misaligned, so this one goes last in the file.
                 self.late[name] = tensor.detach().to("cpu", copy=True)
             else:
                 self._write(name, tensor)
@@ -61,12 +61,12 @@ class SafetensorsWriter:
         assert self.folder is not None
         if self.file is None:
             self.file = self._path(len(self.files)).open("wb")
-            self.file.seek(8 + self.room)
-        held = tensor.detach().cpu().contiguous()
-        nbytes = held.numel() * held.element_size()
-        place = [self.written, self.written + nbytes]
-        self.listed[name] = {"dtype": NAMES[held.dtype], "shape": list(held.shape), "data_offsets": place}
-        self.file.write(held.reshape(-1).view(torch.uint8).numpy())
+            self.file.seek(8 + self.reserved)
+        tensor = tensor.detach().cpu().contiguous()
+        nbytes = tensor.numel() * tensor.element_size()
+        offsets = [self.written, self.written + nbytes]
+        self.listed[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        self.file.write(tensor.reshape(-1).view(torch.uint8).numpy())
         self.written += nbytes
 
     def _path(self, number: int) -> Path:
@@ -76,33 +76,33 @@ class SafetensorsWriter:
     def _end(self) -> None:
         for name, tensor in sorted(self.late.items(), key=lambda x: -x[1].element_size()):
             self._write(name, tensor)
-        told = json.dumps({"__metadata__": {"format": "pt"}} | self.listed, separators=(",", ":")).encode()
-        needed = -(-len(told) // ALIGN) * ALIGN
-        path, room = self._path(len(self.files)), self.room
-        if needed > room:
+        header = json.dumps({"__metadata__": {"format": "pt"}} | self.listed, separators=(",", ":")).encode()
+        needed = -(-len(header) // ALIGN) * ALIGN
+        path, reserved = self._path(len(self.files)), self.reserved
+        if needed > reserved:
             self.file.close()
-            self._make_room(path, room, needed)
-            self.file, room = path.open("r+b"), needed
+            self._grow_header(path, reserved, needed)
+            self.file, reserved = path.open("r+b"), needed
             # Later files have about as many tensors.
-            self.room = needed + needed // 4 // ALIGN * ALIGN
+            self.reserved = needed + needed // 4 // ALIGN * ALIGN
         self.file.seek(0)
-        self.file.write(room.to_bytes(8, "little") + told.ljust(room))
+        self.file.write(reserved.to_bytes(8, "little") + header.ljust(reserved))
         self.file.close()
         self.files.append(list(self.listed))
         self.total += self.size
         self._begin()
 
-    def _make_room(self, path: Path, room: int, needed: int) -> None:
-        """Move a file's tensors behind a longer list of them."""
+    def _grow_header(self, path: Path, reserved: int, needed: int) -> None:
+        """Move a file's tensors back to make space for a longer header."""
         moved = path.with_suffix(".moved")
         with path.open("rb") as source, moved.open("wb") as target:
-            source.seek(8 + room)
+            source.seek(8 + reserved)
             target.seek(8 + needed)
             shutil.copyfileobj(source, target, 16 << 20)
         moved.replace(path)
 
     def close(self) -> None:
-        """Write the remaining tensors, under the file names that transformers and vLLM look for."""
+        """Write the remaining tensors and the index, and give the files the names that transformers and vLLM expect."""
         if self.folder is None:
             return
         if self.listed or self.late:

@@ -272,7 +272,7 @@ def test_resume_between_types_takes_the_float32_weights_there_are(saved, saved_i
     manifest = json.loads((tmp_path / "step_3" / "MANIFEST.json").read_text())
     write_manifest(tmp_path / "step_3", 3, manifest["world_size"])
     said = run_ranks(weights_of, 1, str(tmp_path), "bfloat16")[0]
-    assert "is torch.bfloat16, and the checkpoint holds no torch.float32 weights to go on from" in said
+    assert "is torch.bfloat16, and the checkpoint holds no torch.float32 weights to resume from" in said
 
 
 def saved_before(world, root, way: str):

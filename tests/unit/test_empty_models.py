@@ -247,7 +247,7 @@ def test_quantised_folders_that_cannot_be_read_are_refused_by_name(tmp_path, fol
     with pytest.raises(ValueError, match=rf"the fp8 weight {weight} \(48, 32\) has no scales \({weight}_scale_inv"):
         filled(tmp_path / "lacks")
     quantized(source, tmp_path / "blocks", weight_block_size=[8, 8])
-    with pytest.raises(ValueError, match=r"_scale_inv has shape \(\d, 3\), the blocks of .* want \(\d, 4\)"):
+    with pytest.raises(ValueError, match=r"_scale_inv has shape \(\d, 3\), the blocks of .* need \(\d, 4\)"):
         filled(tmp_path / "blocks")
     for name, settings, message in (
         ("gptq", {"quant_method": "gptq"}, "is quantised by gptq: .* take a dequantised folder"),
@@ -258,7 +258,7 @@ def test_quantised_folders_that_cannot_be_read_are_refused_by_name(tmp_path, fol
             filled(tmp_path / name)
     plain = json.loads((source / "config.json").read_text())
     (tmp_path / "lacks" / "config.json").write_text(json.dumps(plain))
-    with pytest.raises(ValueError, match="is in fp8, and config.json tells no quantization_config"):
+    with pytest.raises(ValueError, match="is in fp8, but config.json has no quantization_config"):
         filled(tmp_path / "lacks")
 
 
@@ -267,7 +267,7 @@ def test_quantised_folders_that_cannot_be_read_are_refused_by_name(tmp_path, fol
 
 @pytest.mark.parametrize("shard_bytes", [300, 5000, 1 << 20])
 def test_files_that_are_written_as_tensors_come_open_everywhere(tmp_path, shard_bytes, monkeypatch):
-    monkeypatch.setattr("spmdrl.weights.writer.FIRST_ROOM", 256)
+    monkeypatch.setattr("spmdrl.weights.writer.FIRST_HEADER", 256)
     draw = torch.Generator().manual_seed(0)
     kinds = (torch.bfloat16, torch.float32, torch.float64, torch.int64)
     tensors = {

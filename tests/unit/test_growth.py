@@ -146,7 +146,7 @@ def test_ranks_of_a_job_that_ends_read_few_beats_and_still_name_who_is_missing(s
             assert "more" not in said
         else:
             others = ", ".join(f"rank {r}" for r in range(overview.SHOWN))
-            assert [part.split(" is ")[0] for part in said.split(", ")] == others.split(", ")
+            assert [part.split(" has been ")[0] for part in said.split(", ")] == others.split(", ")
             assert said.endswith(f"and {size - 1 - overview.SHOWN} more")
         full += len(heart.overview.beats()) == size
     assert full == min(size, overview.READERS)

@@ -26,7 +26,7 @@ def store():
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch):
-    for name in ("step", "done", "count", "beside", "saved"):
+    for name in ("step", "done", "count", "side_count", "saved"):
         monkeypatch.setattr(rank_status, name, getattr(rank_status, name))
 
 
@@ -268,5 +268,5 @@ def test_words_of_errors_ask_no_heart_for_long(monkeypatch):
     monkeypatch.setattr(words, "heartbeats", [Hanging()])
     began = time.monotonic()
     assert "its position is unknown" in words.advice(RuntimeError("Timed out waiting 8000ms"))
-    assert "another rank ended; its own log" in words.advice(RuntimeError("Connection reset by peer"))
+    assert "another rank ended; see its log" in words.advice(RuntimeError("Connection reset by peer"))
     assert time.monotonic() - began < 10
