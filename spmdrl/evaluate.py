@@ -13,7 +13,7 @@ import dataclasses
 import json
 from typing import Any
 
-from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, check_use, evaluation_lines
+from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, evaluation_lines
 from spmdrl.config.load import Loaded
 from spmdrl.config.schema import Config
 from spmdrl.session.job import Job, jobs, late, launch, ranks_of_job, show
@@ -69,7 +69,6 @@ JOB = Job(
     page="docs/usage.md",
     settings=EvaluationConfig,
     check=check_config,
-    check_use=check_use,
     # Files of all jobs that sample are read.
     reads=lambda: tuple(job.settings for job in jobs().values() if issubclass(job.settings, Config)),
     lines=evaluation_lines,

@@ -11,7 +11,6 @@ off the device (`session/device_table.py`), the formulas (`algos/`), where exper
 from spmdrl.config.checks import check
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
-from spmdrl.rl.rehearsal import check_use
 from spmdrl.session.job import Job, late, launch
 
 
@@ -47,7 +46,6 @@ JOB = Job(
     page="docs/usage.md",
     settings=Config,
     check=check,
-    check_use=check_use,
     lines=plan_lines,
     build=late("spmdrl.rl.build:build_run"),
     train=train,

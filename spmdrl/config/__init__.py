@@ -16,7 +16,8 @@ demo.py        defaults of runs that are not the demo
 layers.py      settings of a preset, and settings that another setting implies
 parse.py       parses the text of each setting by its type, with tyro
 fields.py      settings as flat dotted names; ConfigError
-watch.py       notes which settings are read
+use.py         refuses settings that nothing in the run reads
+composition.py  facts of a method that follow from its settings: what its functions need, what `auto` means
 checks.py      checks all values together: calls the nine below
 rules.py       the rules that settings declare
 judge.py       settings of a judge; judging.py: its rules with other settings

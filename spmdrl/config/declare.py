@@ -1,4 +1,4 @@
-"""Declares a setting where it stands: default, valid values, jobs that do not read it, whether a resume may change it.
+"""Declares a setting where it stands: default, valid values, who reads it and when, whether a resume may change it.
 
 A setting that declares nothing takes every value of its type, every job that has its section reads it, and a resume
 must keep it.
@@ -52,13 +52,22 @@ SUPERVISED, PREFERENCE, REWARD_MODEL = "supervised", "preference", "reward_model
 """Jobs whose sections lack some settings of the sections that they derive from; `supervised`: all on given rows."""
 
 
-def setting(default: Any, rule: Rule | None = None, free: str = "", unread_by: tuple[str, ...] = ()) -> Any:
+def setting(
+    default: Any,
+    rule: Rule | None = None,
+    free: str = "",
+    only_with: Callable[[Any], Any] | None = None,
+    unread_by: tuple[str, ...] = (),
+) -> Any:
     """Return the field of a setting.
 
     rule: of its values. free: the reason for which a resume may change it; empty: it must keep it. A section whose
-    settings are all free names the reason once, as `FREE`. unread_by: jobs without a flag for it (`hides`).
+    settings are all free names the reason once, as `FREE`. only_with: tells of all settings of a job
+    whether it reads this one; None: it always does (`use.py`). unread_by: jobs without a flag for it (`hides`).
     """
-    return dataclasses.field(default=default, metadata={"rule": rule, "free": free, "unread_by": unread_by})
+    return dataclasses.field(
+        default=default, metadata={"rule": rule, "free": free, "only_with": only_with, "unread_by": unread_by}
+    )
 
 
 def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **defaults: Any) -> Any:
@@ -90,10 +99,11 @@ def unread_by(field: dataclasses.Field) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Declared:
-    """The rule of a setting, and the reason for which a resume may change it."""
+    """What a setting declares beside its default, as the arguments of `setting`."""
 
     rule: Rule | None
     free: str
+    only_with: Callable[[Any], Any] | None
 
 
 @functools.cache
@@ -109,5 +119,5 @@ def declared(schema: type) -> dict[str, Declared]:
         rule, free = field.metadata.get("rule"), field.metadata.get("free") or getattr(schema, "FREE", "")
         if rule and type(None) in get_args(hint) and get_origin(hint) is not None:
             rule = Rule(lambda x, valid=rule.valid: x is None or valid(x), rule.says)
-        found[field.name] = Declared(rule, free)
+        found[field.name] = Declared(rule, free, field.metadata.get("only_with"))
     return found

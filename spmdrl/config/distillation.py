@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from spmdrl.config.checks import run_problems
 from spmdrl.config.declare import DISTILL, SHARE, at_least, hides, section, setting
@@ -25,7 +25,7 @@ class TeacherConfig(ReferenceConfig):
 
     path: str = ""
     """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
-    mix: float = setting(1.0, SHARE)
+    mix: float = setting(1.0, SHARE, only_with=lambda c: c.reference.refresh_every)
     """Share of the student in the teacher at each `--reference.refresh-every`: below 1 the teacher is a moving average
     of the student's weights (SDFT, https://arxiv.org/abs/2601.19897); 1 takes the student's weights."""
 
@@ -40,7 +40,7 @@ class DistillSection(DivergenceConfig):
     given_per_step: int = setting(0, at_least(0))
     """Prompts of a step, beside `--rollout.prompts-per-step`, whose response is the data set's and not the student's.
     GKD's lambda, the share of the student's own, is P x S / (P x S + N) with P prompts of S samples and N of these."""
-    given_column: str = ""
+    given_column: str = setting("", only_with=lambda c: c.distill.given_per_step)
     """Column with those responses, text. Empty: `--data.answer-column`."""
     teacher_template: str = ""
     """Text around the prompt that the teacher alone reads, in place of `--data.template`: what only it is told stands
@@ -51,7 +51,7 @@ class DistillSection(DivergenceConfig):
     align: Literal["off", "uld", "gold"] = "off"
     """A teacher with another tokenizer reads the student's text. `uld`: distance of sorted probabilities over spans of
     text (https://arxiv.org/abs/2402.12030). `gold`: tokens that both have by the divergence, the others sorted."""
-    merge: Literal["first", "last"] = "first"
+    merge: Literal["first", "last"] = setting("first", only_with=lambda c: c.distill.align != "off")
     """Distribution of a span of several tokens: that at its first token times the probabilities of the later ones, or
     that at its last times those of the earlier ones."""
 
@@ -119,6 +119,8 @@ class DistillationConfig(Config):
     distill: DistillSection = section(DistillSection)
     algo: AlgoConfig = section(AlgoConfig, preset="distill", **_values("algo"))
     shaping: ShapingConfig = section(ShapingConfig, **_values("shaping"))
+    learns_from_rewards: ClassVar[bool] = False
+    has_teacher: ClassVar[bool] = True
 
 
 def check_distillation(config: DistillationConfig, world_size: int) -> None:
@@ -142,14 +144,7 @@ def _problems(config: DistillationConfig) -> list[str]:
             f"--reference.refresh-every {config.reference.refresh_every}: a teacher that follows the student stands "
             "alone; take 0, or no --distill.more-teachers"
         )
-    if config.reference.mix != 1 and not config.reference.refresh_every:
-        problems.append(
-            f"--reference.mix {config.reference.mix}: is of a teacher that follows the student; set "
-            "--reference.refresh-every, or leave it out"
-        )
     problems += _aligning(config)
-    if distill.given_column and not distill.given_per_step:
-        problems.append(f"--distill.given-column {distill.given_column}: is read with --distill.given-per-step above 0")
     if config.parallel.scoring_ranks and not distill.top_k:
         problems.append(
             f"--parallel.scoring-ranks {config.parallel.scoring_ranks}: a teacher on ranks of its own sends its "
@@ -190,8 +185,7 @@ def _engine_problems(config: DistillationConfig) -> list[str]:
 def _aligning(config: DistillationConfig) -> list[str]:
     distill, align = config.distill, f"--distill.align {config.distill.align}"
     if distill.align == "off":
-        merge = f"--distill.merge {distill.merge}: is read with --distill.align uld or gold; leave it out"
-        return [merge] if distill.merge != "first" else []
+        return []
     problems = []
     if distill.on_engine:
         problems.append(f"{align}: the teacher lies on the student's ranks; leave --distill.on-engine out")

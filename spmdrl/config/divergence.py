@@ -10,12 +10,12 @@ from spmdrl.config.declare import UNIT, at_least, setting
 class DivergenceConfig:
     """The divergence that a student learns by."""
 
-    beta: float = setting(1.0, UNIT)
+    beta: float = setting(1.0, UNIT, only_with=lambda c: c.has_teacher)
     """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
     divergence of GKD (https://arxiv.org/abs/2306.13649)."""
-    top_k: int = setting(0, at_least(0))
+    top_k: int = setting(0, at_least(0), only_with=lambda c: c.has_teacher)
     """Compare the teacher's K likeliest tokens of each place. 0: all tokens of the vocabulary."""
-    tail: Literal["bucket", "renormalize"] = "bucket"
+    tail: Literal["bucket", "renormalize"] = setting("bucket", only_with=lambda c: c.has_teacher)
     """All tokens that are not among the K: `bucket` counts them as one; `renormalize` leaves them out, and compares
     the distributions over the K tokens."""
 

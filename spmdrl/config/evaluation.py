@@ -6,14 +6,12 @@ not.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from spmdrl.config.checks import check
 from spmdrl.config.declare import EVALUATE, hides, section
-from spmdrl.config.environment import check_reward_is_chosen
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
-from spmdrl.config.load import Loaded
 from spmdrl.config.placement import engine_ranks, samplers
 from spmdrl.config.plan import count, ranks, scorer_lines
 from spmdrl.config.schema import (
@@ -84,6 +82,7 @@ class EvaluationConfig:
     sandbox: SandboxConfig = section(SandboxConfig)
     eval: EvaluationEvalConfig = section(EvaluationEvalConfig, prompts=0)
     tracking: EvaluationTrackingConfig = section(EvaluationTrackingConfig, trackers=())
+    is_evaluated: ClassVar[bool] = True
 
 
 def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
@@ -119,16 +118,6 @@ def check_config(cfg: EvaluationConfig, world_size: int) -> None:
     if not cfg.data.eval:
         raise ConfigError("--data.eval '': name the prompts to evaluate on")
     check(as_run(cfg, cfg.eval.prompts, steps=1), world_size)
-
-
-def check_use(loaded: Loaded[EvaluationConfig]) -> list[str]:
-    """Refuse an environment without a word about the reward; there is nothing to tell of other settings.
-
-    Raises:
-        ConfigError: naming the choices.
-    """
-    check_reward_is_chosen(as_run(loaded.config, 0), loaded.given)
-    return []
 
 
 def evaluation_lines(cfg: Config, world_size: int) -> list[str]:

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from spmdrl.config.composition import advantage_alone, correction, needs
 from spmdrl.config.declare import COUNT, FINITE, LIMIT, NOT_NEGATIVE, POSITIVE, SHARE, UNIT, Rule, at_least, setting
 
 RESAMPLE = ("none", "pow", "max_min", "max_random", "best_random", "best_worst")
@@ -70,20 +71,20 @@ class AlgoConfig:
     """Weight of the likelihood of responses with a reward above 0 (VAPO)."""
     kl_coef: float = setting(0.0, NOT_NEGATIVE)
     """Weight of KL to the reference."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Literal["loss", "reward"] = setting("loss", only_with=lambda c: c.has_reference)
     """Term that this KL is part of: the loss, or the reward."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = setting("k3", only_with=lambda c: c.has_reference)
     """Estimator of KL from sampled tokens (a trailing + is the straight-through form)."""
     kl_target: float | None = setting(None, POSITIVE)
     """KL a token (nats) towards which a controller steers the coefficient, such as 0.1. None: it stays."""
-    kl_horizon: float = setting(10000.0, POSITIVE)
+    kl_horizon: float = setting(10000.0, POSITIVE, only_with=lambda c: c.algo.kl_target is not None and c.has_reference)
     """Samples over which the controller moves the coefficient."""
     entropy_coef: float = setting(0.0, FINITE)
     """Weight of the entropy bonus."""
     old_logp: Literal["auto", "policy", "rollout"] = "auto"
     """Source of old_logp: a pass of the policy, or the engine (bypass). `auto`: the update's own first pass where it is
     the same number at no cost (one update a step), else a pass of the policy."""
-    skip_zero_advantage: bool = False
+    skip_zero_advantage: bool = setting(False, only_with=advantage_alone)
     """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero; what the update
     tells of tokens (clip_fraction, ...) is then of the others. Refused when something else than the advantage stands
     in the loss."""
@@ -96,9 +97,9 @@ class CorrectionConfig:
     kind: Literal["auto", "none", "tis_token", "tis_sequence", "icepop", "mis_token", "mis_sequence"] = "auto"
     """Truncated (tis) or masked (mis, icepop) importance sampling, by token or by sequence. `auto`: tis_token where
     samples come from other weights (rollout.staleness, rollout.partial_steps, rollout.quantization), else none."""
-    low: float | None = setting(None, NOT_NEGATIVE)
+    low: float | None = setting(None, NOT_NEGATIVE, only_with=lambda c: correction(c) != "none")
     """Ratios below count nothing (icepop, mis). None: the method's own."""
-    high: float | None = setting(None, POSITIVE)
+    high: float | None = setting(None, POSITIVE, only_with=lambda c: correction(c) != "none")
     """Ratios above are truncated (tis) or count nothing (icepop, mis). None: the method's own."""
     reject_low: float | None = setting(None, NOT_NEGATIVE)
     """Sequences whose geometric mean ratio is below count nothing. None: off."""
@@ -120,13 +121,13 @@ class ShapingConfig:
     """Rewards to mean 0 and std 1, over the step or over the run so far."""
     overlong_buffer: int = setting(0, NOT_NEGATIVE)
     """DAPO's soft punishment begins so many tokens before max_new_tokens. 0: off."""
-    overlong_factor: float = setting(1.0, NOT_NEGATIVE)
+    overlong_factor: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.shaping.overlong_buffer)
     """Size of that punishment at max_new_tokens."""
-    mask_cut: bool = False
+    mask_cut: bool = setting(False, only_with=lambda c: c.has_advantages)
     """Leave responses that were cut at max_new_tokens out of the loss (DAPO's overlong filtering)."""
     length_penalty: Literal["none", "linear", "group"] = "none"
     """`linear`: minus length_coef at max_new_tokens. `group`: against the group's shortest and longest (Kimi k1.5)."""
-    length_coef: float = setting(1.0, FINITE)
+    length_coef: float = setting(1.0, FINITE, only_with=lambda c: c.shaping.length_penalty != "none")
     """Weight of the length penalty."""
 
 
@@ -137,18 +138,18 @@ class FilterConfig:
     keep: str = ""
     """Prompts whose group is kept: `mixed` (its rewards differ), `accuracy_range`, or path/to/file.py:function. Others
     are sampled in their place until prompts_per_step are full. Empty: all."""
-    metric: str = ""
+    metric: str = setting("", only_with=lambda c: c.filter.keep)
     """Reward part that `keep` looks at (0 where the grading timed out). Empty: the reward."""
-    low: float = setting(0.2, FINITE)
+    low: float = setting(0.2, FINITE, only_with=lambda c: c.filter.keep == "accuracy_range")
     """Lowest group mean that accuracy_range keeps."""
-    high: float = setting(0.8, FINITE)
+    high: float = setting(0.8, FINITE, only_with=lambda c: c.filter.keep == "accuracy_range")
     """Highest group mean that accuracy_range keeps."""
-    max_rounds: int = setting(10, COUNT, free=LIMIT)
+    max_rounds: int = setting(10, COUNT, free=LIMIT, only_with=lambda c: c.filter.keep)
     """Rounds of prompts_per_step prompts that one step may take to fill up; then the run stops."""
-    resample: str = "none"
+    resample: str = setting("none", only_with=lambda c: c.has_advantages)
     """PF-PPO: draw the sequences to learn from by their reward, with replacement: `pow` (|reward| to the power 2, or to
     p by `pow=p`), `max_min`, `max_random`, or within each group `best_random`, `best_worst`."""
-    replay_steps: int = setting(0, NOT_NEGATIVE)
+    replay_steps: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_advantages)
     """Draw from so many steps before this one, too (off-policy: old_logp is the engine's)."""
     bad_sample: Literal["stop", "skip"] = setting("stop", free=LIMIT)
     """A reward or engine logp that is not a number ends the job naming the sample, or the sample is left out and
@@ -177,13 +178,13 @@ def resampling(text: str) -> tuple[str, float]:
 class CriticConfig:
     """The value model of GAE."""
 
-    path: str = ""
+    path: str = setting("", only_with=lambda c: "critic" in needs(c))
     """Model it starts from, as `--model.path` (a language model gets a value head of zeros). Empty: `--model.path`."""
-    lr: float = setting(5e-4, NOT_NEGATIVE)
+    lr: float = setting(5e-4, NOT_NEGATIVE, only_with=lambda c: "critic" in needs(c))
     """Peak learning rate; the rest of its optimizer is the policy's."""
-    clip: float | None = setting(0.2, POSITIVE)
+    clip: float | None = setting(0.2, POSITIVE, only_with=lambda c: "critic" in needs(c))
     """Largest change of a value in one step, as in PPO's value clipping; None: off."""
-    warmup_steps: int = setting(0, NOT_NEGATIVE)
+    warmup_steps: int = setting(0, NOT_NEGATIVE, only_with=lambda c: "critic" in needs(c))
     """First steps of the run in which the critic learns and the policy does not (VAPO's value pretraining)."""
 
 
@@ -191,11 +192,11 @@ class CriticConfig:
 class ProcessRewardConfig:
     """The implicit process reward model of PRIME, trained on outcomes as the run goes."""
 
-    path: str = ""
+    path: str = setting("", only_with=lambda c: "process" in needs(c))
     """Model that it and its reference start from. Empty: `--model.path`."""
-    lr: float = setting(1e-6, NOT_NEGATIVE)
+    lr: float = setting(1e-6, NOT_NEGATIVE, only_with=lambda c: "process" in needs(c))
     """Peak learning rate."""
-    beta: float = setting(0.05, POSITIVE)
+    beta: float = setting(0.05, POSITIVE, only_with=lambda c: "process" in needs(c))
     """Reward of a token: beta * (logp - logp of its reference)."""
     process_coef: float = setting(1.0, FINITE)
     """Weight of process rewards in the advantage."""
@@ -211,11 +212,11 @@ class SafetyConfig:
     """Reward part that is a cost. Empty with no cost_model: no constraint."""
     cost_model: str = ""
     """HF sequence classifier with one label whose score is the cost."""
-    limit: float = setting(0.0, FINITE)
+    limit: float = setting(0.0, FINITE, only_with=lambda c: c.safety.cost or c.safety.cost_model)
     """Mean cost that is allowed."""
-    multiplier: float = setting(1.0, POSITIVE)
+    multiplier: float = setting(1.0, POSITIVE, only_with=lambda c: c.safety.cost or c.safety.cost_model)
     """Lagrange multiplier at the start."""
-    lr: float = setting(0.1, POSITIVE)
+    lr: float = setting(0.1, POSITIVE, only_with=lambda c: c.safety.cost or c.safety.cost_model)
     """Step size: the multiplier's logarithm moves by lr * multiplier * (mean cost - limit) a step."""
-    most: float = setting(10.0, POSITIVE)
+    most: float = setting(10.0, POSITIVE, only_with=lambda c: c.safety.cost or c.safety.cost_model)
     """Largest multiplier."""

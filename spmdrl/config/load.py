@@ -38,6 +38,7 @@ from spmdrl.config.given import (
 from spmdrl.config.layers import implied_by_preset, implied_layer, preset_layer, replaced_by_preset, without
 from spmdrl.config.parse import parse, tokens_of, unknown_name
 from spmdrl.config.schema import Config
+from spmdrl.config.use import check_use
 
 C = TypeVar("C")
 NEGATED = dict.fromkeys(TRUE, "false") | dict.fromkeys(FALSE, "true")
@@ -60,6 +61,8 @@ class Loaded(Generic[C]):
     """Settings named by a flag or by a file written by hand; not those of a preset or of a run folder's config.yaml."""
     notes: tuple[str, ...] = ()
     """Lines about settings of files that a preset named later replaces."""
+    also: tuple[type, ...] = ()
+    """Schemas of other entry points, whose files were read too."""
 
 
 # The settings that belong to the command line and not to a run.
@@ -131,7 +134,7 @@ def from_command_line(
 
     parsed: Any = parse(command, [token for group in tokens.values() for token in group], prog, origins)
     values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    return Loaded(schema(**values), parsed.dry_run, tuple(files), frozenset(named), (*notes, *said))
+    return Loaded(schema(**values), parsed.dry_run, tuple(files), frozenset(named - {"dry_run"}), (*notes, *said), also)
 
 
 def _layers(
@@ -160,20 +163,19 @@ def load_or_exit(
     prog: str = "python -m spmdrl.train",
     schema: type[C] = Config,
     check: Callable[[C, int], None] | None = checks.check,  # type: ignore[assignment]
-    check_use: Callable[[Loaded[C]], list[str]] | None = None,
     also: tuple[type, ...] = (),
 ) -> Loaded[C]:
     """`from_command_line` and `check` for an entry point: a mistake is one message from rank 0 and exit code 2 on all.
 
     The world size is torchrun's WORLD_SIZE, 1 without it. Every rank reads the same words, so all of them leave.
-    check_use: called last, to find valid settings that are of no use together; rank 0 prints the lines it returns.
+    Settings that nothing would read are refused, too (`use.py`).
     """
     try:
         loaded = from_command_line(argv, prog, schema, also)
         if check is not None:
             check(loaded.config, int(os.environ.get("WORLD_SIZE", "1")))
-        warnings = check_use(loaded) if check_use is not None else []
-        for line in (*(f"note: {note}" for note in loaded.notes), *(f"{prog}: {warning}" for warning in warnings)):
+        moot = check_use(loaded)
+        for line in (*(f"note: {note}" for note in loaded.notes), *(f"{prog}: {each}" for each in moot)):
             if _rank() == 0:
                 print(redact_text(line), file=sys.stderr, flush=True)
     except ConfigError as error:

@@ -1,11 +1,11 @@
 """Settings of preference learning on the policy's own samples, and the rules for them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from spmdrl.config.checks import run_problems
 from spmdrl.config.declare import FINITE, NOT_NEGATIVE, ONLINE, SHARE, hides, section, setting
-from spmdrl.config.fields import flag, get, refuse
+from spmdrl.config.fields import refuse
 from spmdrl.config.learning import AlgoConfig
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import (
@@ -24,9 +24,9 @@ from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunCo
 class OnlineReferenceConfig(ReferenceConfig):
     """The frozen model that the policy is held to."""
 
-    path: str = ""
+    path: str = setting("", only_with=lambda c: c.has_reference)
     """The model, as `--model.path`. Empty: the starting model."""
-    mix: float = setting(1.0, SHARE)
+    mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
     """Share of the policy in it when it moves (`refresh_every`); 1 takes the policy's weights."""
 
 
@@ -54,6 +54,7 @@ class OnlinePreferenceConfig(Config):
     preference: OnlineMethod = section(OnlineMethod)
     # No sample has an advantage, and none is compared by one.
     algo: AlgoConfig = section(AlgoConfig, advantage="reinforce")
+    has_advantages: ClassVar[bool] = False
 
     @property
     def has_reference(self) -> bool:
@@ -84,7 +85,7 @@ def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[
     rollout, problems = config.rollout, []
     if unpaired := sorted(UNPAIRED & losses.keys()):
         problems.append(f"--preference.loss {unpaired[0]}: is of labelled responses; take a loss of pairs")
-    problems += reference_problems(config, config.has_reference)
+    problems += reference_problems(config)
     alone = losses.keys() == {"sft"}
     if alone and config.preference.gap:
         problems.append(
@@ -97,12 +98,6 @@ def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[
     budget = config.policy.max_tokens_per_microbatch
     if longest > budget and not alone:
         problems.append(f"--policy.max-tokens-per-microbatch {budget}: must hold a pair, so at least {longest}")
-    plain = OnlinePreferenceConfig()
-    problems += [
-        f"{flag(name)}: is not read here; leave it out"
-        for name in ("shaping.mask_cut", "filter.resample", "filter.replay_steps")
-        if get(config, name) != get(plain, name)
-    ]
     return problems
 
 

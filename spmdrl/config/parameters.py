@@ -3,12 +3,17 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from spmdrl.config.fields import leaves
 from spmdrl.config.schema import Config
 
+if TYPE_CHECKING:
+    from spmdrl.algos.estimators import Advantage
+    from spmdrl.algos.losses import Loss
+
 Kind = Literal["loss", "advantage"]
+KINDS: tuple[Kind, ...] = ("loss", "advantage")
 NAMED = {
     "kl_coef": "algo.cov_kl_coef",
     "weights": "algo.part_weights",
@@ -25,27 +30,23 @@ def parameters_of(function: Callable) -> dict[str, str]:
     return {name: setting for name, setting in names.items() if setting in known}
 
 
-def read_by(kind: Kind, name: str) -> frozenset[str]:
-    """Settings that a loss or an advantage of this name reads.
+def read_by(row: "Loss | Advantage") -> frozenset[str]:
+    """Settings that a loss or an advantage reads."""
+    aggregated = () if getattr(row, "scope", "one per sequence") == "one per sequence" else ("algo.aggregation",)
+    return frozenset({*parameters_of(row.function).values(), *aggregated})
 
-    Raises:
-        KeyError: no such name; a user's own function is in a file that is not run here.
-    """
+
+@functools.cache
+def read_by_any(kind: Kind) -> frozenset[str]:
+    """Settings that functions of a kind read, and nothing else."""
     # Late, as algos/ needs torch and `--help` must not.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.losses import LOSSES
 
-    if kind == "advantage":
-        return frozenset(parameters_of(ADVANTAGES[name].function).values())
-    aggregated = () if LOSSES[name].scope == "one per sequence" else ("algo.aggregation",)
-    return frozenset({*parameters_of(LOSSES[name].function).values(), *aggregated})
+    rows = LOSSES if kind == "loss" else ADVANTAGES
+    return frozenset(setting for row in rows.values() for setting in read_by(row))
 
 
-@functools.cache
 def only_of(kind: Kind) -> frozenset[str]:
     """Settings under `algo` that only functions of a kind read: they go when a preset's function is replaced."""
-    from spmdrl.algos.estimators import ADVANTAGES
-    from spmdrl.algos.losses import LOSSES
-
-    read = (setting for name in (LOSSES if kind == "loss" else ADVANTAGES) for setting in read_by(kind, name))
-    return frozenset(setting for setting in read if setting.startswith("algo."))
+    return frozenset(setting for setting in read_by_any(kind) if setting.startswith("algo."))

@@ -1,7 +1,8 @@
 """Settings of preference learning, and the rules for them."""
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from spmdrl.config.declare import (
     NOT_NEGATIVE,
@@ -16,7 +17,7 @@ from spmdrl.config.declare import (
     section,
     setting,
 )
-from spmdrl.config.fields import flag, refuse, shown
+from spmdrl.config.fields import refuse, shown
 from spmdrl.config.schema import OptimizerConfig, is_average
 from spmdrl.config.supervised import (
     SupervisedConfig,
@@ -49,22 +50,10 @@ PAIRED = (
 """Names in `algos.preference.LOSSES`."""
 UNPAIRED = frozenset({"kto", "bco", "apo_zero_unpaired"})
 """Names in `algos.preference.UNPAIRED`."""
-_SCORES = ("sigmoid", "robust", "hinge", "ipo", "exo_pair", "discopop", "sigmoid_norm")
-READERS: dict[str, frozenset[str]] = {
-    "beta": frozenset({*PAIRED, *UNPAIRED} - {"orpo"}),
-    "label_smoothing": frozenset(
-        {"sigmoid", "robust", "exo_pair", "sigmoid_norm", "aot", "aot_unpaired", "simpo", "cpo"}
-    ),
-    "divergence": frozenset(_SCORES),
-    "alpha": frozenset(_SCORES),
-    "tau": frozenset({"discopop"}),
-    "margin": frozenset({"simpo"}),
-    "tail": frozenset(PAIRED),
-    "weighted": frozenset({*PAIRED} - {"aot", "aot_unpaired"}),
-    "wanted_weight": UNPAIRED,
-    "unwanted_weight": UNPAIRED,
-}
-"""Setting -> losses that read it. AOT compares responses of different pairs, which have no weight in common."""
+SCORES = frozenset({"sigmoid", "robust", "hinge", "ipo", "exo_pair", "discopop", "sigmoid_norm"})
+"""Those of them that score a pair by a divergence from the reference."""
+SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "sigmoid_norm", "aot", "aot_unpaired", "simpo", "cpo"})
+"""Those of them that take some labels to be wrong."""
 WITHOUT_REFERENCE = frozenset({"simpo", "cpo", "orpo", "sft"})
 """Losses without a reference; `sft` is the cross-entropy of the chosen responses."""
 
@@ -78,9 +67,9 @@ class PreferenceDataConfig(SupervisedDataConfig):
     """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
     `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
     (read while it trains), `builtin:<task>`."""
-    chosen_column: str = "chosen"
+    chosen_column: str = setting("chosen", only_with=lambda c: c.reads_pairs)
     """Column with the better response, text or messages; with no column for the prompt, the dialogue that ends so."""
-    rejected_column: str = "rejected"
+    rejected_column: str = setting("rejected", only_with=lambda c: c.reads_pairs)
     """Column with the worse response."""
     label_column: str = setting("label", unread_by=(REWARD_MODEL,))
     """Column that says of a completion without a counterpart whether it is wanted: true or false (kto, bco)."""
@@ -90,15 +79,20 @@ class PreferenceDataConfig(SupervisedDataConfig):
 class FixedModelConfig:
     """The frozen model that the policy is held to."""
 
-    path: str = ""
+    path: str = setting("", only_with=lambda c: c.has_reference)
     """The model, as `--model.path`. Empty: the starting model."""
-    refresh_every: int = setting(0, NOT_NEGATIVE)
+    refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
     """Move it to the policy every N steps (TR-DPO, https://arxiv.org/abs/2404.09656). 0: never."""
-    mix: float = setting(1.0, SHARE)
+    mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
     """Share of the policy in it at such a move; 1 takes the policy's weights."""
-    precompute: bool = False
+    precompute: bool = setting(False, only_with=lambda c: c.has_reference)
     """Let it read all rows before the first step, and keep what it says of them in the run folder instead of the model
     in memory."""
+
+
+def read_by(losses: Collection[str]) -> Callable[[Any], bool]:
+    """Return the condition that a job has one of these losses."""
+    return lambda c: not losses_of(c.preference).keys().isdisjoint(losses)
 
 
 @dataclass
@@ -110,26 +104,28 @@ class PreferenceMethod:
     loss: tuple[str, ...] = ()
     """Losses that are added up, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: those
     of the method."""
-    beta: float = setting(0.1, POSITIVE)
+    beta: float = setting(0.1, POSITIVE, only_with=read_by({*PAIRED, *UNPAIRED} - {"orpo"}))
     """Strength with which the policy is held to the reference; tau of IPO; scale of the margin in SimPO and CPO.
     Where simpo is the only loss: 2."""
-    label_smoothing: float = setting(0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"))
+    label_smoothing: float = setting(
+        0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"), only_with=read_by(SMOOTHED)
+    )
     """Share of pairs whose label is taken to be wrong (cDPO; robust and exo_pair need it)."""
-    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = setting("reverse_kl", only_with=read_by(SCORES))
     """Divergence from the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
-    alpha: float = 0.5
+    alpha: float = setting(0.5, only_with=lambda c: read_by(SCORES)(c) and c.preference.divergence == "alpha")
     """Exponent of the alpha divergence."""
-    tau: float = setting(0.05, POSITIVE)
+    tau: float = setting(0.05, POSITIVE, only_with=read_by({"discopop"}))
     """Temperature of discopop."""
-    margin: float = 0.5
+    margin: float = setting(0.5, only_with=read_by({"simpo"}))
     """simpo's gamma: wanted margin between beta times mean log p of the two responses. Where it is the only loss: 1."""
-    tail: float = setting(1.0, UNIT)
+    tail: float = setting(1.0, UNIT, only_with=read_by(PAIRED))
     """Weight of log p behind the length of the shorter response (LD-DPO, https://arxiv.org/abs/2409.06411)."""
-    weighted: bool = False
+    weighted: bool = setting(False, only_with=read_by({*PAIRED} - {"aot", "aot_unpaired"}))
     """Weigh each pair by how likely the policy itself makes it (WPO, https://arxiv.org/abs/2406.11827)."""
-    wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,))
+    wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,), only_with=read_by(UNPAIRED))
     """kto, bco: weight of responses that are wanted."""
-    unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,))
+    unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,), only_with=read_by(UNPAIRED))
     """kto, bco: weight of those that are not."""
 
 
@@ -142,6 +138,12 @@ class PreferenceConfig(SupervisedConfig):
     data: PreferenceDataConfig = section(PreferenceDataConfig)  # type: ignore[assignment]
     reference: FixedModelConfig = section(FixedModelConfig)
     preference: PreferenceMethod = section(PreferenceMethod)
+    reads_pairs: ClassVar[bool] = True
+
+    @property
+    def has_reference(self) -> bool:
+        """True for losses with a reference."""
+        return has_reference(self.preference)
 
 
 def losses_of(method: PreferenceMethod) -> dict[str, float]:
@@ -190,17 +192,12 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
         problems.append("--data.rows-per-step 1: kto takes responses to other rows of the step; take more")
     if config.reference.precompute:
         problems += _precomputing(config, unpaired)
-    refuse(problems + reference_problems(config, has_reference(chosen)))
+    refuse(problems + reference_problems(config))
 
 
-def reference_problems(config: Any, has: bool) -> list[str]:
-    """Problems of a reference that may move, a line each. has: the losses have one."""
+def reference_problems(config: Any) -> list[str]:
+    """Problems of a reference that may move, a line each."""
     reference, problems = config.reference, []
-    given = [name for name in ("path", "refresh_every") if getattr(reference, name)]
-    if given and not has:
-        problems.append(f"{flag('reference.' + given[0])}: these losses have no reference; leave it out")
-    if reference.mix != 1 and not reference.refresh_every:
-        problems.append("--reference.mix: is of a reference that moves (--reference.refresh-every)")
     if is_average(reference) and (config.policy.backend, config.model.dtype) == ("megatron", "bfloat16"):
         problems.append("--reference.mix: megatron keeps the reference in bfloat16, too coarse for shares; take fsdp")
     if reference.refresh_every and config.lora.rank:
@@ -223,22 +220,8 @@ def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[
     needs = {"robust", "exo_pair"} & losses.keys()
     if needs and not chosen.label_smoothing:
         problems.append(f"--preference.label-smoothing 0: {sorted(needs)[0]} needs one above 0, such as 0.1")
-    return problems + _unread(chosen, losses)
-
-
-def _unread(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
-    """One line for each setting that none of the losses reads."""
-    plain, problems = PreferenceMethod(), []
-    for name, readers in READERS.items():
-        if getattr(chosen, name) == getattr(plain, name):
-            continue
-        if name == "weighted" and {"aot", "aot_unpaired"} & losses.keys():
-            problems.append("--preference.weighted: aot compares responses of different pairs; leave one of them out")
-        elif not readers & losses.keys():
-            told = ", ".join(losses)
-            problems.append(f"{flag('preference.' + name)}: is read by none of the losses ({told}); leave it out")
-    if chosen.alpha != plain.alpha and chosen.divergence != "alpha":
-        problems.append("--preference.alpha: is of --preference.divergence alpha")
+    if chosen.weighted and {"aot", "aot_unpaired"} & losses.keys():
+        problems.append("--preference.weighted: aot compares responses of different pairs; leave one of them out")
     return problems
 
 
@@ -248,8 +231,6 @@ def _precomputing(config: PreferenceConfig, unpaired: frozenset[str] | set[str])
         problems.append(f"{name}: the rows of a stream are not known before ({found[0]}); leave it out")
     if "kto" in unpaired:
         problems.append(f"{name}: kto asks the reference for responses to other rows' prompts; leave it out")
-    if not has_reference(config.preference):
-        problems.append(f"{name}: these losses have no reference; leave it out")
     if config.reference.refresh_every:
         problems.append(f"{name}: the reference moves (--reference.refresh-every); leave one of the two out")
     return problems

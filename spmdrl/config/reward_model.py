@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spmdrl.config.declare import NOT_NEGATIVE, REWARD_MODEL, hides, section, setting
-from spmdrl.config.fields import flag, refuse, shown
+from spmdrl.config.fields import refuse, shown
 from spmdrl.config.preference import PreferenceDataConfig
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supervised_problems
@@ -15,13 +15,13 @@ from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supe
 class ScoredDataConfig(PreferenceDataConfig):
     """Rows: pairs of responses, or responses whose steps have labels."""
 
-    margin_column: str = "margin"
+    margin_column: str = setting("margin", only_with=lambda c: c.reads_pairs)
     """Column with the number by which the better response is better, if there is one."""
-    output_column: str = "output"
+    output_column: str = setting("output", only_with=lambda c: c.reads_pairs and len(c.reward_model.outputs) > 1)
     """With several `--reward-model.outputs`: column with the name of the one that a row's preference is of."""
-    steps_column: str = "completions"
+    steps_column: str = setting("completions", only_with=lambda c: not c.reads_pairs)
     """Column with the steps of a response, a list of texts."""
-    labels_column: str = "labels"
+    labels_column: str = setting("labels", only_with=lambda c: not c.reads_pairs)
     """Column with a label for each step: true or false, or a number in [0, 1]; null where it is not trained."""
 
 
@@ -31,13 +31,13 @@ class RewardModelMethod:
 
     rows: Literal["pairs", "steps"] = "pairs"
     """Rows to learn from: `pairs` of responses, or labelled `steps`, which make a process reward model."""
-    separator: str = "\n\n"
+    separator: str = setting("\n\n", only_with=lambda c: not c.reads_pairs)
     """Text that ends a step but the last one; a step's score is read at the token with its last character."""
-    last_step: bool = False
+    last_step: bool = setting(False, only_with=lambda c: not c.reads_pairs)
     """Train on the label of the last step of each response alone."""
-    outputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = setting((), only_with=lambda c: c.reads_pairs)
     """Names of the scores, each learnt from the rows that name it. Empty: one score."""
-    centre: float = setting(0.0, NOT_NEGATIVE)
+    centre: float = setting(0.0, NOT_NEGATIVE, only_with=lambda c: c.reads_pairs)
     """Weight of the squared sum of both scores of a pair, which keeps scores around 0 (0.01 is usual)."""
 
 
@@ -51,6 +51,11 @@ class RewardModelConfig(SupervisedConfig):
     data: ScoredDataConfig = section(ScoredDataConfig)  # type: ignore[assignment]
     reward_model: RewardModelMethod = section(RewardModelMethod)
 
+    @property
+    def reads_pairs(self) -> bool:
+        """True for rows with two responses; others have steps with labels."""
+        return self.reward_model.rows == "pairs"
+
 
 def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
     """Check all values together.
@@ -58,11 +63,11 @@ def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
     Raises:
         ConfigError: listing every problem.
     """
-    names, steps = config.reward_model.outputs, config.reward_model.rows == "steps"
+    names, steps = config.reward_model.outputs, not config.reads_pairs
     problems = supervised_problems(config, world_size, config.data.max_tokens * (1 if steps else 2))
     if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
         problems.append(f"--reward-model.outputs {shown(names)}: give each score a name of its own, and not mean")
-    problems += _of_steps(config) if steps else _of_pairs(config)
+    problems += _of_steps(config) if steps else []
     if config.policy.backend == "megatron":
         problems.append("--policy.backend megatron: a new head is of the fsdp backend; take fsdp")
     if config.lora.rank:
@@ -80,31 +85,8 @@ def _of_steps(config: RewardModelConfig) -> list[str]:
             f"--reward-model.separator {chosen.separator}: holds a backslash and a letter; for line breaks write "
             f"$'{chosen.separator}' in a shell, or a text in double quotes in YAML"
         )
-    problems += _unread(config, ("chosen_column", "rejected_column", "margin_column", "output_column"), "pairs")
-    for name in ("outputs", "centre"):
-        if getattr(chosen, name):
-            problems.append(f"--reward-model.{name}: is of pairs, and --reward-model.rows is steps; leave it out")
     pairs = [spec for spec in (*config.data.train, config.data.eval) if spec.startswith("builtin:reverse-pairs")]
     if pairs:
         known = "such as builtin:reverse-steps"
         problems.append(f"{pairs[0]} holds pairs: name rows of steps by --data.train and --data.eval, {known}")
     return problems
-
-
-def _of_pairs(config: RewardModelConfig) -> list[str]:
-    """One line for each setting to change that only labelled steps read, or several outputs."""
-    chosen, plain = config.reward_model, RewardModelMethod()
-    others = _unread(config, ("steps_column", "labels_column"), "steps")
-    if len(chosen.outputs) < 2 and config.data.output_column != ScoredDataConfig().output_column:
-        others.append("--data.output-column: is read with several --reward-model.outputs; leave it out")
-    read = [name for name in ("separator", "last_step") if getattr(chosen, name) != getattr(plain, name)]
-    return [
-        f"{flag('reward_model.' + name)}: is of --reward-model.rows steps, so take that too" for name in read
-    ] + others
-
-
-def _unread(config: RewardModelConfig, names: tuple[str, ...], kind: str) -> list[str]:
-    """One line for each column that rows of the other kind have."""
-    data, plain = config.data, ScoredDataConfig()
-    given = [name for name in names if getattr(data, name) != getattr(plain, name)]
-    return [f"{flag('data.' + name)}: is of --reward-model.rows {kind}; leave it out" for name in given]

@@ -162,7 +162,7 @@ class OptimizerConfig:
     """Learning rate after warm-up, over all optimizer steps of the run, left out ones too."""
     warmup_steps: int = setting(0, NOT_NEGATIVE)
     """Optimizer steps of linear warm-up."""
-    min_lr_ratio: float = setting(0.0, UNIT)
+    min_lr_ratio: float = setting(0.0, UNIT, only_with=lambda c: c.optimizer.schedule != "constant")
     """Final learning rate as a share of the peak (linear, cosine)."""
     decay_share: ClassVar[float] = 1.0
     """A setting of jobs on given rows alone (config/supervised.py)."""
@@ -222,11 +222,11 @@ class LoraConfig:
 
     rank: int = setting(0, NOT_NEGATIVE)
     """Rank of the adapters. 0: none, every weight trains."""
-    alpha: int = setting(16, COUNT)
+    alpha: int = setting(16, COUNT, only_with=lambda c: c.lora.rank)
     """The adapters' output is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: tuple[str, ...] = setting(("all-linear",), only_with=lambda c: c.lora.rank)
     """Linear layers of the decoder that get one, such as `q_proj v_proj`; `all-linear`: all of them."""
-    push: Literal["adapter", "merged"] = setting("adapter", free=COMPUTED)
+    push: Literal["adapter", "merged"] = setting("adapter", free=COMPUTED, only_with=lambda c: c.lora.rank)
     """Weights that engines get: the adapters alone, beside weights that are pushed once, or the full model with them
     added in (any engine, and the only way for sglang)."""
 
@@ -237,9 +237,9 @@ class ReferenceConfig:
 
     enabled: Literal["auto", "on", "off"] = setting("auto", unread_by=(DISTILL, ONLINE))
     """Frozen model for KL. `auto`: on when a KL coefficient is not zero."""
-    path: str = ""
+    path: str = setting("", only_with=lambda c: c.has_reference)
     """The model, as `--model.path`; a teacher, for distillation. Empty: the starting model."""
-    refresh_every: int = setting(0, NOT_NEGATIVE)
+    refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
     """Take over the policy's weights every N steps. 0: never."""
     offload: Literal["none", "host", "disk"] = setting("none", free=COMPUTED)
     """Place of frozen models while the engine samples, as `--policy.offload`."""
@@ -383,10 +383,12 @@ class RewardConfig:
     max_ungraded: float = setting(0.05, UNIT, free=LIMIT)
     """Largest share of a step's samples that may have no score, because their row's tests cannot be read or the sandbox
     or the judge failed again and again. They are left out; if there are more, the job ends."""
-    model: str = ""
+    model: str = setting("", only_with=lambda c: c.learns_from_rewards or c.is_evaluated)
     """HF sequence classifier with one label whose score is added to the reward, as `--model.path`; or `rm.yaml`, a file
     about a model with several labels, its own tokens or scores of steps (docs/rewards.md). Empty: none."""
-    model_coef: float = setting(1.0, FINITE)
+    model_coef: float = setting(
+        1.0, FINITE, only_with=lambda c: c.reward.model and (c.learns_from_rewards or c.is_evaluated)
+    )
     """Factor on that score."""
 
 
@@ -416,13 +418,13 @@ class EvalConfig:
 
     every: int = setting(20, NOT_NEGATIVE, unread_by=(EVALUATE,))
     """Evaluate before the first step, every N steps, and at the end. 0: never."""
-    prompts: int = setting(256, NOT_NEGATIVE)
+    prompts: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
     """Evaluation prompts; 0: all."""
-    samples: int = setting(1, COUNT)
+    samples: int = setting(1, COUNT, only_with=lambda c: c.is_evaluated)
     """Samples per evaluation prompt (pass@k for every k that is a power of two up to it)."""
-    temperature: float = setting(1.0, NOT_NEGATIVE)
+    temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
     """Sampling temperature of evaluation; 0 is greedy."""
-    top_p: float = setting(1.0, SHARE)
+    top_p: float = setting(1.0, SHARE, only_with=lambda c: c.is_evaluated)
     """Nucleus sampling of evaluation: the smallest set of tokens whose probabilities add up to it."""
 
 
@@ -506,3 +508,13 @@ class Config(TrainingConfig):
         """True where the update reads what a frozen model says of the samples."""
         enabled = self.reference.enabled
         return enabled == "on" or (enabled == "auto" and self.algo.kl_coef != 0)
+
+    @property
+    def is_evaluated(self) -> bool:
+        """True where the run evaluates at all."""
+        return bool(self.eval.every and self.data.eval)
+
+    learns_from_rewards: ClassVar[bool] = True
+    """False where rewards are for the log alone."""
+    has_advantages: ClassVar[bool] = True
+    """False where samples are compared without one."""

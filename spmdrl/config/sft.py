@@ -1,6 +1,6 @@
 """Settings of supervised fine-tuning, and the rules for them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from spmdrl.config.declare import NOT_NEGATIVE, POSITIVE, UNIT, section, setting
@@ -37,12 +37,12 @@ class SFTTeacher(DivergenceConfig):
 
     path: str = ""
     """The teacher, as `--model.path`. Empty: none."""
-    beta: float = setting(0.0, UNIT)
+    beta: float = setting(0.0, UNIT, only_with=lambda c: c.has_teacher)
     """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
     divergence of GKD (https://arxiv.org/abs/2306.13649)."""
-    temperature: float = setting(1.0, POSITIVE)
+    temperature: float = setting(1.0, POSITIVE, only_with=lambda c: c.has_teacher)
     """Logits of both are divided by it."""
-    write: str = ""
+    write: str = setting("", only_with=lambda c: c.has_teacher)
     """Folder into which the teacher writes its likeliest tokens at all trained places of `--data.train`; nothing is
     trained then. Empty: none."""
     read: str = ""
@@ -57,6 +57,11 @@ class SFTConfig(SupervisedConfig):
     run: SupervisedRunConfig = section(SupervisedRunConfig, name="sft")
     sft: SFTMethod = section(SFTMethod)
     teacher: SFTTeacher = section(SFTTeacher)
+
+    @property
+    def has_teacher(self) -> bool:
+        """True where a teacher's distributions are learnt, in place of the tokens themselves."""
+        return bool(self.teacher.path or self.teacher.read)
 
 
 def check_sft(config: SFTConfig, world_size: int) -> None:
@@ -80,10 +85,8 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
 
 def _teaching(config: SFTConfig) -> list[str]:
     teacher = config.teacher
-    if not teacher.path and not teacher.read:
-        plain = SFTTeacher()
-        given = [each.name for each in fields(teacher) if getattr(teacher, each.name) != getattr(plain, each.name)]
-        return [f"--teacher.{name.replace('_', '-')}: is read with --teacher.path or --teacher.read" for name in given]
+    if not config.has_teacher:
+        return []
     problems = divergence_problems(teacher, "teacher", config.policy.backend, config.model.dtype)
     if config.sft.loss != "nll":
         problems.append(f"--sft.loss {config.sft.loss}: the loss is the divergence from --teacher.path; leave one out")
@@ -106,5 +109,5 @@ def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
         words = f"{teacher.path}: writes its {teacher.top_k:,} likeliest tokens into {teacher.write}, and the job ends"
     else:
         words = f"{teacher.read or teacher.path}: {divergence_words(teacher, teacher.temperature)}"
-    teaching = [f"teacher  {words}"] if teacher.path or teacher.read else []
+    teaching = [f"teacher  {words}"] if config.has_teacher else []
     return supervised_lines(config, world_size) + teaching

@@ -57,7 +57,7 @@ class SupervisedOptimizerConfig(OptimizerConfig):
 
     lr: float = setting(2e-5, NOT_NEGATIVE)
     """Peak learning rate of AdamW."""
-    decay_share: float = setting(1.0, SHARE)  # type: ignore[misc]
+    decay_share: float = setting(1.0, SHARE, only_with=lambda c: c.optimizer.schedule != "constant")  # type: ignore[misc]
     """The last share of the steps after warm-up, over which the learning rate falls (linear, cosine). Below 1 it stays
     at its peak until then (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
 
@@ -98,7 +98,7 @@ class SupervisedDataConfig:
     the file, as for a curriculum."""
     rows_per_step: int = setting(64, COUNT)
     """Rows of one optimizer step over all ranks."""
-    epochs: float = setting(1.0, POSITIVE)
+    epochs: float = setting(1.0, POSITIVE, only_with=lambda c: not c.run.steps)
     """Times that the rows are gone through, where `--run.steps` is 0."""
     max_tokens: int = setting(2048, at_least(2))
     """Longest sequence."""
@@ -117,7 +117,7 @@ class HeldOutConfig:
 
     every: int = setting(20, NOT_NEGATIVE)
     """Measure the loss on `--data.eval` before the first step, every N steps, and at the end. 0: never."""
-    rows: int = setting(256, NOT_NEGATIVE)
+    rows: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
     """Rows of it; 0: all."""
 
 
@@ -129,13 +129,13 @@ class GenerateConfig:
 
     every: int = setting(0, NOT_NEGATIVE)
     """Sample before the first step, every N steps, and at the end. 0: never, and no engine is started."""
-    prompts: int = setting(4, COUNT)
+    prompts: int = setting(4, COUNT, only_with=lambda c: c.generate.every)
     """Prompts: the context of the last turn of the first rows."""
-    max_new_tokens: int = setting(128, COUNT)
+    max_new_tokens: int = setting(128, COUNT, only_with=lambda c: c.generate.every)
     """Longest answer."""
-    temperature: float = setting(1.0, NOT_NEGATIVE)
+    temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.generate.every)
     """Sampling temperature; 0 is greedy."""
-    engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
+    engine: Literal["auto", "vllm", "sglang", "hf"] = setting("auto", only_with=lambda c: c.generate.every)
     """Sampler. `auto`: vLLM when installed for the job's device, else the HF engine."""
 
 
@@ -149,6 +149,11 @@ class SupervisedConfig(TrainingConfig):
     data: SupervisedDataConfig = section(SupervisedDataConfig)  # type: ignore[assignment]
     eval: HeldOutConfig = section(HeldOutConfig)
     generate: GenerateConfig = section(GenerateConfig, unread_by=(REWARD_MODEL,))
+
+    @property
+    def is_evaluated(self) -> bool:
+        """True where the job measures the loss of other rows at all."""
+        return bool(self.eval.every and self.data.eval)
 
 
 def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | None]:
@@ -204,17 +209,14 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
             f"--data.max-tokens {data.max_tokens}: {row} must fit --policy.max-tokens-per-microbatch {budget}; "
             "lower it, or raise that"
         )
-    if config.generate.every and not (config.eval.every and data.eval):
+    if config.generate.every and not config.is_evaluated:
         problems.append(
             f"--generate.every {config.generate.every}: its prompts come from --data.eval, which is missing"
         )
     if data.chat == "off" and data.chat_template:
         problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
     problems += template_problems(data)
-    optimizer = config.optimizer
-    if optimizer.decay_share < 1 and optimizer.schedule == "constant":
-        problems.append(f"--optimizer.decay-share {optimizer.decay_share}: needs --optimizer.schedule linear or cosine")
-    if "eval/" in config.checkpoint.best and not (config.eval.every and data.eval):
+    if "eval/" in config.checkpoint.best and not config.is_evaluated:
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured without --data.eval")
     problems += never_measured(config.checkpoint, config.eval.every, config.run.steps)
     return problems

@@ -34,6 +34,4 @@ describe.py      metrics of a step, and a few of its samples as text
 run_state.py     state that is equal on all ranks, for checkpoints
 rank_state.py    state of each rank, for checkpoints
 trees.py         episodes as trees for a checkpoint
-rehearsal.py     refuses settings that nothing reads
-rehearsed.py     one step of each kind of run on made-up tokens, with stand-ins
 """

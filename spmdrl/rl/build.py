@@ -6,6 +6,7 @@ from spmdrl.algos.filters import FILTERS
 from spmdrl.config.environment import COLUMN, ROWS, read_environment, weight_of
 from spmdrl.config.judge import judges as judge_files
 from spmdrl.config.judging import engine_judges
+from spmdrl.config.named import load_function
 from spmdrl.config.rewards import runs_programs
 from spmdrl.config.schema import Config
 from spmdrl.config.template import template_kwargs
@@ -21,10 +22,10 @@ from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.models import build_models, check_models
 from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rewards.truths import check_truths
-from spmdrl.rl.compose import compose, load_function
+from spmdrl.rl.compose import compose
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment
-from spmdrl.rl.evaluation import Evaluation, is_evaluated
+from spmdrl.rl.evaluation import Evaluation
 from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.rank_state import RankState
 from spmdrl.rl.reading import at_last, reading_of
@@ -62,7 +63,7 @@ def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGra
     room, stop = prompt_limit(cfg, model_folder), stop_tokens(model_folder, tokenizer, job_template(cfg, tokenizer))
     prompts = same_prompts(session, tokenizer, cfg.data.train, room, cfg.data.limit, "--data.limit")
     asked = None
-    if is_evaluated(cfg):
+    if cfg.is_evaluated:
         asked = same_prompts(session, tokenizer, cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
     check_cost(cfg.reward, cfg.safety.cost)
     for line in _warnings(cfg):

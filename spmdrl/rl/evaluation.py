@@ -28,11 +28,6 @@ EVALUATION = 0x45564C
 MEASURED = "eval/measured"
 
 
-def is_evaluated(cfg: Config) -> bool:
-    """Tells whether the run evaluates at all."""
-    return bool(cfg.eval.every and cfg.data.eval)
-
-
 class Evaluation:
     """Evaluates the policy while a run trains it, and holds the numbers until they are logged."""
 

@@ -32,7 +32,6 @@ def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int
     if models.critic is None or step >= cfg.critic.warmup_steps:
         stats.merge(models.policy.update(batch, PolicyObjective(algo, models.policy, temperature, peers), steps))
     if models.reference is not None:
-        # Read only here: the rehearsal refuses the setting where there is no reference.
         refresh_reference(models, cfg.reference.refresh_every, step)
     return stats
 

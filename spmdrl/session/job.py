@@ -55,8 +55,6 @@ class Job(Generic[C]):
     """Metrics on the console, in the order shown; one of an evaluation only where it was measured."""
     phases: Sequence[str]
     """Phases of the loop whose times the console shows, in the order of a step."""
-    check_use: Callable[[Loaded[C]], list[str]] | None = None
-    """Finds valid settings that are of no use together: see `load_or_exit`."""
     reads: Callable[[], tuple[type, ...]] = tuple
     """Settings of other kinds, whose files it reads too."""
     begin: Callable[[C], Any] | None = None
@@ -74,7 +72,7 @@ class Job(Generic[C]):
 
 def launch(job: Job[Any], argv: Sequence[str] | None = None) -> None:
     """Read flags, then build the job and run it, or show what it would do; a failure ends the whole job by name."""
-    loaded = load_or_exit(argv, job.prog, job.settings, job.check, job.check_use, job.reads())
+    loaded = load_or_exit(argv, job.prog, job.settings, job.check, job.reads())
     prepare()
     postpone_collections()
     try:

@@ -49,17 +49,12 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
         session,
         begun,
         lambda: Models(policy(session, begun.folder, share)),
-        lambda models: teacher_objective(session, models, stored) if has_teacher(cfg) else plain,
+        lambda models: teacher_objective(session, models, stored) if cfg.has_teacher else plain,
         lambda sequences, step: pack(sequences, cfg.sft.neftune * (step != MEASURE), (cfg.run.seed, step)),
         stored,
     )
-    run.measured, run.stored = plain if has_teacher(cfg) else None, stored
+    run.measured, run.stored = plain if cfg.has_teacher else None, stored
     return run
-
-
-def has_teacher(cfg: SFTConfig) -> bool:
-    """Return True for a job that learns from a teacher."""
-    return bool(cfg.teacher.path or cfg.teacher.read)
 
 
 def teacher_objective(session: Session[SFTConfig], models: Models, stored: StoredTeacher | None) -> DistillObjective:

@@ -28,15 +28,15 @@ from pathlib import Path
 import torch
 
 from spmdrl.config.checks import check
+from spmdrl.config.composition import aggregation
 from spmdrl.config.declare import COMPUTED, DRAWN, KEPT, LAYOUT, LIMIT, declared
 from spmdrl.config.fields import ConfigError, flag
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
+from spmdrl.config.use import check_use
 from spmdrl.hub.folder import TINY
 from spmdrl.rl.build import build_run
-from spmdrl.rl.compose import aggregation, loss_of
-from spmdrl.rl.rehearsal import check_use
 from spmdrl.session.session import Session
 from spmdrl.spmd.seeds import generator_for
 from spmdrl.tracking.metrics import Timer
@@ -504,7 +504,7 @@ def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
 
 def settled(cfg: Config) -> dict:
     """Returns all settings, with the aggregation that an empty one stands for."""
-    found = aggregation(cfg, loss_of(cfg))
+    found = aggregation(cfg)
     return asdict(cfg) | {"aggregation": found, "algo": asdict(replace(cfg.algo, aggregation=""))}
 
 

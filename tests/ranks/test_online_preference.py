@@ -239,15 +239,11 @@ def weights_of_start() -> dict[str, torch.Tensor]:
     [
         ("--preference.loss kto", "--preference.loss kto: is of labelled responses; take a loss of pairs"),
         ("--preference.loss dpoo", "--preference.loss dpoo: there is no such loss"),
-        ("--preference.method simpo --reference.path x", "--reference.path: these losses have no reference"),
         ("--preference.method raft --preference.gap 0.1", "--preference.gap: only the best sample"),
         ("--preference.gap -1", "--preference.gap -1.0: must be 0 or more"),
-        ("--reference.mix 0.5", "--reference.mix: is of a reference that moves"),
         ("--reference.refresh-every 2 --lora.rank 4", "--reference.refresh-every: the reference has no adapters"),
         ("--rollout.samples-per-prompt 1", "--rollout.samples-per-prompt 1: a pair takes at least 2"),
         ("--preference.least-reward nan", "--preference.least-reward nan: must be a finite number"),
-        ("--shaping.mask-cut", "--shaping.mask-cut: is not read here; leave it out"),
-        ("--filter.replay-steps 1", "--filter.replay-steps: is not read here; leave it out"),
         (
             "--policy.max-tokens-per-microbatch 600 --policy.no-share-prompts",
             "--policy.max-tokens-per-microbatch 600: must hold a pair, so at least 1040",

@@ -13,11 +13,11 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.resume import differences, may_change
 from spmdrl.config.sft import SFTConfig, check_sft
+from spmdrl.config.use import check_use
 from spmdrl.distill import JOB
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.rl.compose import compose
-from spmdrl.rl.rehearsal import check_use
 from spmdrl.session.job import launch
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +47,6 @@ def read(words: str) -> DistillationConfig:
         ("--distill.more-teachers here=0", "--distill.more-teachers here=0: write path=weight"),
         ("--distill.more-teachers a=1 --reference.refresh-every 2", "a teacher that follows the student stands alone"),
         ("--reference.mix 0 --reference.refresh-every 2", "--reference.mix 0.0: must be above 0 and at most 1"),
-        ("--reference.mix 0.1", "is of a teacher that follows the student; set --reference.refresh-every"),
-        ("--distill.merge last", "--distill.merge last: is read with --distill.align uld or gold; leave it out"),
         ("--distill.align uld --distill.beta 0.5", "--distill.beta 0.5: is read with --distill.align gold"),
         ("--distill.align uld --distill.top-k 4", "probabilities of all tokens are sorted; take --distill.top-k 0"),
         ("--distill.align gold --distill.more-teachers a=1", "there is one teacher; leave --distill.more-teachers out"),
@@ -59,7 +57,6 @@ def read(words: str) -> DistillationConfig:
         ),
         ("--distill.align uld --policy.backend megatron", "its ranks divide the vocabulary"),
         ("--distill.given-per-step -1", "--distill.given-per-step -1: must be at least 0"),
-        ("--distill.given-column said", "is read with --distill.given-per-step above 0"),
         ("--distill.on-engine", "--distill.on-engine: an engine tells the likeliest tokens; set --distill.top-k"),
         ("--distill.on-engine --distill.top-k 4 --reference.refresh-every 2", "stays as its folder is"),
         (
@@ -90,13 +87,11 @@ def test_distillation_is_refused_where_settings_do_not_fit(words, said):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--teacher.beta 0.5", "--teacher.beta: is read with --teacher.path"),
         ("--teacher.path tiny --teacher.beta 2", "--teacher.beta 2.0: must be from 0 to 1"),
         ("--teacher.path tiny --teacher.temperature 0", "--teacher.temperature"),
         ("--teacher.path tiny --sft.loss dft", "--sft.loss dft: the loss is the divergence from --teacher.path"),
         ("--teacher.path tiny --sft.add-tokens <a>", "--teacher.path lacks them"),
         ("--teacher.path tiny --policy.backend megatron", "its ranks divide the vocabulary"),
-        ("--teacher.write x --teacher.top-k 4", "--teacher.write: is read with --teacher.path or --teacher.read"),
         ("--teacher.path tiny --teacher.write x", "--teacher.write: files hold the likeliest tokens of a teacher; set"),
         ("--teacher.read x", "--teacher.read: files hold the likeliest tokens of a teacher; set --teacher.top-k"),
         ("--teacher.path tiny --teacher.write x --teacher.read x --teacher.top-k 4", "a job writes or learns"),
@@ -159,6 +154,9 @@ def test_the_plan_says_how_a_teacher_moves():
     "words, unread, why",
     [
         ("--lora.alpha 32", "--lora.alpha 32", "it needs --lora.rank above 0"),
+        ("--reference.mix 0.1", "--reference.mix 0.1", "it needs --reference.refresh-every above 0"),
+        ("--distill.merge last", "--distill.merge last", "it needs --distill.align uld | gold"),
+        ("--distill.given-column told", "--distill.given-column told", "it needs --distill.given-per-step above 0"),
         ("--eval.every 0 --eval.samples 4", "--eval.samples 4", "it needs --eval.every above 0"),
         ("--optimizer.min-lr-ratio 0.5", "--optimizer.min-lr-ratio 0.5", "it needs --optimizer.schedule"),
         ("--reward.model-coef 2", "--reward.model-coef 2.0", "rewards are for the log alone, and nothing in this run"),

@@ -28,7 +28,7 @@ from spmdrl.config.presets import PRESETS
 from spmdrl.config.reward_model import RewardModelConfig, check_reward_model
 from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig, check_sft
-from spmdrl.rl.rehearsal import check_use
+from spmdrl.config.use import check_use
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}

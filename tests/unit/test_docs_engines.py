@@ -13,7 +13,7 @@ from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
-from spmdrl.rl.rehearsal import check_use
+from spmdrl.config.use import check_use
 from tests.unit.test_docs_algorithms import anchors, functions_of, load, parts, table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,6 +15,7 @@ from spmdrl.config.judge import read_judge
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.config.use import check_use
 from spmdrl.health.status import rank_status
 from spmdrl.rewards import judge_server
 from spmdrl.rewards.base import Reward, RewardError
@@ -31,7 +32,6 @@ from spmdrl.rewards.judge_verdict import (
     question,
 )
 from spmdrl.rewards.load import check_ungraded, load_reward, scores_timeouts
-from spmdrl.rl.rehearsal import check_use
 from tests.unit.judge_stand_in import KEY, VARIABLE, Answer, grade, graded, in_turn, item, start, verdict, written
 
 __all__ = ["start"]

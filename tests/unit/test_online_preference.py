@@ -8,9 +8,9 @@ import torch
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.online_preference import OnlineMethod, OnlinePreferenceConfig
+from spmdrl.config.use import check_use
 from spmdrl.data.batch import Batch
 from spmdrl.rl.online_preference import OnlinePreference
-from spmdrl.rl.rehearsal import check_use
 
 
 def sides(groups: list[list[float]], said: str = "", **chosen) -> list[int]:

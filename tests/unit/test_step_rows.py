@@ -150,11 +150,7 @@ def test_the_last_step_alone():
     ("method", "data", "word"),
     [
         ({"separator": ""}, {}, "--reward-model.separator: is empty"),
-        ({"outputs": ("a", "b")}, {}, "--reward-model.outputs: is of pairs"),
-        ({"centre": 0.1}, {}, "--reward-model.centre: is of pairs"),
         ({}, {"train": ("builtin:reverse-pairs",)}, "builtin:reverse-pairs holds pairs"),
-        ({"rows": "pairs", "separator": ">"}, {}, "--reward-model.separator: is of --reward-model.rows steps"),
-        ({"rows": "pairs", "last_step": True}, {}, "--reward-model.last-step: is of --reward-model.rows steps"),
     ],
 )
 def test_settings_that_do_not_fit(method, data, word):

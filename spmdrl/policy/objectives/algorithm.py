@@ -84,7 +84,7 @@ class Algorithm:
         """
         token, mask_T, seq_T, first_E = batch.token, batch.token["mask"], batch.episode_index, batch.firsts
         kl_T = None
-        if outcome == "shaped" and self.settings.kl_in == "reward" and self.state["kl_coef"]:
+        if outcome == "shaped" and self.state["kl_coef"] and self.settings.kl_in == "reward":
             kl_T = kl_estimate(self.settings.kl_estimator, token["old_logp"], token["ref_logp"], mask_T).double()
         optional = {name: token[key].double() for name, key in OPTIONAL.items() if key in token}
         if values in token:

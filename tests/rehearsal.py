@@ -1,6 +1,7 @@
-"""One step of each kind of run on made-up tokens, with stand-ins for models, engine and a user's own functions.
+"""One step of each kind of run on made-up tokens, to watch which settings it looks at: the proof of `only_with`.
 
-`rl/rehearsal.py` watches which settings it looks at.
+The functions are those that the run calls, from the composition to the update; models, engine and a user's own
+functions are stand-ins.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.schema import Config
+from tests.watch import watch
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,47 @@ if TYPE_CHECKING:
 
 LATE = 1 << 40
 """A step behind every warm-up."""
+JUDGED = (
+    *("algo", "correction", "shaping", "filter", "critic", "process_reward", "safety", "reference", "lora", "eval"),
+    *("reward", "optimizer"),
+)
+"""Sections that say what is learnt, of which the rehearsal covers everything that reads them but these:"""
+ELSEWHERE = {
+    "reference.offload": "memory of frozen models",
+    "reward.workers": "grading processes",
+    "reward.timeout": "grading processes",
+    "reward.on_timeout": "grading processes",
+    "reward.function": "the sampling loop",
+    "reward.more": "the sampling loop",
+    "reward.gate": "the sampling loop",
+    "reward.kwargs": "grading processes",
+    "reward.max_ungraded": "the sampling loop",
+    "filter.bad_sample": "the sampling loop",
+    "algo.preset": "the layer that it is",
+}
+"""Settings of those sections that other parts of a run read, each with that part."""
+
+
+def is_covered(name: str) -> bool:
+    """The rehearsal covers everything that reads this setting."""
+    return name.split(".")[0] in JUDGED and name not in ELSEWHERE
+
+
+def settings_read(config: Config) -> set[str]:
+    """Dotted names of the settings that one rehearsed step looks at.
+
+    Raises:
+        ValueError, KeyError: the settings cannot be composed.
+    """
+    watched, seen = watch(config)
+    if isinstance(config, DistillationConfig) and isinstance(watched, DistillationConfig):
+        rehearse_distillation(watched, config)
+    elif isinstance(config, OnlinePreferenceConfig) and isinstance(watched, OnlinePreferenceConfig):
+        rehearse_online(watched, config)
+    else:
+        rehearse(watched, config)
+    rehearse_rest(watched, config)
+    return set(seen)
 
 
 def rehearse_rest(cfg: Config, plain: Config) -> None:
@@ -26,14 +69,14 @@ def rehearse_rest(cfg: Config, plain: Config) -> None:
     import torch
 
     from spmdrl.policy.optimizer import make_optimizer
-    from spmdrl.rl.evaluation import evaluation_plan, is_evaluated
+    from spmdrl.rl.evaluation import evaluation_plan
 
     if cfg.lora.rank:
         # Attaching adapters reads every setting of them.
         _ = [getattr(cfg.lora, field.name) for field in dataclasses.fields(plain.lora)]
     make_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], cfg.optimizer)
     _ = cfg.optimizer.clip_grad_norm, cfg.optimizer.bad_steps
-    if is_evaluated(cfg):
+    if cfg.is_evaluated:
         _ = cfg.eval.prompts
         evaluation_plan(cfg, [], 0, "rehearsal")
 
@@ -45,7 +88,6 @@ def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) ->
     """
     from spmdrl.policy.models import Models
     from spmdrl.policy.optimizer import learning_rate
-    from spmdrl.rl.evaluation import is_evaluated
     from spmdrl.rl.update import refresh_reference
 
     _ = cfg.reference.path
@@ -55,7 +97,7 @@ def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) ->
     last = max(1, plain.reference.refresh_every) - 1
     if cfg.reference.refresh_every:
         refresh_reference(models, cfg.reference.refresh_every, last, cfg.reference.mix)
-    if is_evaluated(cfg) and cfg.reward.model:
+    if cfg.is_evaluated and cfg.reward.model:
         _ = cfg.reward.model_coef
 
 

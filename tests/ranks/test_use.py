@@ -1,4 +1,4 @@
-"""A run looks at no setting that the rehearsed step did not: a setting of use is never refused as useless."""
+"""A run looks at no setting that is declared unread: a setting of use is never refused as useless."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -8,14 +8,14 @@ import pytest
 from spmdrl.config import resume
 from spmdrl.config.dump import to_dict
 from spmdrl.config.load import from_command_line
-from spmdrl.config.watch import watch
+from spmdrl.config.use import is_read
 from spmdrl.rl.build import build_run
-from spmdrl.rl.rehearsal import is_judged, settings_read
 from spmdrl.session import journal
 from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
 from tests.ranks.harness import run_ranks
+from tests.watch import watch
 
 BASE = (
     "--run.steps 2 --rollout.engine hf --rollout.prompts-per-step 4 --rollout.samples-per-prompt 2 "
@@ -58,10 +58,9 @@ def run_watched(world, flags: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_reads_nothing_that_the_rehearsal_does_not(name, tmp_path):
+def test_a_run_reads_nothing_that_is_declared_unread(name, tmp_path):
     flags = f"{BASE} {RUNS[name]} --run.dir {tmp_path}/run".split()
     (seen,) = run_ranks(run_watched, 1, flags)
-    read = {setting for setting in seen if is_judged(setting)}
-    rehearsed = settings_read(from_command_line(flags).config)
-    assert {"algo.loss", "shaping.normalize", "optimizer.lr"} <= read
-    assert read - rehearsed - TOUCHED.keys() == set()
+    config = from_command_line(flags).config
+    assert {"algo.loss", "shaping.normalize", "optimizer.lr"} <= set(seen)
+    assert {setting for setting in seen if not is_read(config, setting)} - TOUCHED.keys() == set()

@@ -1,24 +1,33 @@
 """A setting that a run would not read is refused at the start, with a way to make something read it."""
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.losses import LOSSES
 from spmdrl.config.checks import check
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.fields import ConfigError, get, leaves
 from spmdrl.config.load import from_command_line, load_or_exit
+from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.parameters import only_of, read_by
+from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.presets import PRESETS
+from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.config.schema import Config
-from spmdrl.config.watch import watch
+from spmdrl.config.sft import SFTConfig
+from spmdrl.config.use import changed, check_use, is_read, single_changes, would_read
 from spmdrl.evaluate import JOB
 from spmdrl.rl.compose import compose
-from spmdrl.rl.rehearsal import ELSEWHERE, check_use, is_judged, read_after, settings_read, single_changes
 from spmdrl.session.job import launch
+from tests.rehearsal import ELSEWHERE, is_covered, settings_read
 from tests.unit.test_docs_algorithms import YAMLS, job_of
+from tests.watch import watch
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = [path for path in YAMLS if job_of(path) == "train"]
@@ -87,6 +96,73 @@ def test_setting_that_nothing_reads_is_refused_with_what_would_read_it(words, un
     assert "kl-coef above 0" not in reader or not refusal(*words.split(), "--algo.kl-coef", "0.1")
 
 
+@pytest.mark.parametrize(
+    ("schema", "words", "unread", "needs"),
+    [
+        (SFTConfig, "--teacher.beta 0.5", "--teacher.beta 0.5", "--teacher.path or --teacher.read"),
+        (SFTConfig, "--teacher.write x", "--teacher.write x", "--teacher.path or --teacher.read"),
+        (
+            SFTConfig,
+            "--optimizer.decay-share 0.5",
+            "--optimizer.decay-share 0.5",
+            "--optimizer.schedule linear | cosine",
+        ),
+        (SFTConfig, "--generate.engine hf", "--generate.engine hf", "--generate.every above 0"),
+        (SFTConfig, "--eval.rows 5", "--eval.rows 5", "--data.eval"),
+        (SFTConfig, "--run.steps 5 --data.epochs 2", "--data.epochs 2.0", "--run.steps 0"),
+        (SFTConfig, "--lora.alpha 32", "--lora.alpha 32", "--lora.rank above 0"),
+        (
+            PreferenceConfig,
+            "--preference.method simpo --preference.divergence js",
+            "--preference.divergence js",
+            "--preference.method dpo | ipo | rpo, ... or --preference.loss sigmoid | robust | hinge, ...",
+        ),
+        (PreferenceConfig, "--preference.tau 0.1", "--preference.tau 0.1", "--preference.loss discopop"),
+        (PreferenceConfig, "--preference.alpha 0.1", "--preference.alpha 0.1", "--preference.divergence alpha"),
+        (
+            PreferenceConfig,
+            "--preference.wanted-weight 2",
+            "--preference.wanted-weight 2.0",
+            "--preference.method kto | bco",
+        ),
+        (
+            PreferenceConfig,
+            "--preference.method cpo --reference.path m",
+            "--reference.path m",
+            "--preference.method dpo",
+        ),
+        (
+            PreferenceConfig,
+            "--preference.method simpo --reference.precompute",
+            "--reference.precompute True",
+            "--preference.method dpo",
+        ),
+        (PreferenceConfig, "--reference.mix 0.5", "--reference.mix 0.5", "--reference.refresh-every above 0"),
+        (RewardModelConfig, "--reward-model.separator x", "--reward-model.separator x", "--reward-model.rows steps"),
+        (RewardModelConfig, "--data.labels-column x", "--data.labels-column x", "--reward-model.rows steps"),
+        (RewardModelConfig, "--data.output-column x", "--data.output-column x", "--reward-model.outputs"),
+        (
+            RewardModelConfig,
+            "--reward-model.rows steps --reward-model.centre 1",
+            "--reward-model.centre 1.0",
+            "--reward-model.rows pairs",
+        ),
+        (OnlinePreferenceConfig, "--reference.mix 0.5", "--reference.mix 0.5", "--reference.refresh-every above 0"),
+    ],
+)
+def test_other_jobs_refuse_what_nothing_in_them_reads(schema, words, unread, needs):
+    with pytest.raises(ConfigError) as error:
+        check_use(from_command_line(words.split(), schema=schema))
+    assert str(error.value).startswith("1 setting without effect:") and f"{unread}: " in str(error.value)
+    assert f"it needs {needs}" in str(error.value), error.value
+
+
+@pytest.mark.parametrize("words", ["--shaping.mask-cut", "--filter.replay-steps 1", "--filter.resample max_min"])
+def test_settings_of_advantages_are_refused_where_samples_have_none(words):
+    with pytest.raises(ConfigError, match="nothing in this run reads it; leave it out"):
+        check_use(from_command_line(words.split(), schema=OnlinePreferenceConfig))
+
+
 def test_an_environment_without_a_word_about_the_reward_is_refused(tmp_path):
     assert "--reward.function environment" in refusal("--env", "builtin:guess")
     for words in (["--reward.function", "environment"], ["--reward.function", "exact_match"]):
@@ -115,11 +191,10 @@ def test_several_are_told_together():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_is_taken_and_rehearsed(preset):
+def test_every_preset_reads_its_own_settings(preset):
     config = from_command_line(["--algo.preset", preset]).config
-    seen = settings_read(config)
-    # Settings of the preset are read; a loss of whole sequences knows its aggregation without one.
-    unread = set(PRESETS[preset].settings) - seen
+    # A loss of whole sequences knows its aggregation without one.
+    unread = {name for name in PRESETS[preset].settings if not is_read(config, name)}
     assert unread == ({"algo.aggregation"} if LOSSES[config.algo.loss].scope == "one per sequence" else set())
 
 
@@ -168,7 +243,7 @@ def test_what_a_flag_turns_off_may_stand_in_a_file(tmp_path, capsys):
     file.write_text("eval:\n  every: 5\n  samples: 4\nfilter:\n  keep: mixed\n  max_rounds: 3\n")
     words = ["--config", str(file), "--eval.every", "0"]
     assert check_use(from_command_line(words)) == ["--eval.samples 4 has no effect beside these flags"]
-    load_or_exit(words, prog="train", check_use=check_use)
+    load_or_exit(words, prog="train")
     assert capsys.readouterr().err == "train: --eval.samples 4 has no effect beside these flags\n"
     # The same as a flag, and what the file does not use either.
     assert "--eval.samples 8" in refusal(*words, "--eval.samples", "8")
@@ -187,17 +262,79 @@ def test_functions_of_a_user_are_not_called(tmp_path):
     assert f"--algo.clip-high 0.3: nothing in this run reads it; let {tmp_path}/own.py:own take a parameter" in told
 
 
-def test_every_setting_of_what_is_learnt_is_read_by_some_run():
-    """A setting that no composition reads would be refused always, or is forgotten in ELSEWHERE."""
+# ── the declarations against a step that really runs ─────────────────────────
+
+UNUSED = {
+    Config: {"algo.kl_in": lambda cfg: not cfg.has_reference},
+    DistillationConfig: {},
+    OnlinePreferenceConfig: {
+        "reference.mix": lambda cfg: not cfg.reference.refresh_every,
+        "reference.refresh_every": lambda cfg: not cfg.has_reference,
+        "filter.resample": lambda cfg: True,
+        "filter.replay_steps": lambda cfg: True,
+    },
+}
+"""Settings that the rehearsal reads without any use of them, where this is true."""
+
+
+def unlike(config) -> set[str]:
+    """Returns the settings that a rehearsed step reads and that are declared unread, or the other way round."""
+    seen, unused = settings_read(config), UNUSED[type(config)]
+    seen -= {name for name, nothing_comes_of_it in unused.items() if nothing_comes_of_it(config)}
+    return {name for name in leaves(type(config)) if is_covered(name) and would_read(config, name) != (name in seen)}
+
+
+def runs(schema: type, words: str, further: int = 0) -> Iterator[Any]:
+    """Yields settings of a run with every single change that can be composed. further: every which to change again."""
+    config = from_command_line(words.split(), schema=schema).config
+    changes = [change for change in single_changes(config) if is_covered(change[0]) or change[0] == "data.eval"]
+    yield config
+    for number, change in enumerate(changes):
+        once = changed(config, *change)
+        yield once
+        for other in changes[number % further :: further] if further else ():
+            yield changed(once, *other)
+
+
+def compare(configs: Iterator[Any]) -> int:
+    """Compares the declared readers with the rehearsed ones; returns how many settings could be composed."""
+    count = 0
+    for config in configs:
+        with contextlib.suppress(ValueError, KeyError):
+            assert unlike(config) == set(), config
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_step_reads_what_settings_declare(preset):
+    assert not unlike(from_command_line(["--algo.preset", preset]).config)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (Config, ""),
+        (Config, "--algo.preset prime --algo.kl-coef 0.1 --lora.rank 2"),
+        (Config, "--algo.preset safe_rlhf --reward.model tiny --correction.kind icepop"),
+        (DistillationConfig, "--reference.path tiny"),
+        (OnlinePreferenceConfig, "--filter.keep mixed"),
+    ],
+)
+def test_a_step_with_one_other_setting_reads_what_settings_declare(schema, words):
+    assert compare(runs(schema, words)) > 10
+
+
+def test_every_setting_is_read_by_some_run():
+    """A setting that no composition reads would be refused always."""
     assert set(leaves(Config)) >= ELSEWHERE.keys()
-    unread = {name for name in leaves(Config) if is_judged(name)}
+    unread = set(leaves(Config))
     for preset in ("grpo", "vapo", "prime", "safe_rlhf", "gigpo", "clip_cov", "kl_cov", "sapo", "dro", "sppo"):
-        unread -= settings_read(from_command_line(["--algo.preset", preset]).config)
+        config = from_command_line(["--algo.preset", preset]).config
+        unread -= {name for name in unread if is_read(config, name)}
     config = from_command_line(["--algo.kl-coef", "0.1"]).config
     for change in single_changes(config):
-        if not unread:
-            break
-        unread -= read_after(config, *change)
+        unread -= {name for name in unread if would_read(changed(config, *change), name)}
     assert not unread
 
 
@@ -213,12 +350,12 @@ def test_watched_settings_are_equal_and_tell_what_was_read():
 
 
 def test_settings_that_go_with_a_function_are_its_parameters():
-    assert read_by("loss", "kl_cov") == {"algo.cov_ratio", "algo.cov_kl_coef", "algo.aggregation"}
-    assert read_by("loss", "gmpo") == {"algo.clip_low", "algo.clip_high"}, "its aggregation is its own"
-    assert read_by("advantage", "prime") == {
+    assert read_by(LOSSES["kl_cov"]) == {"algo.cov_ratio", "algo.cov_kl_coef", "algo.aggregation"}
+    assert read_by(LOSSES["gmpo"]) == {"algo.clip_low", "algo.clip_high"}, "its aggregation is its own"
+    assert read_by(ADVANTAGES["prime"]) == {
         *("algo.gamma", "process_reward.process_coef", "process_reward.outcome_coef")
     }
-    assert read_by("advantage", "gdpo") == {"algo.part_weights"}
+    assert read_by(ADVANTAGES["gdpo"]) == {"algo.part_weights"}
     assert only_of("loss") & only_of("advantage") == set()
     assert "process_reward.process_coef" not in only_of("advantage"), "the process reward model's stays"
 

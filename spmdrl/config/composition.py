@@ -1,0 +1,107 @@
+"""Facts of a method that follow from its settings: the functions that they name, what these need, what `auto` means.
+
+Tables of functions need torch, so they are imported late: `--help` does without.
+"""
+
+from typing import TYPE_CHECKING
+
+from spmdrl.config.named import load_function
+
+if TYPE_CHECKING:
+    from spmdrl.algos.estimators import Advantage
+    from spmdrl.algos.losses import Loss
+    from spmdrl.config.schema import Config
+
+
+def advantage_of(cfg: "Config") -> "Advantage":
+    """Return the row of `--algo.advantage`. Raises as `load_function` does."""
+    from spmdrl.algos.estimators import ADVANTAGES, own_advantage
+
+    name = cfg.algo.advantage
+    return ADVANTAGES[name] if name in ADVANTAGES else own_advantage(load_function(name, ADVANTAGES))
+
+
+def loss_of(cfg: "Config") -> "Loss":
+    """Return the row of `--algo.loss`. Raises as `load_function` does."""
+    from spmdrl.algos.losses import LOSSES, own_loss
+
+    name = cfg.algo.loss
+    return LOSSES[name] if name in LOSSES else own_loss(load_function(name, LOSSES))
+
+
+def advantage_alone(cfg: "Config") -> bool:
+    """Return True where a sequence without advantage contributes nothing to an update.
+
+    A user's own loss may have terms that no advantage multiplies; loss and bias for evenly used experts are of every
+    token.
+    """
+    algo, policy = cfg.algo, cfg.policy
+    more = algo.kl_coef or algo.entropy_coef or algo.positive_coef or policy.moe_aux_loss or policy.moe_bias_rate
+    return loss_of(cfg).skips and not more
+
+
+def aggregation(cfg: "Config") -> str:
+    """Return `--algo.aggregation`, or what the loss's paper does."""
+    loss = loss_of(cfg)
+    return loss.aggregation if loss.scope == "one per sequence" else cfg.algo.aggregation or loss.aggregation
+
+
+def needs(cfg: "Config") -> frozenset[str]:
+    """Return the inputs of a step beside the samples.
+
+    Raises:
+        ValueError: there is no such field, or nothing in the run fills it.
+    """
+    from spmdrl.algos.estimators import ADVANTAGES
+    from spmdrl.config.classifier import scores_steps
+
+    algo, safety, advantage = cfg.algo, cfg.safety, advantage_of(cfg)
+    fields = advantage.fields
+    known = dict.fromkeys(name for row in ADVANTAGES.values() for name in row.fields)
+    if isinstance(advantage.needs, str) or (unknown := [name for name in fields if name not in known]):
+        given = repr(advantage.needs) if isinstance(advantage.needs, str) else ", ".join(map(repr, unknown))
+        raise ValueError(f"{algo.advantage}: its `needs` must be a tuple of names from {', '.join(known)}, not {given}")
+    steps = scores_steps(cfg.reward.model)
+    if "ends" in fields and not steps:
+        raise ValueError(
+            f"--algo.advantage {algo.advantage}: needs the scores of steps, which a process reward model gives: name "
+            "one by --reward.model rm.yaml with a path and steps (docs/rewards.md)"
+        )
+    critic = "values" in fields
+    cost = bool(safety.cost or safety.cost_model)
+    wanted = {
+        "reference": cfg.has_reference,
+        "critic": critic,
+        "cost": cost,
+        "cost_critic": cost and critic,
+        "process": "process" in fields and not steps,
+        "scored steps": steps,
+        "greedy": "baseline" in fields,
+        "collision": "collision" in fields,
+        "logp": "logp" in fields,
+        "turns": not {"turn", "state", "parent"}.isdisjoint(fields),
+    }
+    return frozenset(name for name, value in wanted.items() if value)
+
+
+def old_logp(cfg: "Config") -> str:
+    """Return the source of old_logp: `update`, `policy` or `rollout`. Raises as `needs` does."""
+    algo = cfg.algo
+    if algo.old_logp != "auto":
+        return algo.old_logp
+    if cfg.filter.replay_steps:
+        return "rollout"
+    wanted = needs(cfg)
+    in_reward = "reference" in wanted and algo.kl_in == "reward"
+    before = in_reward or wanted & {"logp", "collision"} or loss_of(cfg).select
+    return "policy" if algo.updates_per_step > 1 or before else "update"
+
+
+def correction(cfg: "Config") -> str:
+    """Return `--correction.kind`; for `auto`, by whether samples may come from other weights than the trainer's."""
+    if cfg.correction.kind != "auto":
+        return cfg.correction.kind
+    rollout = cfg.rollout
+    other = rollout.staleness or rollout.partial_steps or rollout.quantization != "none"
+    # Against the engine's own logp the loss's ratio is the correction already.
+    return "tis_token" if other and old_logp(cfg) != "rollout" else "none"
