@@ -229,7 +229,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 job, operations, logits_CV, hidden_CD, weight_VD, targets_C, scale_C, pieces, rounded, second
             )
             logp_C, entropy_C, _ = results_of(state_4C, caller.entropy)
-            _, flatness_C, lse_C = results_of(rounded_4C, caller.entropy)
+            _, flatness_C, norm_2C = results_of(rounded_4C, caller.entropy)
             if not checked and n > 1:
                 caller.check_separable(logp_C, entropy_C, rows)
                 checked = True
@@ -239,10 +239,10 @@ class _ChunkedLoss(torch.autograd.Function):
             parts.append(told | {"loss": loss_C.detach()} | {name: value.detach() for name, value in extra.items()})
             if not any(need):
                 continue
-            grad_logp_C = torch.zeros_like(lse_C) if gradients[0] is None else gradients[0]
+            grad_logp_C = torch.zeros_like(norm_2C[0]) if gradients[0] is None else gradients[0]
             for columns in pieces:
                 block_CV, at_C = logits_CV[:, columns], targets_C - (vocabulary.start + columns.start)
-                given = (at_C, scale_C, job.softcap, lse_C, flatness_C, grad_logp_C, gradients[1])
+                given = (at_C, scale_C, job.softcap, norm_2C, flatness_C, grad_logp_C, gradients[1])
                 sums.add(rows, columns, operations.logit_gradient(operations.borrow(block_CV), *given), block_CV)
         ctx.sums = sums
         if not parts:

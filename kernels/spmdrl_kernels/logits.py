@@ -85,9 +85,9 @@ class _TokenLogprob(torch.autograd.Function):
             at_C = targets_T[rows] - (vocabulary.start + columns.start)
             operations.add_stats_(operations.borrow(logits_CV), state_4T[:, rows], at_C, scale_C, softcap, second)
         vocabulary.merge_(state_4T, second)
-        logp_T, entropy_T, lse_T = results_of(state_4T, with_entropy)
+        logp_T, entropy_T, norm_2T = results_of(state_4T, with_entropy)
         logp_T.masked_fill_(logp_T < LOWEST / 1e3, -torch.inf)
-        ctx.save_for_backward(logits_TV, targets_T, scale_T, lse_T, entropy_T)
+        ctx.save_for_backward(logits_TV, targets_T, scale_T, norm_2T, entropy_T)
         ctx.settings, ctx.inplace = settings, inplace
         ctx.set_materialize_grads(False)
         return logp_T, entropy_T
@@ -98,12 +98,12 @@ class _TokenLogprob(torch.autograd.Function):
         """Gradient of the logits [T, V], written over them if `inplace`."""
         if grad_logp_T is None and grad_entropy_T is None:
             return (None,) * 6
-        logits_TV, targets_T, scale_T, lse_T, entropy_T = ctx.saved_tensors
+        logits_TV, targets_T, scale_T, norm_2T, entropy_T = ctx.saved_tensors
         vocabulary, softcap, backend = ctx.settings
         vocabulary: Vocabulary
         if grad_logp_T is None:
-            grad_logp_T = torch.zeros_like(lse_T)
-        operations = row_operations(backend, logits_TV.device, lse_T.dtype)
+            grad_logp_T = torch.zeros_like(norm_2T[0])
+        operations = row_operations(backend, logits_TV.device, norm_2T.dtype)
         out_TV = logits_TV if ctx.inplace else logits_TV.clone()
         for rows, columns, block_CV in _blocks(operations, out_TV, vocabulary.size):
             gradient_CV = operations.logit_gradient(
@@ -111,7 +111,7 @@ class _TokenLogprob(torch.autograd.Function):
                 targets_T[rows] - (vocabulary.start + columns.start),
                 None if scale_T is None else scale_T[rows],
                 softcap,
-                lse_T[rows],
+                norm_2T[:, rows],
                 None if entropy_T is None else entropy_T[rows],
                 grad_logp_T[rows],
                 None if grad_entropy_T is None else grad_entropy_T[rows],

@@ -82,7 +82,7 @@ class TorchRows:
         targets_C: torch.Tensor,
         scale_C: torch.Tensor | None,
         softcap: float | None,
-        lse_C: torch.Tensor,
+        norm_2C: torch.Tensor,
         entropy_C: torch.Tensor | None,
         grad_logp_C: torch.Tensor,
         grad_entropy_C: torch.Tensor | None,
@@ -90,6 +90,7 @@ class TorchRows:
     ) -> torch.Tensor:
         """Gradient of a block of logits in `dtype`, in a buffer or in their own storage; out_CV is for other devices.
 
+        norm_2C: see `results_of`.
         With q = log p: dz = g (onehot - p) - e p (q + H), for g, e the gradients of logp and entropy, times scale and
         the slope of the cap.
         """
@@ -101,13 +102,15 @@ class TorchRows:
                 slope_CV.div_(scale_C[:, None])
             slope_CV.square_().neg_().add_(1)
         g_C1 = (grad_logp_C if scale_C is None else grad_logp_C * scale_C)[:, None]
-        z_CV.sub_(lse_C[:, None])
+        z_CV.sub_(norm_2C[0][:, None])
+        share_C1 = norm_2C[1][:, None]  # p is this times e^z; q is z + log share
         if grad_entropy_C is None or entropy_C is None:  # the two go together
-            z_CV.exp_().mul_(-g_C1)
+            z_CV.exp_().mul_(-g_C1 * share_C1)
         else:
             e_C1 = (grad_entropy_C if scale_C is None else grad_entropy_C * scale_C)[:, None]
             p_CV = torch.exp(z_CV, out=self._buffer("exp", z_CV))
-            z_CV.mul_(-e_C1).sub_(g_C1 + e_C1 * entropy_C[:, None]).mul_(p_CV)
+            added_C1 = g_C1 + e_C1 * (entropy_C + norm_2C[1].log())[:, None]
+            z_CV.mul_(-e_C1 * share_C1).sub_(added_C1 * share_C1).mul_(p_CV)
         here_C = (targets_C >= 0) & (targets_C < z_CV.shape[1])
         z_CV.scatter_add_(1, torch.where(here_C, targets_C, 0)[:, None], torch.where(here_C[:, None], g_C1, 0))
         return z_CV if slope_CV is None else z_CV.mul_(slope_CV)

@@ -158,7 +158,8 @@ def _gradient_kernel(
     columns,
     targets,
     scales,
-    lses,
+    tops,
+    shares,
     entropies,
     grad_logps,
     grad_entropies,
@@ -168,24 +169,25 @@ def _gradient_kernel(
 ):
     """One program for BLOCK columns of a row: the logits' gradient, into out, which may be the logits themselves.
 
-    q = y - logsumexp, p = e^q; dy = g (onehot - p) - e p (q + H); draw = dy * scale * (1 - tanh^2).
+    z = y - max, p = share e^z; dy = g (onehot - p) - e p (z + H'), where H' is the entropy + log share;
+    draw = dy * scale * (1 - tanh^2).
     Every element is read and written by one program only, so in place is safe.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lse = tl.load(lses + row)
-    scale = lse * 0 + 1
+    top = tl.load(tops + row)
+    scale = top * 0 + 1
     if scales is not None:
         scale = tl.load(scales + row)
     raw = tl.load(logits + row * row_stride + at, mask=at < columns, other=0.0)
     raw = raw.to(tl.float64) if FP64 else raw.to(tl.float32)
     y, tanh = _distribution_logits(raw, scale, SOFTCAP)
-    q = y - lse
-    p = tl.exp(q)
+    z = y - top
+    p = tl.exp(z) * tl.load(shares + row)
     onehot = tl.where(at == tl.load(targets + row), 1.0, 0.0)
     d = tl.load(grad_logps + row) * (onehot - p)
     if grad_entropies is not None:
-        surprise = tl.where(q > float("-inf"), q + tl.load(entropies + row), 0.0)
+        surprise = tl.where(z > float("-inf"), z + tl.load(entropies + row), 0.0)
         d -= tl.load(grad_entropies + row) * p * surprise
     d *= scale
     if SOFTCAP is not None:
@@ -243,7 +245,7 @@ class TritonRows:
             )
 
     def logit_gradient(
-        self, logits_CV, targets_C, scale_C, softcap, lse_C, entropy_C, grad_logp_C, grad_entropy_C, out_CV=None
+        self, logits_CV, targets_C, scale_C, softcap, norm_2C, entropy_C, grad_logp_C, grad_entropy_C, out_CV=None
     ) -> torch.Tensor:
         """As `TorchRows.logit_gradient`, in out_CV and its dtype; by default over the logits."""
         rows, columns = logits_CV.shape
@@ -262,8 +264,9 @@ class TritonRows:
                 columns,
                 targets_C.contiguous(),
                 scale_C,
-                lse_C.contiguous(),
-                None if entropy_C is None else entropy_C.contiguous(),
+                norm_2C[0].contiguous(),
+                norm_2C[1].contiguous(),
+                None if entropy_C is None else (entropy_C + norm_2C[1].log()).contiguous(),
                 grad_logp_C.contiguous(),
                 None if grad_entropy_C is None else grad_entropy_C.contiguous(),
                 SOFTCAP=softcap,

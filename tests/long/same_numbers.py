@@ -4,7 +4,8 @@
 
 For changes that must not change a number: files that move, names, a design. Jobs are real ones, started with torchrun
 and `--deterministic`; compared are metrics.jsonl but for what the clock and the memory say, samples.jsonl, and the
-hashes of the last checkpoint's weights, moments, generators and counters. Both trees use this tree's environment.
+hashes of the last checkpoint's weights, moments, generators and counters. Both trees use this tree's environment and
+its kernels.
 """
 
 import argparse
@@ -99,7 +100,8 @@ def train(tree: Path, name: str, folder: Path, facts: dict[str, str]) -> None:
     (ranks, text), kind = JOBS[name], name.partition("-")[0]
     kind = kind if kind in KINDS else "train"
     flags = [*COMMON, *argv(KINDS[kind]), *argv(text.format(**facts)), "--run.dir", str(folder)]
-    paths = ":".join(str(tree / each) for each in (".", "kernels", "sandbox"))
+    # Kernels are this tree's in both: they have tests of their own, and may gain a digit.
+    paths = ":".join(map(str, (tree, ROOT / "kernels", tree / "sandbox")))
     for more in [["--run.steps", "2"], []] if name in RESUMED else [[]]:
         succeed([*flags, *more], 240, ranks=ranks, module=f"spmdrl.{kind}", env={"PYTHONPATH": paths}, cwd=tree)
 
