@@ -19,6 +19,7 @@ from spmdrl.config.builtin import REWARDS
 from spmdrl.config.load import from_command_line
 from spmdrl.config.parameters import parameters_of
 from spmdrl.config.presets import PRESETS
+from spmdrl.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -155,7 +156,18 @@ def rewards() -> str:
     return table(["reward", "score and parts"], *([found, linked(says, set())] for says, found in rows.items()))
 
 
+# ── the loop ─────────────────────────────────────────────────────────────────
+
+
+def loop() -> str:
+    """Returns the function `train` of train.py without its docstring and its imports."""
+    code = inspect.getsource(train)
+    kept = [line for line in code.splitlines() if line.strip() and not re.match(r'    (from |""")', line)]
+    return "\n".join(["```python", *kept, "```"])
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "loop of train.py": loop,
     "losses": losses,
     "advantages": advantages,
     "advantages by group": advantages_by_group,

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import json
 import re
+import runpy
 import shlex
 from collections.abc import Callable
 from functools import cache
@@ -292,8 +293,44 @@ def test_short_example_of_the_notebook_runs():
 each_doc = pytest.mark.parametrize("name", DOCS)
 
 
-def test_readme_fits_one_screen():
-    assert len([line for line in README.splitlines() if not line.startswith("<!--")]) <= 75
+def test_readme_persuades_on_its_first_screen():
+    """The picture, the command and the loop come first, then the promises, each with its test."""
+    first = README.splitlines()[:60]
+    assert any("docs/learning_curve.svg" in line for line in first)
+    assert any("launch/quickstart.sh" in line for line in first) and "def train(run) -> None:" in first
+    promises = table(parts(README, 2)["Three promises"])
+    assert len(promises) == 3 and all(re.fullmatch(r"`tests/e2e/\w+\.py::\w+`", row[2]) for row in promises)
+    assert list(parts(README, 2))[-2:] == ["Limits", "More"] and len(README.splitlines()) <= 160
+
+
+def test_figures_of_the_promises_are_those_of_reliability():
+    """README's seconds are those of the fault matrix, and its kills those of the table of evidence."""
+    matrix = {
+        row[0]: [float(x) for x in re.findall(r" ([\d.]+)", row[2])]
+        for row in table(chapter("reliability", "The fault matrix"))
+    }
+    quick = [x for fault in ("exception", "SIGKILL", "disk full", "out of memory") for x in matrix[fault]]
+    _, fault, resume = (row[1] for row in table(parts(README, 2)["Three promises"]))
+    cases = re.findall(r"of the (\d+) cases", DOCS["reliability"])
+    assert f"[{cases[0]} cases](docs/reliability.md#the-fault-matrix): {min(quick)}-{max(quick)} s for" in fault
+    assert resume == "[100 kills](docs/reliability.md#evidence) at any moment, 6 of 6 runs bit-equal"
+    (kills,) = [
+        row[3] for row in table(chapter("reliability", "Evidence")) if row[0].startswith("SIGKILL at any moment")
+    ]
+    assert kills.startswith("100 kills") and "6 of 6 results bit-equal" in kills
+
+
+def test_learning_curve_is_drawn_from_the_numbers_of_docs():
+    drawn = runpy.run_path(str(ROOT / "docs" / "results" / "curve.py"))
+    runs = [drawn["read"](seed) for seed in range(3)]
+    assert drawn["PICTURE"].read_text(encoding="utf-8") == drawn["draw"](runs), "run: python docs/results/curve.py"
+    before, after = zip(*((points[0][1], points[-1][1]) for points in map(drawn["held_out"], runs)), strict=True)
+    shown = re.findall(r"from ([\d.]+) to ([\d.]+)-([\d.]+) in (\d+) steps", README)
+    assert shown and all(max(abs(float(low) - x) for x in before) < 0.05 for low, *_ in shown)
+    assert {(float(worst), float(best)) for _, worst, best, _ in shown} == {
+        (round(min(after), 2), round(max(after), 2))
+    }
+    assert {int(steps) for *_, steps in shown} == {len(runs[0])}
 
 
 def test_status_of_every_feature_is_one_of_three():
@@ -304,10 +341,14 @@ def test_status_of_every_feature_is_one_of_three():
 
 
 def test_measured_figures_of_the_comparison_are_those_of_performance():
-    """README's range of step times against TRL is that of the table of docs/performance.md."""
-    (low, high) = re.findall(r"\[([\d.]+)-([\d.]+)\]\(docs/performance.md#against-trl-116\)", README)[0]
-    ratios = [float(row[3]) for row in table(chapter("performance", "Against TRL 1.16"))]
-    assert (float(low), float(high)) == (min(ratios), max(ratios))
+    """README's ranges against TRL are those of the tables of docs/performance.md."""
+    rows = table(chapter("performance", "Against TRL 1.16"))
+    ratios = {"": [float(row[3]) for row in rows]}
+    for row in table(chapter("performance", "SFT and DPO against TRL 1.16")):
+        ratios.setdefault(row[0].split()[0], []).append(float(row[3]))
+    ranges = {kind: f"{min(found)}-{max(found)}" for kind, found in ratios.items()}
+    assert f"[{ranges['']}](docs/performance.md#against-trl-116)" in README
+    assert f"[{ranges['SFT']}, {ranges['DPO']}](docs/performance.md#sft-and-dpo-against-trl-116)" in README
 
 
 @each_doc
