@@ -1,7 +1,6 @@
 """One reinforcement learning run on one rank: what `train.py` calls, step by step. `rl/build.py` makes it."""
 
 import re
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,9 +14,7 @@ from spmdrl.data.batch import Batch, to_episodes
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import PromptSet
 from spmdrl.health.preempt import AbandonedError, PreemptedError, any_rank
-from spmdrl.health.status import rank_status
 from spmdrl.policy.backends import shares_prompts
-from spmdrl.policy.models import Models
 from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rl.batching import pack
 from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_rows, with_rates
@@ -29,35 +26,29 @@ from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.spikes import Spikes
 from spmdrl.rl.turn_calls import CallReader, call_reader
 from spmdrl.rl.update import adapt_coefficients
-from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
-from spmdrl.session.journal import Journal, merge_roles
-from spmdrl.session.session import Session
+from spmdrl.session.journal import merge_roles
+from spmdrl.session.run import JobRun
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.peers import Peers
-from spmdrl.spmd.world import World
-from spmdrl.tracking.metrics import Metrics, Timer
+from spmdrl.tracking.metrics import Metrics
 
 if TYPE_CHECKING:
     from spmdrl.rl.method import PolicyGradient
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Run(JobRun[Config]):
     """Parts of a run on this rank."""
 
-    session: Session[Config]
     algo: Algorithm
-    models: Models
     spikes: Spikes
     state: RunState
-    checkpoints: Checkpoints
     sampler: Sampler | None
     """None on a rank that does not sample."""
     replay: ReplayBuffer
     evaluation: Evaluation
     memory: Memory
-    journal: Journal
     tokenizer: object
     prompts: PromptSet
     experts_width: int
@@ -65,22 +56,7 @@ class Run:
     method: "PolicyGradient" = field(init=False)
     """What it learns by; `rl/build.py` sets it once the run stands."""
     timeouts_seen: int = 0
-    step_began: float = 0.0
-
-    @property
-    def cfg(self) -> Config:
-        """The run's settings."""
-        return self.session.cfg
-
-    @property
-    def world(self) -> World:
-        """All ranks."""
-        return self.session.world
-
-    @property
-    def timer(self) -> Timer:
-        """Seconds of a step by phase."""
-        return self.session.timer
+    digits = 3
 
     @property
     def peers(self) -> Peers:
@@ -96,8 +72,8 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """The steps still to do, counted from 0."""
-        for step in self.session.steps(self.checkpoints.start_step):
-            self.step_began, self.spikes.step = time.perf_counter(), step + 1
+        for step in super().steps():
+            self.spikes.step = step + 1
             yield step
 
     def experience(self, step: int) -> Experience:
@@ -177,7 +153,7 @@ class Run:
         """Reduce this step's numbers over ranks and write them. Collective."""
         with self.timer("log"):
             self._count(batch, done, stats)
-            values = self._reduced(stats)
+            values = self._numbers(stats)
             values |= self.evaluation.take() | self.checkpoints.saver.poll()
             self.checkpoints.saver.record_metrics(step + 1, values)
             if step + 1 == self.cfg.run.steps:
@@ -209,19 +185,16 @@ class Run:
             if self.cfg.filter.bad_sample == "skip":
                 stats.add("filter/bad_samples", bad)
 
-    def _reduced(self, stats: Metrics) -> dict[str, float]:
+    def _numbers(self, stats: Metrics) -> dict[str, float]:
         """The step's numbers with memory and times, alike on every rank. Collective."""
         world = self.world
         for name, gib in self.memory.metrics().items():
             stats.add_max(name, gib)
-        for name, seconds in self.timer.flush().items():
-            stats.add(name, seconds)
-        stats.add_max("time/step", time.perf_counter() - self.step_began)
         if world.trains:
-            values = with_rates(stats.reduce(lambda x, op: all_reduce(x, op, world.data_group), world.device))
+            values = with_rates(self.reduced(stats, world.data_group, world.device))
             values |= {"version": self.models.policy.version}
         else:
-            values = stats.reduce(lambda x, op: all_reduce(x, op, world.role_group))
+            values = self.reduced(stats, world.role_group)
         return merge_roles(values, world)
 
     def _write(self, step: int, values: dict[str, float], batch: Batch, done: Experience) -> None:
@@ -241,9 +214,9 @@ class Run:
         """Some of the episodes as rows of samples.jsonl. step: counted from 1. more: further columns."""
         return sample_rows(step, episodes, self.tokenizer, self.cfg.tracking.samples, more, self.reader)
 
-    def checkpoint(self, step: int) -> None:
-        """Agree on the step that was done, save if it is due, and leave if that is wanted. Collective."""
-        self.checkpoints.step_done(step, {"draws": self.state.draws, "version": self.memory.version})
+    def held(self) -> dict[str, int]:
+        """Numbers that every rank must hold alike after a step."""
+        return {"draws": self.state.draws, "version": self.memory.version}
 
     # ── the end ──────────────────────────────────────────────────────────────
 
@@ -253,31 +226,25 @@ class Run:
             # The weights may be off the device.
             with self.memory.training_phase():
                 pass
-        self.checkpoints.leave(left)
+        super().leave(left)
 
-    def finish(self) -> None:
-        """Evaluate what was learnt, and say where everything is. Collective."""
-        lines, saver = [], self.checkpoints.saver
-        done = max(self.checkpoints.start_step, self.cfg.run.steps)
-        rank_status.step = rank_status.done = done
-        if self.evaluation.is_due(done, force=True):
-            with self.memory.rollout_phase():
-                self.evaluate(done, force=True)
-            if self.evaluation.to_judge is not None:
-                with self.memory.training_phase():
-                    self.judge()
-            numbers = self.evaluation.numbers
-            self.journal.rows(self.evaluation.take_rows(done))
-            self.journal.numbers(done, numbers | {"version": self.memory.version})
-            saver.record_metrics(done + 1, numbers)
-            lines.append("  ".join(f"{k} {v:.3f}" for k, v in numbers.items()))
-        saver.finish()
-        if written := saver.poll():
-            self.journal.numbers(done, written)
-        self.session.finish(lines)
+    def measure_last(self, done: int) -> dict[str, float]:
+        """Evaluate what was learnt. Collective."""
+        if not self.evaluation.is_due(done, force=True):
+            return {}
+        with self.memory.rollout_phase():
+            self.evaluate(done, force=True)
+        if self.evaluation.to_judge is not None:
+            with self.memory.training_phase():
+                self.judge()
+        numbers = self.evaluation.numbers
+        self.journal.rows(self.evaluation.take_rows(done))
+        self.journal.numbers(done, numbers | {"version": self.memory.version})
+        self.checkpoints.saver.record_metrics(done + 1, numbers)
+        return numbers
 
     def close(self) -> None:
         """Close files and processes."""
-        self.journal.close()
+        super().close()
         if self.sampler:
             self.sampler.close()

@@ -5,6 +5,7 @@ rollout and reference. The other files read only the sections that every trainin
 
 job.py           the kinds of jobs: what an entry point declares, and how it starts
 open.py          opens and closes a job on this rank
+run.py           what jobs of every kind do between two steps and at the end
 session.py       settings, ranks, clock, console and folder of a job
 checkpoints.py   resumes a job from its checkpoint, and saves it after steps and at preemption
 engine.py        starts the engine of a job

@@ -1,8 +1,7 @@
 """One job on given rows, on one rank: what its entry point calls, step by step. `supervised/build.py` makes it."""
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,27 +10,19 @@ import torch
 from spmdrl.config.preference import FixedModelConfig
 from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.data.batch import Batch
-from spmdrl.health.preempt import PreemptedError
-from spmdrl.health.status import rank_status
 from spmdrl.policy.contract import MEASURE, Objective
-from spmdrl.policy.models import Models
 from spmdrl.policy.objectives.distillation import DistillObjective
-from spmdrl.session.checkpoints import Checkpoints
-from spmdrl.session.journal import Journal
-from spmdrl.session.session import Session
+from spmdrl.session.run import JobRun
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
 from spmdrl.supervised.rows import Rows, rows_due
-from spmdrl.tracking.metrics import Metrics, Timer
+from spmdrl.tracking.metrics import Metrics
 
 
-@dataclass
-class SupervisedRun:
+@dataclass(kw_only=True)
+class SupervisedRun(JobRun[SupervisedConfig]):
     """Parts of a job on this rank."""
 
-    session: Session[SupervisedConfig]
-    models: Models
     objective: Objective
     data: Rows
     pack: Callable[[list, int], Batch]
@@ -40,10 +31,7 @@ class SupervisedRun:
     """This rank's share of the evaluation; None: there is none."""
     generations: Generations | None
     """The engine that answers prompts during the job; None: there is none."""
-    checkpoints: Checkpoints
-    journal: Journal
     counts: Counter
-    step_began: float = 0.0
     numbers: dict[str, float] | None = None
     """Numbers of an evaluation that the next line of the log takes."""
     measured: Objective | None = None
@@ -56,32 +44,6 @@ class SupervisedRun:
     """Turns the reduced numbers of a step into those that are logged."""
     samples: list[dict] = field(default_factory=list)
     """Answers that go with that line."""
-
-    @property
-    def cfg(self) -> SupervisedConfig:
-        """The job's settings."""
-        return self.session.cfg
-
-    @property
-    def world(self) -> World:
-        """All ranks."""
-        return self.session.world
-
-    @property
-    def timer(self) -> Timer:
-        """Seconds of a step by phase."""
-        return self.session.timer
-
-    @property
-    def policy(self) -> Any:
-        """The model that learns."""
-        return self.models.policy
-
-    def steps(self) -> Iterator[int]:
-        """The steps still to do, counted from 0."""
-        for step in self.session.steps(self.checkpoints.start_step):
-            self.step_began = time.perf_counter()
-            yield step
 
     def rows(self, step: int) -> Batch:
         """This rank's rows of a step, encoded and packed. Collective."""
@@ -146,10 +108,7 @@ class SupervisedRun:
             stats.add_sum("tokens/all", batch.n_tokens * share)
             stats.add_sum("tokens/trained", float(batch.token["mask"].sum()) * share)
             stats.add_max("tokens/most_on_a_rank", batch.n_tokens)
-            for name, seconds in self.timer.flush().items():
-                stats.add(name, seconds)
-            stats.add_max("time/step", time.perf_counter() - self.step_began)
-            values = self.report(stats.reduce(lambda x, op: all_reduce(x, op, world.data_group), world.device))
+            values = self.report(self.reduced(stats, world.data_group, world.device))
             most = values.pop("tokens/most_on_a_rank") * world.data_size
             values["packing/waste"] = 1 - values["tokens/all"] / most if most else 0.0
             values["tokens/s"] = values["tokens/all"] / values["time/step"]
@@ -163,32 +122,17 @@ class SupervisedRun:
             self.journal.step(step + 1, values, self.samples)
             self.samples = []
 
-    def checkpoint(self, step: int) -> None:
-        """Agree on the step that was done, save if it is due, and leave if that is wanted. Collective."""
-        self.checkpoints.step_done(step, {"version": self.policy.version})
-
-    def leave(self, left: PreemptedError) -> None:
-        """Save what was learnt where no checkpoint has it. Collective."""
-        self.checkpoints.leave(left)
-
-    def finish(self) -> None:
-        """Evaluate what was learnt, and say where everything is. Collective."""
-        saver, lines = self.checkpoints.saver, []
-        done = max(self.checkpoints.start_step, self.cfg.run.steps)
-        rank_status.step = rank_status.done = done
+    def measure_last(self, done: int) -> dict[str, float]:
+        """Evaluate what was learnt, and sample from it. Collective."""
         self.evaluate(done, force=True)
         self.sample(done, force=True)
         self.journal.rows(self.samples)
         if self.numbers:
             self.journal.numbers(done, self.numbers)
-            saver.record_metrics(done + 1, self.numbers)
-            lines.append("  ".join(f"{k} {v:.4f}" for k, v in self.numbers.items()))
-        saver.finish()
-        if written := saver.poll():
-            self.journal.numbers(done, written)
-        self.session.finish(lines)
+            self.checkpoints.saver.record_metrics(done + 1, self.numbers)
+        return self.numbers or {}
 
     def close(self) -> None:
         """Close files and threads."""
-        self.journal.close()
+        super().close()
         self.data.thread.shutdown(wait=False, cancel_futures=True)

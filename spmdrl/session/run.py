@@ -1,0 +1,101 @@
+"""One job on one rank: what jobs of every kind do between two steps and at the end."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.config.schema import TrainingConfig
+from spmdrl.health.preempt import PreemptedError
+from spmdrl.health.status import rank_status
+from spmdrl.policy.models import Models
+from spmdrl.session.checkpoints import Checkpoints
+from spmdrl.session.journal import Journal
+from spmdrl.session.session import Session
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.world import World
+from spmdrl.tracking.metrics import Metrics, Timer
+
+C = TypeVar("C", bound=TrainingConfig)
+
+
+@dataclass(kw_only=True)
+class JobRun(Generic[C]):
+    """Parts that every job has on a rank. A kind of job adds its own, and says how it samples, measures and logs."""
+
+    session: Session[C]
+    models: Models
+    checkpoints: Checkpoints
+    journal: Journal
+    step_began: float = 0.0
+    digits: ClassVar[int] = 4
+    """Decimals of the numbers in the last lines."""
+
+    @property
+    def cfg(self) -> C:
+        """The job's settings."""
+        return self.session.cfg
+
+    @property
+    def world(self) -> World:
+        """All ranks."""
+        return self.session.world
+
+    @property
+    def timer(self) -> Timer:
+        """Seconds of a step by phase."""
+        return self.session.timer
+
+    @property
+    def policy(self) -> Any:
+        """The model that learns; None on a rank that does not train."""
+        return self.models.policy
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do, counted from 0."""
+        for step in self.session.steps(self.checkpoints.start_step):
+            self.step_began = time.perf_counter()
+            yield step
+
+    def reduced(
+        self, stats: Metrics, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+    ) -> dict[str, float]:
+        """A step's numbers with its times, alike on the ranks of a group. Collective over them."""
+        for name, seconds in self.timer.flush().items():
+            stats.add(name, seconds)
+        stats.add_max("time/step", time.perf_counter() - self.step_began)
+        return stats.reduce(lambda x, op: all_reduce(x, op, group), device)
+
+    def checkpoint(self, step: int) -> None:
+        """Agree on the step that was done, save if it is due, and leave if that is wanted. Collective."""
+        self.checkpoints.step_done(step, self.held())
+
+    def held(self) -> dict[str, int]:
+        """Numbers that every rank must hold alike after a step."""
+        return {"version": self.policy.version}
+
+    def leave(self, left: PreemptedError) -> None:
+        """Save what was learnt where no checkpoint has it. Collective."""
+        self.checkpoints.leave(left)
+
+    def finish(self) -> None:
+        """Measure what was learnt, and say where everything is. Collective."""
+        done = max(self.checkpoints.start_step, self.cfg.run.steps)
+        rank_status.step = rank_status.done = done
+        numbers, saver = self.measure_last(done), self.checkpoints.saver
+        saver.finish()
+        if written := saver.poll():
+            self.journal.numbers(done, written)
+        shown = "  ".join(f"{name} {value:.{self.digits}f}" for name, value in numbers.items())
+        self.session.finish([shown] if numbers else [])
+
+    def measure_last(self, done: int) -> dict[str, float]:
+        """Measure and write down what was learnt in `done` steps; the numbers of the last lines. Collective."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close files and processes."""
+        self.journal.close()
