@@ -67,13 +67,12 @@ class FurtherTeacher:
     """The `data_source` that it alone teaches; empty: it is mixed in everywhere else."""
 
 
-def further_teachers(config: Config) -> dict[str, FurtherTeacher]:
-    """The teachers beside the first one by name: none but in a distillation.
+def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
+    """Read `--distill.more-teachers`: the teachers by name.
 
     Raises:
         ValueError: an entry that is neither `path=weight` nor `path@source`.
     """
-    specs = config.distill.more_teachers if isinstance(config, DistillationConfig) else ()
     found = {}
     for number, spec in enumerate(specs, 2):
         path, _, source = spec.rpartition("@")
@@ -89,18 +88,6 @@ def further_teachers(config: Config) -> dict[str, FurtherTeacher]:
             raise ValueError(f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source")
         found[f"teacher_{number}"] = FurtherTeacher(path, value, source)
     return found
-
-
-def engine_teachers(config: Config) -> dict[str, str]:
-    """Paths of the teachers that read in the run's own engine, by name, the first one first."""
-    if not isinstance(config, DistillationConfig) or not config.distill.on_engine:
-        return {}
-    return {"reference": config.reference.path} | {name: t.path for name, t in further_teachers(config).items()}
-
-
-def is_aligned(config: Config) -> bool:
-    """Return True where the teacher may have another tokenizer than the student."""
-    return isinstance(config, DistillationConfig) and config.distill.align != "off"
 
 
 def _values(section: str) -> dict:
@@ -122,6 +109,21 @@ class DistillationConfig(Config):
     learns_from_rewards: ClassVar[bool] = False
     has_teacher: ClassVar[bool] = True
 
+    @property
+    def aligns_tokens(self) -> bool:
+        """True where the teacher may have another tokenizer than the student."""
+        return self.distill.align != "off"
+
+    def further_teachers(self) -> dict[str, FurtherTeacher]:
+        """The teachers beside the first one by name. Raises ValueError as `read_teachers`."""
+        return read_teachers(self.distill.more_teachers)
+
+    def engine_teachers(self) -> dict[str, str]:
+        """See `Config`."""
+        if not self.distill.on_engine:
+            return {}
+        return {"reference": self.reference.path} | {name: t.path for name, t in self.further_teachers().items()}
+
 
 def check_distillation(config: DistillationConfig, world_size: int) -> None:
     """Check all values together.
@@ -136,7 +138,7 @@ def _problems(config: DistillationConfig) -> list[str]:
     distill = config.distill
     problems = divergence_problems(distill, "distill", config.policy.backend, config.model.dtype)
     try:
-        further_teachers(config)
+        config.further_teachers()
     except ValueError as error:
         problems.append(str(error))
     if distill.more_teachers and config.reference.refresh_every:
@@ -214,7 +216,7 @@ def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]
     mixed = [f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled"]
     more = [
         f"teacher  {each.path}: " + (f"alone for {each.source}" if each.source else f"weight {each.weight:g}")
-        for each in further_teachers(config).values()
+        for each in config.further_teachers().values()
     ]
     moves, mix = config.reference.refresh_every, config.reference.mix
     if moves:

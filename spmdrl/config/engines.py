@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from spmdrl.config.placement import engine_ranks, shown
+from spmdrl.config.placement import shown
 from spmdrl.config.schema import Config
 
 VLLM_RANK = 512
@@ -115,7 +115,7 @@ def engine_problems(config: Config, world_size: int, here: bool = True) -> list[
 def layout_problems(config: Config, world_size: int) -> list[str]:
     """One line for each setting of an engine's own layout to change. world_size: as in `engine_problems`."""
     rollout, problems, engine = config.rollout, [], engine_name(config)
-    ranks = engine_ranks(config)
+    ranks = config.engine_ranks
     if rollout.dp > 1 and world_size % ranks:
         problems.append(
             f"--rollout.dp {rollout.dp}: an engine has tp x dp = {ranks} ranks, which must divide "

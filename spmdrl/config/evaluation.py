@@ -12,7 +12,7 @@ from spmdrl.config.checks import check
 from spmdrl.config.declare import EVALUATE, hides, section
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
-from spmdrl.config.placement import engine_ranks, samplers
+from spmdrl.config.placement import samplers
 from spmdrl.config.plan import count, ranks, scorer_lines
 from spmdrl.config.schema import (
     CheckpointConfig,
@@ -122,7 +122,7 @@ def check_config(cfg: EvaluationConfig, world_size: int) -> None:
 
 def evaluation_lines(cfg: Config, world_size: int) -> list[str]:
     """The plan of an evaluation. cfg: as `as_run` makes it."""
-    of, longest = engine_ranks(cfg), cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    of, longest = cfg.engine_ranks, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"
     engines = f"{count(samplers(cfg, world_size) // of, 'engine')} of {count(of, 'rank')}"
     return [

@@ -2,7 +2,7 @@
 
 import os
 
-from spmdrl.config.schema import Config, TrainingConfig
+from spmdrl.config.schema import Config
 
 
 def trainers(config: Config, world_size: int) -> int:
@@ -16,11 +16,6 @@ def trainers(config: Config, world_size: int) -> int:
 def samplers(config: Config, world_size: int) -> int:
     """Ranks that sample."""
     return world_size if config.parallel.placement == "colocated" else config.parallel.rollout_ranks
-
-
-def engine_ranks(config: TrainingConfig) -> int:
-    """Ranks that share one engine."""
-    return config.rollout.tp * config.rollout.dp if isinstance(config, Config) else 1
 
 
 def shown(config: Config, count: int, verb: str) -> str:

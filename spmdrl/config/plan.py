@@ -5,7 +5,7 @@ import math
 from spmdrl.config.backends import axis_product
 from spmdrl.config.classifier import ClassifierConfig, classifier_of
 from spmdrl.config.judge import POLICY, judges, read_judge
-from spmdrl.config.placement import engine_ranks, ranks_line, samplers, trainers
+from spmdrl.config.placement import ranks_line, samplers, trainers
 from spmdrl.config.schema import Config
 
 
@@ -16,7 +16,7 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
     one rank; shorter ones pack tighter.
     """
     rollout, axes, updates = config.rollout, config.parallel, config.algo.updates_per_step
-    engines = samplers(config, world_size) // engine_ranks(config)
+    engines = samplers(config, world_size) // config.engine_ranks
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     data_ranks = axes.dp_replicate * shards(config, world_size)
@@ -27,7 +27,7 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
     return [
         f"ranks    {ranks(config, world_size)}",
         f"rollout  {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt:,} samples = "
-        f"{sequences:,} sequences a step; {count(engines, 'engine')} of {count(engine_ranks(config), 'rank')}, "
+        f"{sequences:,} sequences a step; {count(engines, 'engine')} of {count(config.engine_ranks, 'rank')}, "
         f"{count(sequences / engines, 'sequence')} each",
         f"tokens   at most {longest:,} a sequence ({rollout.max_prompt_tokens:,} prompt + "
         f"{rollout.max_new_tokens:,} new), {sequences * longest:,} a step, {rank_sequences * longest:,} a rank",

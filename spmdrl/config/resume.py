@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -126,15 +126,16 @@ def differences(
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, AttributeError, TypeError) as error:
         what = " ".join(str(error).split())
         out.notes.append(f"{path} cannot be read ({what}): its settings are taken to be the defaults")
-    plain = with_preset(type(cfg)(), cfg.algo.preset) if isinstance(cfg, Config) else type(cfg)()
+    run = cast(Config, cfg)
+    plain = with_preset(type(run)(), run.algo.preset) if hasattr(cfg, "algo") else type(cfg)()
     defaults = flat(to_dict(plain))
     for name, here in settled(cfg).items():
         then = there.get(name, defaults.get(name))
         why = ""
-        if name == "rollout.engine" and isinstance(cfg, Config):
+        if name == "rollout.engine":
             # A file by another hand may say auto, which is taken for what it is here.
-            then = then if then != "auto" else engine_name(replace(cfg, rollout=replace(cfg.rollout, engine="auto")))
-            why = " (by auto)" if cfg.rollout.engine == "auto" else ""
+            then = then if then != "auto" else engine_name(replace(run, rollout=replace(run.rollout, engine="auto")))
+            why = " (by auto)" if run.rollout.engine == "auto" else ""
         implied = name == "data.chat_template" and name not in given and (then, here) == ("", "chatml")
         if then != here and not implied:
             out.lines.append(f"{flag(name)}: {shown(then)} there, {shown(here)} here{why}")
@@ -144,6 +145,7 @@ def differences(
 def lasting(cfg: TrainingConfig) -> TrainingConfig:
     """The settings without those meant for this start alone, and with the engine that `auto` resolves to."""
     cfg = replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
-    if isinstance(cfg, Config):
-        cfg = replace(cfg, rollout=replace(cfg.rollout, engine=engine_name(cfg)))
+    if hasattr(cfg, "rollout"):
+        run = cast(Config, cfg)
+        cfg = replace(run, rollout=replace(run.rollout, engine=engine_name(run)))
     return cfg

@@ -330,6 +330,9 @@ class RolloutConfig:
 class DataConfig:
     """Prompts."""
 
+    RENDERS_MESSAGES: ClassVar[bool] = False
+    """Rows of messages are rendered by the chat template whatever `chat` says."""
+
     train: str = setting("builtin:reverse", unread_by=(EVALUATE,))
     """`builtin:<task>`, a .jsonl or verl .parquet path, `hf:<dataset>[:config[:split]]`, `ms:<dataset>` (ModelScope),
     or `reasoning-gym:<task>`."""
@@ -481,6 +484,11 @@ class TrainingConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     tracking: TrackingConfig = section(TrackingConfig)
 
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks that share one engine; 1 where there is none."""
+        return 1
+
 
 @dataclass
 class Config(TrainingConfig):
@@ -502,6 +510,24 @@ class Config(TrainingConfig):
     reward: RewardConfig = section(RewardConfig)
     sandbox: SandboxConfig = section(SandboxConfig)
     eval: EvalConfig = section(EvalConfig)
+
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks that share one engine."""
+        return self.rollout.tp * self.rollout.dp
+
+    @property
+    def aligns_tokens(self) -> bool:
+        """True where the reference may have another tokenizer than the policy."""
+        return False
+
+    def further_teachers(self) -> dict[str, Any]:
+        """The teachers beside the reference by name (`distillation.FurtherTeacher`): none but in a distillation."""
+        return {}
+
+    def engine_teachers(self) -> dict[str, str]:
+        """Paths of the teachers that read in the run's own engine, by name, the first one first."""
+        return {}
 
     @property
     def has_reference(self) -> bool:

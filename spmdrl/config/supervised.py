@@ -66,6 +66,8 @@ class SupervisedOptimizerConfig(OptimizerConfig):
 class SupervisedDataConfig:
     """Rows, and the dialogues or text in them."""
 
+    RENDERS_MESSAGES: ClassVar[bool] = True
+
     train: tuple[str, ...] = ("builtin:reverse",)
     """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
     `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmdrl.config.schema import TrainingConfig
-from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.data.chat import CHATML, chosen_template, template_text
 from spmdrl.data.marked_turns import marked_sequences
 from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
@@ -27,8 +26,7 @@ def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
     found = chosen_template(tokenizer, template_text(cfg.data.chat_template))
     if getattr(cfg, "env", ""):
         return found or CHATML
-    # Given rows of messages are rendered whatever --data.chat says.
-    return found if cfg.data.chat != "off" or isinstance(cfg.data, SupervisedDataConfig) else ""
+    return found if cfg.data.chat != "off" or cfg.data.RENDERS_MESSAGES else ""
 
 
 def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:

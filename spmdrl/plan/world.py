@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.plan.numbers import META
 from spmdrl.plan.traffic import Traffic
@@ -22,7 +21,7 @@ def open_world(cfg: Config, rank: int, size: int) -> World:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    return replace(world_from_group(cfg.parallel, engine_ranks(cfg), torch.device("cpu")), device=META)
+    return replace(world_from_group(cfg.parallel, cfg.engine_ranks, torch.device("cpu")), device=META)
 
 
 def name_axes(traffic: Traffic, cfg: Config, world: World) -> None:

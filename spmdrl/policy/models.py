@@ -11,12 +11,6 @@ from typing import Any
 import torch
 
 from spmdrl.config.classifier import is_classifier, model_path
-from spmdrl.config.distillation import (
-    DistillationConfig,
-    engine_teachers,
-    further_teachers,
-    is_aligned,
-)
 from spmdrl.config.schema import Config, is_average
 from spmdrl.hub.build import check_head
 from spmdrl.hub.resolve import named, resolve
@@ -109,10 +103,10 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
     """
     wanted: dict[str, Wanted] = {}
     scorer = model_path(cfg.reward.model)
-    lent = engine_teachers(cfg)
+    lent = cfg.engine_teachers()
     if "reference" in needs and not lent:
         wanted["reference"] = Wanted("--reference.path", cfg.reference.path, "lm")
-    for name, teacher in further_teachers(cfg).items() if not lent else ():
+    for name, teacher in cfg.further_teachers().items() if not lent else ():
         wanted[name] = Wanted("--distill.more-teachers", teacher.path, "lm")
     for name in ("critic", "cost_critic"):
         if name in needs:
@@ -138,71 +132,31 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     """
     from spmdrl.policy.fsdp.lora import BaseOf
 
-    make = backend(cfg.policy.backend)
-
     total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
     if "critic" in needs:
         # The policy's schedule begins when the policy begins to learn, after the critic's warm-up.
         warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
     wanted = wanted_models(cfg, needs)
-    any_frozen = any(each.lr is None for each in wanted.values())
-    if cfg.parallel.scoring_ranks and not any_frozen:
-        log.warning(
-            "--parallel.scoring-ranks %d: this run has no frozen model (no KL, teacher, reward or cost model), so "
-            "these ranks have nothing to do",
-            cfg.parallel.scoring_ranks,
-        )
     scoring = scoring_world(world, cfg.parallel, timedelta(seconds=cfg.run.timeout))
-
-    def trained(path: str, lr: float, head: Head) -> Policy | None:
-        if not world.trains:
-            return None
-        optimizer = dataclasses.replace(cfg.optimizer, lr=lr)
-        return make(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
-
-    def frozen(path: str, head: Head, labels: int, average: bool) -> Any:
-        model = None
-        if world.scores:
-            more = {"average": True} if average and cfg.policy.backend == "fsdp" else {}
-            model = make(cfg, scoring, 0, trainable=False, path=path, head=head, labels=labels, **more)
-        if scoring is world or world.samples:
-            return model
-        answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
-        share = shares_prompts(cfg.policy) and head != "score"
-        return RemotePolicy(model, world, scoring.holders, answers, share, labels)
-
-    labels = None
-    if is_classifier(cfg.reward.model):
-        labels = labels_of(cfg.reward.model, cfg.model.path, cfg.model.trust_remote_code)
-    for name, each in wanted.items():
-        if each.head != "lm" and cfg.policy.backend == "fsdp":
-            with named(each.flag):
-                trust = cfg.model.trust_remote_code
-                check_head(resolve(each.path or cfg.model.path, trust), each.head, trust)
-        if each.path and not (labels and name == "reward_model"):
-            with named(each.flag):
-                if not (name == "reference" and is_aligned(cfg)):
-                    way = ALIGN if name == "reference" and isinstance(cfg, DistillationConfig) else ""
-                    check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code, way)
-                if each.head == "score":
-                    check_alone(each.path, each.flag, cfg.model.trust_remote_code)
-    replay = cfg.rollout.routing_replay
     models = Models(None)
-    models.labels = labels
+    if is_classifier(cfg.reward.model):
+        models.labels = labels_of(cfg.reward.model, cfg.model.path, cfg.model.trust_remote_code)
+    check_wanted(cfg, wanted, models.labels)
     if world.trains:
-        models.policy = make(cfg, world, total - warmup, trainable=total > 0, routing_replay=replay, adapt=bool(total))
+        more = {"routing_replay": cfg.rollout.routing_replay, "adapt": bool(total)}
+        models.policy = backend(cfg.policy.backend)(cfg, world, total - warmup, trainable=total > 0, **more)
     models.keep_reference = "reference" in wanted and cfg.reference.refresh_every > 0
-    start = cfg.model.path
     for name, each in wanted.items():
         if each.lr is not None:
-            model: Any = trained(each.path, each.lr, each.head)
-        elif name == "reference" and cfg.lora.rank and each.path in ("", start) and scoring is world:
+            model: Any = trained(cfg, world, each, total) if world.trains else None
+        elif name == "reference" and cfg.lora.rank and each.path in ("", cfg.model.path) and scoring is world:
             model = BaseOf(models.policy) if models.policy else None
         elif name == "process_reference" and models.reference and _same(cfg, each.path):
             model = models.reference
         else:
-            outputs = labels.outputs if labels and name == "reward_model" else 1
-            model = frozen(each.path, each.head, outputs, name == "reference" and is_average(cfg.reference))
+            outputs = models.labels.outputs if models.labels and name == "reward_model" else 1
+            average = name == "reference" and is_average(cfg.reference)
+            model = frozen(cfg, world, scoring, each, outputs, average)
         if each.flag == "--distill.more-teachers":
             models.teachers[name] = model
         else:
@@ -210,6 +164,60 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     if models.keep_reference and models.policy and models.reference:
         check_alike(models.policy, models.reference)
     return models
+
+
+def trained(cfg: Config, world: World, each: Wanted, total: int) -> Policy:
+    """Build a model that trains beside the policy. Collective over trainers. total: optimizer steps of the run."""
+    optimizer = dataclasses.replace(cfg.optimizer, lr=each.lr)
+    return backend(cfg.policy.backend)(cfg, world, total, path=each.path, head=each.head, optimizer=optimizer)
+
+
+def frozen(cfg: Config, world: World, scoring: World, each: Wanted, outputs: int, average: bool) -> Any:
+    """Build a frozen model, or the way to the ranks that hold it. Collective.
+
+    scoring: ranks that hold frozen models. outputs: scores of a reward model. average: it takes shares of the policy's
+    weights.
+    """
+    model = None
+    if world.scores:
+        more = {"average": True} if average and cfg.policy.backend == "fsdp" else {}
+        path, head = each.path, each.head
+        model = backend(cfg.policy.backend)(
+            cfg, scoring, 0, trainable=False, path=path, head=head, labels=outputs, **more
+        )
+    if scoring is world or world.samples:
+        return model
+    answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
+    share = shares_prompts(cfg.policy) and each.head != "score"
+    return RemotePolicy(model, world, scoring.holders, answers, share, outputs)
+
+
+def check_wanted(cfg: Config, wanted: dict[str, Wanted], labels: Labels | None) -> None:
+    """Check that the folders of models fit their roles; warns of ranks that would score and have no model to.
+
+    labels: of the reward model, whose tokens they check themselves.
+
+    Raises:
+        ValueError: a head that is missing, or another tokenizer than the policy's; the message names the flag.
+    """
+    if cfg.parallel.scoring_ranks and all(each.lr is not None for each in wanted.values()):
+        log.warning(
+            "--parallel.scoring-ranks %d: this run has no frozen model (no KL, teacher, reward or cost model), so "
+            "these ranks have nothing to do",
+            cfg.parallel.scoring_ranks,
+        )
+    trust = cfg.model.trust_remote_code
+    for name, each in wanted.items():
+        if each.head != "lm" and cfg.policy.backend == "fsdp":
+            with named(each.flag):
+                check_head(resolve(each.path or cfg.model.path, trust), each.head, trust)
+        if each.path and not (labels and name == "reward_model"):
+            with named(each.flag):
+                if not (name == "reference" and cfg.aligns_tokens):
+                    way = ALIGN if name == "reference" and cfg.has_teacher else ""
+                    check_same_tokens(each.path, cfg.model.path, each.flag, trust, way)
+                if each.head == "score":
+                    check_alone(each.path, each.flag, trust)
 
 
 def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callable[[str], None]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from spmdrl.config.distillation import DistillationConfig, further_teachers, is_aligned
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
@@ -50,10 +50,10 @@ class Distillation(PolicyGradient):
         """
         super().__init__(run)
         self.cfg = cast(DistillationConfig, run.cfg)
-        paths = [self.cfg.model.path, self.cfg.reference.path, *(t.path for t in further_teachers(self.cfg).values())]
+        paths = [self.cfg.model.path, self.cfg.reference.path, *(t.path for t in self.cfg.further_teachers().values())]
         self.reader = reader_of(self.cfg.distill, "distill", paths, self.cfg.model)
         self.on_engine = EngineTeachers(run) if self.cfg.distill.on_engine else None
-        self.alignment = Alignment(run, self.cfg, self.reader) if is_aligned(self.cfg) else None
+        self.alignment = Alignment(run, self.cfg, self.reader) if self.cfg.aligns_tokens else None
         # A teacher of other tokens has its prompts there.
         told = self.cfg.distill.teacher_template and self.alignment is None
         self.prompts: dict[int, list[int]] = {}
@@ -173,7 +173,7 @@ class Distillation(PolicyGradient):
 
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
     """Weight of each teacher, the first one first, by `data_source`; under "" those of all other sources."""
-    further = list(further_teachers(cfg).values())
+    further = list(cfg.further_teachers().values())
     mixed = [1.0, *(0.0 if each.source else each.weight for each in further)]
     out = {"": [weight / sum(mixed) for weight in mixed]}
     for source in {each.source for each in further} - {""}:

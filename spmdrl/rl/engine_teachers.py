@@ -9,7 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.distillation import DistillationConfig, engine_teachers
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.judging import frozen_judges
 from spmdrl.data.batch import Batch
 from spmdrl.hub.folder import plain_errors
@@ -38,7 +38,7 @@ class EngineTeachers:
         cfg = cast(DistillationConfig, run.cfg)
         self.run, self.temperature = run, cfg.rollout.temperature
         self.folders: dict[str, Tensors] = {}
-        paths, trust = engine_teachers(cfg), cfg.model.trust_remote_code
+        paths, trust = cfg.engine_teachers(), cfg.model.trust_remote_code
         for name, path in paths.items():
             flag = "--reference.path" if name == "reference" else "--distill.more-teachers"
             with named(flag):

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.data import treefile
 from spmdrl.data.batch import Batch
@@ -52,7 +51,7 @@ class RankState:
         leads = world.samples and world.engine_tp_rank == 0
         return {
             # leaders: the first rank of each engine.
-            "layout": {"size": world.size, "leaders": list(samplers[:: engine_ranks(self.cfg)])},
+            "layout": {"size": world.size, "leaders": list(samplers[:: self.cfg.engine_ranks])},
             "settings": self._settings(),
             "ahead": {
                 "step": ahead.step,

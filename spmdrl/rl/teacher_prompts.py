@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from spmdrl.config.distillation import DistillationConfig, further_teachers
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.build import context_length
@@ -13,7 +13,7 @@ from spmdrl.rollout.build import context_length
 def room(cfg: DistillationConfig) -> int:
     """Tokens of the longest sequence that every teacher takes."""
     trust = cfg.model.trust_remote_code
-    paths = [cfg.reference.path, *(each.path for each in further_teachers(cfg).values())]
+    paths = [cfg.reference.path, *(each.path for each in cfg.further_teachers().values())]
     return min(*(context_length(resolve(path, trust), trust) for path in paths), cfg.policy.max_tokens_per_microbatch)
 
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 
-from spmdrl.config.distillation import engine_teachers
 from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.judging import frozen_judges
 from spmdrl.config.schema import Config
@@ -103,7 +102,7 @@ class Memory:
         """True if freed memory goes back to the device."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
-        self.lent = bool(frozen_judges(cfg) or engine_teachers(cfg))
+        self.lent = bool(frozen_judges(cfg) or cfg.engine_teachers())
         """True where engines may hold the weights of a judge or a teacher: a rank then knows only of its own."""
         self.check: EngineCheck | None = None
         """Compares engine and policy in the first phases; None: nothing is compared."""

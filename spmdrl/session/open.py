@@ -14,7 +14,6 @@ from transformers.utils.logging import disable_progress_bar
 from spmdrl import checkpoint
 from spmdrl.config.load import Loaded
 from spmdrl.config.paths import check_run_folder, run_folder
-from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.data.chat import Today
 from spmdrl.health.failure import named_exit, watch
@@ -92,7 +91,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
 def meet(cfg: TrainingConfig) -> tuple[World, list[str]]:
     """Meet the other ranks of the job; returns all ranks, and lines to tell. Collective."""
     notes = [choose_interface()]
-    world = start(cfg.parallel, engine_ranks(cfg), cfg.run.device, cfg.run.timeout)
+    world = start(cfg.parallel, cfg.engine_ranks, cfg.run.device, cfg.run.timeout)
     if world.device.type == "cuda":
         notes.append(share_cores())
     # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
 
 from spmdrl.checkpoint.store import saved_models
-from spmdrl.config.placement import engine_ranks, trainers
+from spmdrl.config.placement import trainers
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import share_out
@@ -220,7 +220,7 @@ def real(world, cases: list) -> dict:
 def opened(world, cfg: Config) -> tuple:
     """Returns the world of a case and its algorithm; groups of earlier cases end."""
     drop_groups()
-    world = world_from_group(cfg.parallel, engine_ranks(cfg), torch.device("cpu"), world.rank)
+    world = world_from_group(cfg.parallel, cfg.engine_ranks, torch.device("cpu"), world.rank)
     if cfg.policy.backend == "megatron" and (world.trains or world.scores):
         from spmdrl.policy.megatron.model import initialize
         from spmdrl.policy.megatron.policy import layout_of

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.engines import sglang_python, sleep_level, starts_empty
-from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.resolve import resolve
@@ -75,7 +74,7 @@ class SGLangEngine:
         self.process: Process | None = None
         self.transport: SharedMemory | Broadcast = SharedMemory()
         if cfg.rollout.sglang_push == "broadcast":
-            self.transport = Broadcast(engine_ranks(cfg), "gloo" if self.on_cpu else "nccl", cfg.run.timeout)
+            self.transport = Broadcast(cfg.engine_ranks, "gloo" if self.on_cpu else "nccl", cfg.run.timeout)
         if world.engine_tp_rank == 0:
             python = sglang_python()
             assert python is not None, "checked with the other settings"
@@ -94,7 +93,7 @@ class SGLangEngine:
 
     def _engine_group(self, cfg: Config) -> dist.ProcessGroup | None:
         """Create the host-side group of this engine's ranks. Collective over the sampling ranks."""
-        if engine_ranks(cfg) == 1:
+        if cfg.engine_ranks == 1:
             return None
         hosts = dict(
             zip(self.world.roles.samplers, all_gather_text(os.uname().nodename, self.world.rollout_group), strict=True)

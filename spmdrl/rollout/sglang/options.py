@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.engines import sleep_level, starts_empty
-from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import kv_bytes_per_token, longest_sequence, without_quantization
 from spmdrl.spmd.world import World
@@ -30,7 +29,7 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "dtype": cfg.model.dtype,
         "device": world.device.type,
         # SGLang counts every rank of an engine here; copies of the attention divide them.
-        "tp_size": engine_ranks(cfg),
+        "tp_size": cfg.engine_ranks,
         **({"ep_size": rollout.ep} if rollout.ep > 1 else {}),
         **({"attn_dp_size": rollout.dp} if rollout.dp > 1 else {}),
         "context_length": longest,

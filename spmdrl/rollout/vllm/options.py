@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.distillation import engine_teachers
 from spmdrl.config.engines import pushed_parts, sleep_level, starts_empty
-from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.engine import longest_sequence, without_quantization
@@ -183,12 +181,12 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     if routed:
         options["enable_return_routed_experts"] = True
     options |= layout(cfg)
-    if engine_teachers(cfg):
+    if cfg.engine_teachers():
         options["max_logprobs"] = cfg.distill.top_k  # pyright: ignore[reportAttributeAccessIssue]
     if starts_empty(cfg):
         start_with_zeros()
         options |= {"load_format": "dummy", "hf_overrides": without_quantization(whole)}
-    if engine_ranks(cfg) > 1 or not on_cpu:
+    if cfg.engine_ranks > 1 or not on_cpu:
         # Without it vLLM uses the first GPU for an engine of one rank, whichever rank that is.
         options["distributed_executor_backend"] = "external_launcher"
     if "adapter" in pushed_parts(cfg):
