@@ -141,8 +141,7 @@ class PaperRank:
                 self.paper.retag([x for x in tensors if x is not None], f"{name} {kind}")
 
     def _train(self, rounds: tuple[int, ...]) -> None:
-        from spmdrl.rl.score import score, serve
-        from spmdrl.rl.update import update
+        from spmdrl.rl.method import PolicyGradient
 
         if not (self.world.trains or self.world.scores):
             return
@@ -152,17 +151,19 @@ class PaperRank:
         samples = min(mine, rollout.samples_per_prompt)
         batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, 128)
         updates = self.cfg.algo.updates_per_step
+        one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
+        run: Any = SimpleNamespace(cfg=one, algo=self.algo, models=self.models, peers=peers)
+        method = PolicyGradient(run)
         with alike(), few_passes(own_tensors(self.models), self.paper, self.works, updates, rounds):
             if self.world.trains:
-                score(batch, self.models, self.algo, self.cfg, peers)
-                batch = self.algo.advantages(batch, peers)
+                batch, _ = method.score(batch)
+                batch = method.advantages(batch)
                 if updates > 1:
                     # Each update gets whole groups.
                     batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
-                one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
-                update(batch, self.models, self.algo, one, 1 << 30, peers)
+                method.update(batch, 1 << 30)
             else:
-                serve(batch, self.models, self.algo, rollout.temperature)
+                method.answer(batch)
 
 
 def scorers(models: Any) -> int:
