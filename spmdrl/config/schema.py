@@ -542,5 +542,7 @@ class Config(TrainingConfig):
 
     learns_from_rewards: ClassVar[bool] = True
     """False where rewards are for the log alone."""
+    has_teacher: ClassVar[bool] = False
+    """True where the reference is a teacher."""
     has_advantages: ClassVar[bool] = True
     """False where samples are compared without one."""
