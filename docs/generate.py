@@ -19,6 +19,8 @@ from spmdrl.config.builtin import REWARDS
 from spmdrl.config.load import from_command_line
 from spmdrl.config.parameters import parameters_of
 from spmdrl.config.presets import PRESETS
+from spmdrl.env.call_formats import FORMATS
+from spmdrl.env.forms import BUILTIN
 from spmdrl.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,6 +168,42 @@ def loop() -> str:
     return "\n".join(["```python", *kept, "```"])
 
 
+# ── environments ─────────────────────────────────────────────────────────────
+
+
+def environments() -> str:
+    """Returns the table of built-in environments: their docstrings, and the settings of their classes."""
+    rows = []
+    for name, place in BUILTIN.items():
+        module, _, attribute = place.partition(":")
+        kind = getattr(import_module(module), attribute)
+        says = " ".join(inspect.cleandoc(kind.__doc__).split())
+        rows.append([f"`builtin:{name}`", linked(says, set()), arguments(kind)])
+    return table(["value", "environment", "settings"], *rows)
+
+
+def arguments(kind: type) -> str:
+    """Returns the settings of a class: the defaults in its signature, and the lines under `Args:` of `__init__`."""
+    block = re.search(r"Args:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(kind.__init__.__doc__ or ""), re.DOTALL)
+    told = dict(re.findall(r"^    (\w+): (.*?)(?=\n    \w|\Z)", block[1] if block else "", re.MULTILINE | re.DOTALL))
+    found = []
+    for name, parameter in inspect.signature(kind).parameters.items():
+        says = " ".join(told.get(name, "").split()).rstrip(".")
+        empty = parameter.default in (None, "", (), False)
+        found.append(f"`{name}`{'' if empty else f' ({parameter.default})'}" + (f": {says}" if says else ""))
+    return "; ".join(found)
+
+
+def forms_of_calls() -> str:
+    """Returns the table of forms of tool calls: the two paragraphs of their readers' docstrings."""
+    rows = []
+    for name, form in FORMATS.items():
+        text = inspect.cleandoc(form.read.__doc__ or "").replace("|", "\\|")
+        reads, _, source = (" ".join(part.split()) for part in text.partition("\n\n"))
+        rows.append([f"`{name}`", reads.removeprefix("Read ").rstrip("."), source.rstrip(".")])
+    return table(["form", "a call", "models, source"], *rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "loop of train.py": loop,
     "losses": losses,
@@ -174,6 +212,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "presets": presets,
     "names of presets": preset_names,
     "rewards": rewards,
+    "environments": environments,
+    "forms of calls": forms_of_calls,
 }
 
 

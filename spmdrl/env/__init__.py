@@ -16,7 +16,7 @@ gyms.py        environments of other libraries by name or class: Gymnasium, skyr
 verl_form.py   verl's YAML files of tools and interactions, which verl_env.py runs; verl_modules.py stands in for the
                modules of verl that users' files import, verl_gsm8k.py for its example
 calls.py       text of a turn -> calls of tools; call_formats.py has the forms, call_reading.py what they share
-tools.py       names of the tools that come with spmdrl: calculator.py, python_tool.py (programs in the sandbox),
+calculator.py, python_tool.py (programs in the sandbox),
                search.py (with corpus.py, an index on this machine), mcp_tools.py (with mcp_connection.py)
 __main__.py    the commands `init` (scaffold.py) and `try` (by_hand.py, by_model.py over play.py, which waits for one
                episode at a time; conversation_text.py prints it)

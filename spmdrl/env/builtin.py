@@ -10,7 +10,7 @@ _NUMBER = re.compile(r"\d{1,9}")
 
 
 class Guess:
-    """Guess a number: the first number in a message is the guess, and the answer is `higher` or `lower`.
+    """Guessing a number: the first number in a message is the guess, and the answer is `higher` or `lower`.
 
     The reward is 1 for the right number, less `late` for each guess before it, and 0 without it. Halving the range
     finds each of n numbers within log2(n) + 1 guesses.
@@ -19,7 +19,13 @@ class Guess:
     parallel_calls = False
 
     def __init__(self, numbers: int = 8, turns: int = 4, late: float = 0.0):
-        """numbers: the number is one of 1 .. numbers. turns: guesses at most. late: taken off for each guess before."""
+        """Take settings.
+
+        Args:
+            numbers: the number is one of 1 .. numbers.
+            turns: guesses at most.
+            late: taken off the reward for each guess before the right one.
+        """
         if numbers < 1 or turns < 1 or not 0 <= late * turns <= 1:
             raise ValueError("numbers and turns must be 1 or more, and late from 0 to 1 / turns")
         self._numbers, self._turns, self._late = numbers, turns, late
@@ -56,7 +62,7 @@ class Guess:
 
 
 class GuessTool:
-    """The game of `Guess`, with a tool for the guesses."""
+    """The game of `guess`, with a tool for the guesses."""
 
     parallel_calls = False
 

@@ -27,7 +27,7 @@ OPERATORS: dict[type[ast.AST], Any] = {
 
 
 class Calculator:
-    """The tool `calculate`. It holds nothing between calls."""
+    """A tool for exact arithmetic, `calculate`. It keeps nothing."""
 
     def reset(self, row: dict, seed: int) -> None:
         """Begin an episode with the prompt of its row."""

@@ -8,6 +8,7 @@ import ast
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from spmdrl.env.base import Call
 from spmdrl.env.call_reading import MalformedError, Tools, arguments_of, between, broken, call_of, json_at, typed
@@ -94,7 +95,7 @@ def glm(text: str, tools: Tools) -> tuple[str, list[Call]]:
 def mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Read `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and `[TOOL_CALLS]NAME[ARGS]{...}` of later models.
 
-    https://docs.mistral.ai/cookbooks/concept-deep-dive-tokenization-tool_calling
+    Mistral: https://docs.mistral.ai/cookbooks/concept-deep-dive-tokenization-tool_calling
     """
 
     def read(text: str, at: int) -> tuple[list[Call], int]:
@@ -113,9 +114,9 @@ def mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def deepseek(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read calls of DeepSeek V3 and R1 (type, name and a block of JSON) and of V3.1 (name and JSON).
+    """Read `<｜tool▁calls▁begin｜>` and what follows: type, name and a block of JSON, or name and JSON.
 
-    https://huggingface.co/deepseek-ai/DeepSeek-V3-0324, https://huggingface.co/deepseek-ai/DeepSeek-V3.1
+    DeepSeek V3 and R1, and V3.1: https://huggingface.co/deepseek-ai/DeepSeek-V3-0324, https://huggingface.co/deepseek-ai/DeepSeek-V3.1
     """
     first, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
@@ -190,7 +191,7 @@ def _python_tag(text: str) -> Call:
 def gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Read the channels of a harmony answer: calls are messages with a recipient, `to=functions.NAME`.
 
-    https://github.com/openai/harmony/blob/main/docs/format.md. The analysis channel is not in the text that is
+    gpt-oss: https://github.com/openai/harmony/blob/main/docs/format.md. The analysis channel is not in the text that is
     returned; `analysis` returns it.
     """
     kept: list[str] = []
@@ -261,15 +262,30 @@ def none(text: str, tools: Tools) -> tuple[str, list[Call]]:
     return text, []
 
 
-FORMATS: dict[str, Callable[[str, Tools], tuple[str, list[Call]]]] = {
-    "hermes": hermes,
-    "qwen3_coder": qwen3_coder,
-    "glm": glm,
-    "mistral": mistral,
-    "deepseek": deepseek,
-    "gpt_oss": gpt_oss,
-    "llama3": llama3,
-    "python": python,
-    "none": none,
+@dataclass(frozen=True)
+class CallFormat:
+    """A form in which models write tool calls. The docstring of its reader shows a call and gives the source."""
+
+    read: Callable[[str, Tools], tuple[str, list[Call]]]
+    begins: str = ""
+    """The mark that begins the calls of a turn, and ends a thought that is not closed."""
+    shown: str = ""
+    """A mark in templates that describe calls but do not render them."""
+    opens: tuple[str, ...] = ("",)
+    """Beginnings of a call, where the reader finds calls within the marks of other forms too."""
+    thought: Callable[[str], str] | None = None
+    """Reads the thought of a turn, where it is not between marks."""
+
+
+FORMATS: dict[str, CallFormat] = {
+    "hermes": CallFormat(hermes, "<tool_call>", "<tool_call>"),
+    "qwen3_coder": CallFormat(qwen3_coder, "<tool_call>", "<function="),
+    "glm": CallFormat(glm, "<tool_call>", "<arg_key>"),
+    "mistral": CallFormat(mistral, "[TOOL_CALLS]", "[TOOL_CALLS]"),
+    "deepseek": CallFormat(deepseek, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    "gpt_oss": CallFormat(gpt_oss, shown="<|channel|>commentary", thought=analysis),
+    "llama3": CallFormat(llama3, "<|python_tag|>", opens=("{", "<|python_tag|>")),
+    "python": CallFormat(python),
+    "none": CallFormat(none),
 }
-"""Readers by name."""
+"""A form whose mark stands in templates of later ones, too, comes before them."""

@@ -9,31 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.env.base import Call, Said
-from spmdrl.env.call_formats import FORMATS, analysis
+from spmdrl.env.call_formats import FORMATS
 from spmdrl.env.call_reading import Tools
 
 __all__ = ["FORMATS", "Call", "Said", "as_message", "format_of", "hear", "parse"]
 
 THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Marks around a thought."""
-CALLS = {
-    "hermes": "<tool_call>",
-    "qwen3_coder": "<tool_call>",
-    "glm": "<tool_call>",
-    "mistral": "[TOOL_CALLS]",
-    "deepseek": "<｜tool▁calls▁begin｜>",
-    "llama3": "<|python_tag|>",
-}
-"""The mark that begins the calls of a turn, and ends a thought that is not closed."""
-SHOWN = {
-    "deepseek": "<｜tool▁call▁begin｜>",
-    "mistral": "[TOOL_CALLS]",
-    "gpt_oss": "<|channel|>commentary",
-    "qwen3_coder": "<function=",
-    "glm": "<arg_key>",
-    "hermes": "<tool_call>",
-}
-"""Marks in templates that describe calls but do not render them; the first that is found tells."""
 PROBE = "zq7probe"
 
 
@@ -51,11 +33,9 @@ def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], s
     if format not in FORMATS:
         raise ValueError(f"no form of tool calls is called {format!r}: take one of {', '.join(FORMATS)}")
     text = text.encode("utf-8", "replace").decode()
-    if format == "gpt_oss":
-        thought, rest = analysis(text), text
-    else:
-        thought, rest = _apart(text, CALLS.get(format, ""))
-    content, calls = FORMATS[format](rest, tools)
+    form = FORMATS[format]
+    thought, rest = (form.thought(text), text) if form.thought else _apart(text, form.begins)
+    content, calls = form.read(rest, tools)
     for i, call in enumerate(calls):
         call.id = call.id or f"call{i:05}"
     return content if content == text else content.strip(), calls, thought.strip()
@@ -119,11 +99,8 @@ def format_of(template: str) -> str:
         ValueError: it shows calls in a form that no reader reads.
     """
     shown = _rendered_call(template)
-    # A call without marks is looked for last: readers of bare JSON find it within others' marks too.
-    for name in FORMATS:
-        if PROBE in shown and name not in ("python", "none"):
-            if name == "llama3" and not shown.lstrip().startswith(("{", "<|python_tag|>")):
-                continue
+    for name, form in FORMATS.items():
+        if PROBE in shown and shown.lstrip().startswith(form.opens):
             calls = parse(shown, name)[1]
             if [(call.name, call.arguments) for call in calls] == [(PROBE, {"a": PROBE})]:
                 return name
@@ -132,7 +109,7 @@ def format_of(template: str) -> str:
             f"the chat template shows tool calls in a form that is not read here ({shown.strip()[:80]!r}): "
             f"name the form in which the model writes them, one of {', '.join(FORMATS)}"
         )
-    return next((name for name, mark in SHOWN.items() if mark in template), "none")
+    return next((name for name, form in reversed(FORMATS.items()) if form.shown and form.shown in template), "none")
 
 
 @dataclass

@@ -32,15 +32,19 @@ from spmdrl.config.fields import nearest
 from spmdrl.config.user_code import import_file, place, said
 from spmdrl.env import gyms, verl_form
 from spmdrl.env.operations import by_name, methods_of, tool_of
-from spmdrl.env.tools import TOOLS, mcp_settings
 from spmdrl.env.trl import FromTRL, Functions, is_trl
 from spmdrl.env.verl_modules import provide
 
 BUILTIN = {
     "guess": "spmdrl.env.builtin:Guess",
     "guess_tool": "spmdrl.env.builtin:GuessTool",
-} | TOOLS
-"""Built-in environments: name -> where the class is."""
+    "calculator": "spmdrl.env.calculator:Calculator",
+    "python": "spmdrl.env.python_tool:Python",
+    "python_session": "spmdrl.env.python_tool:PythonSession",
+    "search": "spmdrl.env.search:Search",
+    "mcp": "spmdrl.env.mcp_tools:Mcp",
+}
+"""Built-in environments, and tools that are environments: name -> the class, whose docstring says what it is."""
 PARTS = {
     "reset": ("row", "seed"),
     "step": ("message",),
@@ -126,6 +130,18 @@ def _mcp(name: str) -> Form | None:
         return None
     given, server = mcp_settings(name), load(BUILTIN["mcp"])
     return Form(lambda settings: server.make(given | settings), "mcp", f"tools of the MCP server {name[4:].strip()}")
+
+
+def mcp_settings(name: str) -> dict[str, Any]:
+    """Return the settings that `mcp:URL` or `mcp:COMMAND` stands for.
+
+    Raises:
+        ValueError: nothing follows the colon.
+    """
+    rest = name.partition(":")[2].strip()
+    if not rest:
+        raise ValueError(f"the environment {name!r} names no MCP server: write mcp:https://... or mcp:COMMAND")
+    return {"url" if rest.startswith(("http://", "https://")) else "command": rest}
 
 
 def _library(name: str) -> Form | None:

@@ -27,7 +27,7 @@ _lines: dict[str, Line] = {}
 
 
 class Mcp:
-    """The tools of one server. It is started, or connected to, when an episode begins."""
+    """The tools of an MCP server (needs mcp), which is started, or connected to, when an episode begins."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class Mcp:
             shared: all episodes of this process use one connection, for servers that keep nothing about a
                 conversation.
             timeout: seconds of a call.
-            connect: seconds in which the server has to list its tools, from its start; `AT_ONCE` start side by side.
+            connect: seconds in which the server has to list its tools, from its start. A process starts four
+                side by side, and the wait before does not count.
 
         Raises:
             ValueError: settings that make no sense, or the package mcp is missing.

@@ -50,10 +50,16 @@ atexit.register(SANDBOXES.close)
 
 
 class Python:
-    """The tool `python`, which runs every program by itself. It holds nothing between calls."""
+    """A tool that runs programs, `python`, each by itself in the sandbox (docs/sandbox.md). It keeps nothing."""
 
     def __init__(self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512) -> None:
-        """provider: sandbox, as `--sandbox.provider`. seconds: wall time of a program."""
+        """Take settings.
+
+        Args:
+            provider: sandbox, as `--sandbox.provider`.
+            seconds: wall time of a program.
+            memory_mib: MiB of memory of a program.
+        """
         self.provider = provider
         self.limits = Limits(seconds=seconds, cpu_seconds=max(1, round(seconds)), memory_mib=memory_mib)
         self.timeout_s = seconds + 20.0
@@ -85,7 +91,9 @@ class Python:
 
 
 class PythonSession:
-    """The tool `python`, which keeps variables from call to call. An episode is taken up again by running them anew."""
+    """The tool `python` in a session, which keeps variables from call to call. An episode is taken up again by running
+    its programs anew.
+    """
 
     parallel_calls = False
 
@@ -96,7 +104,14 @@ class PythonSession:
         memory_mib: int = 512,
         lifetime: float = 3600.0,
     ) -> None:
-        """seconds: wall time of a call. lifetime: wall time of a session. The others: see `Python`."""
+        """Take settings.
+
+        Args:
+            provider: as for `python`.
+            seconds: wall time of a call.
+            memory_mib: as for `python`.
+            lifetime: wall time of a session.
+        """
         self.provider, self.seconds = provider, seconds
         self.limits = Limits(seconds=lifetime, cpu_seconds=max(1, round(lifetime)), memory_mib=memory_mib)
         self.timeout_s = seconds + 20.0

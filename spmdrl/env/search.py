@@ -21,7 +21,7 @@ class SearchError(BrokenError):
 
 
 class Search:
-    """The tool `search`. It holds nothing between calls."""
+    """A tool that searches a corpus on this machine (needs bm25s) or asks a server, `search`. It keeps nothing."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Search:
         Args:
             corpus: a .jsonl file with a passage in each row, or a .txt file with one in each paragraph, which empty
                 lines divide: lines that follow each other are one passage (`Corpus`).
-            url: of a server instead, which answers as that of Search-R1 does.
+            url: of a server in the place of a corpus, which answers as that of Search-R1 does.
             results: passages of an answer.
             longest: characters of a passage that are shown.
             timeout: seconds in which the server has to answer.

@@ -15,8 +15,7 @@ from spmdrl.config.load import from_command_line
 from spmdrl.data.conversation import Conversation
 from spmdrl.env.__main__ import main
 from spmdrl.env.by_hand import by_hand
-from spmdrl.env.call_formats import FORMATS
-from spmdrl.env.forms import BUILTIN, PARTS
+from spmdrl.env.forms import PARTS
 from spmdrl.env.gyms import PACKAGES
 from spmdrl.env.play import Play
 from spmdrl.rl.agents import Agents
@@ -127,11 +126,10 @@ def test_tables_hold_every_setting_and_form(tmp_path):
     default = {f.name: "" if f.default in (MISSING, "") else str(f.default) for f in fields(EnvironmentConfig)}
     default["settings"] = "none"
     assert {row[0].strip("`"): row[1] for row in rows("settings")} == default
-    assert [row[0].strip("`") for row in rows("calls")] == list(FORMATS)
     members = "".join(row[0] for row in table(CHAPTERS["An environment in forty lines"]))
     assert all(f"`{name}(" in members for name in PARTS)
     takes = "".join(row[0] for row in table(CHAPTERS["What --env takes"]))
-    assert all(f"`builtin:{name}`" in takes for name in BUILTIN) and all(f"`{name}:" in takes for name in PACKAGES)
+    assert all(f"`{name}:" in takes for name in PACKAGES)
     told = "".join(row[0] for row in table(CHAPTERS["Metrics and samples"]))
     counts = ("turns", "calls", "failed_calls", "malformed", "timeouts", "cut", "forks", "failures")
     assert set(counts) <= set(COUNTS) and set(re.findall(r"`env/(\w+)`", told)) == set(counts)

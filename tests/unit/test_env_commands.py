@@ -14,8 +14,8 @@ from spmdrl.env.__main__ import main
 from spmdrl.env.base import Call
 from spmdrl.env.by_hand import by_hand, understood
 from spmdrl.env.by_model import Speaker, by_model
+from spmdrl.env.forms import BUILTIN, mcp_settings
 from spmdrl.env.play import Play, PlayError
-from spmdrl.env.tools import TOOLS, mcp_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GAME = '''
@@ -332,7 +332,7 @@ def test_the_start_names_the_tools_and_what_offers_none_is_refused(game):
 
 
 def test_tools_that_come_with_it_can_be_played():
-    with Play(TOOLS["calculator"]) as play:
+    with Play(BUILTIN["calculator"]) as play:
         opened = play.open({"prompt": "What is 2 ** 100?"})
         assert [tool["function"]["name"] for tool in opened.tools] == ["calculate"]
         reply = play.say(
@@ -350,6 +350,6 @@ def test_tools_that_come_with_it_can_be_played():
 
 
 def test_workers_do_without_torch():
-    names = [name.partition(":")[0] for name in TOOLS.values()] + ["spmdrl.env.calls", "spmdrl.env.__main__"]
+    names = [name.partition(":")[0] for name in BUILTIN.values()] + ["spmdrl.env.calls", "spmdrl.env.__main__"]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

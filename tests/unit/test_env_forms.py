@@ -8,9 +8,8 @@ import pytest
 
 import spmdrl
 from spmdrl.env.builtin import Guess
-from spmdrl.env.forms import BUILTIN, functions_of, load
+from spmdrl.env.forms import functions_of, load
 from spmdrl.env.operations import tool_of
-from spmdrl.env.tools import TOOLS
 
 TINY = Path(spmdrl.__file__).parent / "assets" / "tiny" / "tokenizer.json"
 USER_FILE = '''
@@ -260,4 +259,3 @@ def test_texts_of_the_game_are_known_to_the_tiny_tokenizer():
     tokenizer = Tokenizer.from_file(str(TINY))
     for text in ("guess 1-8:", "higher", "lower", "yes", "no number"):
         assert tokenizer.decode(tokenizer.encode(text).ids).replace(" ", "") == text.replace(" ", "")
-    assert set(BUILTIN) == {"guess", "guess_tool", *TOOLS}
