@@ -77,7 +77,8 @@ JOBS = {
     "reward_model": (2, "--data.eval builtin:reverse-pairs:eval"),
     "reward_model-steps": (
         2,
-        "--reward_model.rows steps --data.train builtin:reverse-steps --data.eval builtin:reverse-steps:eval",
+        "--reward_model.rows steps --reward_model.separator > --data.train builtin:reverse-steps "
+        "--data.eval builtin:reverse-steps:eval",
     ),
 }
 """Name -> ranks, flags. A job is one of the entry point with whose name it begins, otherwise of `train`."""

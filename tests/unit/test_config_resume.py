@@ -217,7 +217,7 @@ def test_resume_a_run_of_another_entry_point_is_refused_by_its_name(tmp_path, th
         assert checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS) == []
         return
     name = next(name for name, schema in KINDS.items() if schema is there)
-    with pytest.raises(ValueError, match=f"holds a run of {name}, with which"):
+    with pytest.raises(ValueError, match=f"holds a run of {name}, which"):
         checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
 
 
