@@ -386,11 +386,11 @@ class RewardConfig:
     max_ungraded: float = setting(0.05, UNIT, free=LIMIT)
     """Largest share of a step's samples that may have no score, because their row's tests cannot be read or the sandbox
     or the judge failed again and again. They are left out; if there are more, the job ends."""
-    model: str = setting("", only_with=lambda c: c.learns_from_rewards or c.is_evaluated)
+    model: str = setting("", only_with=lambda c: c.is_evaluated or c.learns_from_rewards)
     """HF sequence classifier with one label whose score is added to the reward, as `--model.path`; or `rm.yaml`, a file
     about a model with several labels, its own tokens or scores of steps (docs/rewards.md). Empty: none."""
     model_coef: float = setting(
-        1.0, FINITE, only_with=lambda c: c.reward.model and (c.learns_from_rewards or c.is_evaluated)
+        1.0, FINITE, only_with=lambda c: c.reward.model and (c.is_evaluated or c.learns_from_rewards)
     )
     """Factor on that score."""
 

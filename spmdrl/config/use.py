@@ -144,19 +144,24 @@ def advice(config: Any, name: str) -> str:
         own = getattr(config.algo, kind)
         if ".py:" in own and name in only_of(kind) and name != "algo.aggregation":
             return f"nothing in this run reads it; let {own} take a parameter of that name, or leave it out"
+    found = ways(config, name)
+    needs = f"it needs {' or '.join(found)}; give one of these, or leave it out" if found else "leave it out"
+    log = name.startswith("reward.") and not getattr(config, "learns_from_rewards", True)
+    return f"{'rewards are for the log alone, and ' if log else ''}nothing in this run reads it; {needs}"
+
+
+def ways(config: Any, name: str) -> list[str]:
+    """Return the likeliest changes with which a run reads a setting, as flags: `--lora.rank above 0`."""
     by_flag: dict[str, list[Any]] = {}
     # A setting of the same section is the likeliest to be meant.
     section = name.split(".")[0]
     for change, value in sorted(readers(config, name), key=lambda reader: reader[0].split(".")[0] != section):
         by_flag.setdefault(change, []).append(value)
-    ways = " or ".join(way(change, values) for change, values in list(by_flag.items())[:MOST_SHOWN])
-    needs = f"it needs {ways}; give one of these, or leave it out" if ways else "leave it out"
-    log = section == "reward" and not getattr(config, "learns_from_rewards", True)
-    return f"{'rewards are for the log alone, and ' if log else ''}nothing in this run reads it; {needs}"
+    return [in_words(change, values) for change, values in list(by_flag.items())[:MOST_SHOWN]]
 
 
-def way(name: str, values: list[Any]) -> str:
-    """Return a flag with its values, in words: `--lora.rank above 0`."""
+def in_words(name: str, values: list[Any]) -> str:
+    """Return a flag with its values: `--algo.loss ppo | gspo`."""
     if values == [1]:
         return f"{flag(name)} above 0"
     if values in (["..."], [("...", "...")]):

@@ -24,7 +24,7 @@ from spmdrl.config.sft import SFTConfig
 from spmdrl.config.use import changed, check_use, is_read, single_changes, would_read
 from spmdrl.evaluate import JOB
 from spmdrl.rl.compose import compose
-from spmdrl.session.job import launch
+from spmdrl.session.job import jobs, launch
 from tests.rehearsal import ELSEWHERE, is_covered, settings_read
 from tests.unit.test_docs_algorithms import YAMLS, job_of
 from tests.watch import watch
@@ -260,6 +260,15 @@ def test_functions_of_a_user_are_not_called(tmp_path):
     assert not refusal(*words, "--algo.clip-low", "0.3")
     told = refusal(*words, "--algo.clip-high", "0.3")
     assert f"--algo.clip-high 0.3: nothing in this run reads it; let {tmp_path}/own.py:own take a parameter" in told
+
+
+@pytest.mark.parametrize("job", jobs().values(), ids=jobs())
+def test_every_job_can_tell_which_of_its_settings_it_reads(job):
+    config = job.settings()
+    assert any(is_read(config, name) for name in leaves(job.settings))
+    for change in single_changes(config):
+        for name in leaves(job.settings):
+            would_read(changed(config, *change), name)
 
 
 # ── the declarations against a step that really runs ─────────────────────────
