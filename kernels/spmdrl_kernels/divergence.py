@@ -56,6 +56,8 @@ def log_probabilities(
         z_CV = t_CV.mul_(softcap)
     if divisor != 1.0:
         z_CV = z_CV.div_(divisor)
+    # The maximum first: a logsumexp of the logits would be rounded at their size, and log p of a likely token with it.
+    z_CV.sub_(z_CV.amax(1, keepdim=True))
     return z_CV.sub_(torch.logsumexp(z_CV, 1, keepdim=True)), slope_CV
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from spmdrl_kernels.distill import distillation_loss, plan, top_logprobs
-from spmdrl_kernels.divergence import StatesTeacher, TopTeacher, generalized_jsd
+from spmdrl_kernels.divergence import StatesTeacher, TopTeacher, generalized_jsd, log_probabilities
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 
@@ -217,3 +217,14 @@ def test_kernel_divergence_refuses(change, said):
         top_logprobs(states, head, 257)
     with pytest.raises(ValueError, match="each teacher needs a weight"):
         distillation_loss(h, w, [(StatesTeacher(states, head), weight_T[:3])], 0.5)
+
+
+@pytest.mark.parametrize("size", [16.0, 60.0])
+def test_kernel_log_probabilities_of_likely_tokens_keep_their_digits(size):
+    """log p of a token that is nearly certain is about p - 1: to 4e-7 of float64's, whatever the size of the logits."""
+    logits = torch.randn(64, 48, generator=torch.Generator().manual_seed(3)) + size - 9
+    logits[:, 5] = size
+    exact = logits.double().log_softmax(1)[:, 5]
+    assert exact.min() > -2e-2 and exact.max() < -5e-4
+    found, _ = log_probabilities(logits, 1.0, None, torch.float32)
+    assert (found[:, 5].double() - exact).abs().max() < 4e-7
