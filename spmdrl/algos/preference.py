@@ -251,13 +251,17 @@ class PreferenceLoss:
     """Source of the shift: log-ratios of responses to other prompts of the step, or those of all steps so far."""
 
     @property
-    def settings(self) -> tuple[str, ...]:
-        """Names of the settings that it reads."""
-        return tuple(settings_of(self.function))
+    def reads(self) -> tuple[str, ...]:
+        """Names of the settings that it reads, or its objective for it.
+
+        Losses that sort compare responses of different pairs, which have no weight in common.
+        """
+        of_pairs = ("tail",) if self.matched else ("tail", "weighted")
+        return (*settings_of(self.function), *(("wanted_weight", "unwanted_weight") if self.labelled else of_pairs))
 
     def of(self, x: Pairs | Labelled, settings: Any, *shift: float) -> torch.Tensor:
         """The loss of each pair or response. settings: an object with the values as attributes."""
-        return self.function(x, *shift, **{name: getattr(settings, name) for name in self.settings})
+        return self.function(x, *shift, **{name: getattr(settings, name) for name in settings_of(self.function)})
 
 
 LOSSES: dict[str, PreferenceLoss] = {

@@ -54,10 +54,14 @@ def function_tables() -> dict[str, Mapping[str, Any]]:
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.filters import FILTERS
     from spmdrl.algos.losses import LOSSES
-    from spmdrl.config.preference import PAIRED, UNPAIRED
+    from spmdrl.algos.preference import LOSSES as PREFERENCE_LOSSES
 
-    pairs = dict.fromkeys((*PAIRED, *sorted(UNPAIRED)))
-    return {"algo.advantage": ADVANTAGES, "algo.loss": LOSSES, "filter.keep": FILTERS, "preference.loss": pairs}
+    return {
+        "algo.advantage": ADVANTAGES,
+        "algo.loss": LOSSES,
+        "filter.keep": FILTERS,
+        "preference.loss": PREFERENCE_LOSSES,
+    }
 
 
 def load_function(spec: str, table: Mapping[str, Any]) -> Any:

@@ -9,8 +9,8 @@ from spmdrl.config.fields import refuse
 from spmdrl.config.learning import AlgoConfig
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import (
-    UNPAIRED,
     PreferenceMethod,
+    has_pairs,
     has_reference,
     losses_of,
     method_problems,
@@ -83,8 +83,8 @@ def check_online_preference(config: OnlinePreferenceConfig, world_size: int) -> 
 
 def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[str]:
     rollout, problems = config.rollout, []
-    if unpaired := sorted(UNPAIRED & losses.keys()):
-        problems.append(f"--preference.loss {unpaired[0]}: is of labelled responses; take a loss of pairs")
+    if not has_pairs(config.preference):
+        problems.append(f"--preference.loss {' '.join(losses)}: is of labelled responses; take a loss of pairs")
     problems += reference_problems(config)
     alone = losses.keys() == {"sft"}
     if alone and config.preference.gap:

@@ -1,8 +1,8 @@
 """Settings of preference learning, and the rules for them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from spmdrl.config.declare import (
     NOT_NEGATIVE,
@@ -28,6 +28,9 @@ from spmdrl.config.supervised import (
     supervised_problems,
 )
 
+if TYPE_CHECKING:
+    from spmdrl.algos.preference import PreferenceLoss
+
 METHODS: dict[str, tuple[str, ...]] = {
     "dpo": ("sigmoid",),
     "ipo": ("ipo",),
@@ -43,19 +46,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "bco": ("bco",),
 }
 """Published method -> its losses."""
-PAIRED = (
-    *("sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
-    *("discopop", "sigmoid_norm", "aot", "aot_unpaired", "simpo", "cpo", "orpo"),
-)
-"""Names in `algos.preference.LOSSES`."""
-UNPAIRED = frozenset({"kto", "bco", "apo_zero_unpaired"})
-"""Names in `algos.preference.UNPAIRED`."""
-SCORES = frozenset({"sigmoid", "robust", "hinge", "ipo", "exo_pair", "discopop", "sigmoid_norm"})
-"""Those of them that score a pair by a divergence from the reference."""
-SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "sigmoid_norm", "aot", "aot_unpaired", "simpo", "cpo"})
-"""Those of them that take some labels to be wrong."""
-WITHOUT_REFERENCE = frozenset({"simpo", "cpo", "orpo", "sft"})
-"""Losses without a reference; `sft` is the cross-entropy of the chosen responses."""
 
 
 @hides(PREFERENCE)
@@ -90,9 +80,9 @@ class FixedModelConfig:
     in memory."""
 
 
-def read_by(losses: Collection[str]) -> Callable[[Any], bool]:
-    """Return the condition that a job has one of these losses."""
-    return lambda c: not losses_of(c.preference).keys().isdisjoint(losses)
+def read_as(name: str) -> Callable[[Any], bool]:
+    """Return the condition that a loss of a job reads the setting of this name."""
+    return lambda c: any(name in loss.reads for loss in rows_of(c.preference))
 
 
 @dataclass
@@ -104,28 +94,30 @@ class PreferenceMethod:
     loss: tuple[str, ...] = ()
     """Losses that are added up, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: those
     of the method."""
-    beta: float = setting(0.1, POSITIVE, only_with=read_by({*PAIRED, *UNPAIRED} - {"orpo"}))
+    beta: float = setting(0.1, POSITIVE, only_with=read_as("beta"))
     """Strength with which the policy is held to the reference; tau of IPO; scale of the margin in SimPO and CPO.
     Where simpo is the only loss: 2."""
     label_smoothing: float = setting(
-        0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"), only_with=read_by(SMOOTHED)
+        0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"), only_with=read_as("label_smoothing")
     )
     """Share of pairs whose label is taken to be wrong (cDPO; robust and exo_pair need it)."""
-    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = setting("reverse_kl", only_with=read_by(SCORES))
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = setting(
+        "reverse_kl", only_with=read_as("divergence")
+    )
     """Divergence from the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
-    alpha: float = setting(0.5, only_with=lambda c: read_by(SCORES)(c) and c.preference.divergence == "alpha")
+    alpha: float = setting(0.5, only_with=lambda c: read_as("alpha")(c) and c.preference.divergence == "alpha")
     """Exponent of the alpha divergence."""
-    tau: float = setting(0.05, POSITIVE, only_with=read_by({"discopop"}))
+    tau: float = setting(0.05, POSITIVE, only_with=read_as("tau"))
     """Temperature of discopop."""
-    margin: float = setting(0.5, only_with=read_by({"simpo"}))
+    margin: float = setting(0.5, only_with=read_as("margin"))
     """simpo's gamma: wanted margin between beta times mean log p of the two responses. Where it is the only loss: 1."""
-    tail: float = setting(1.0, UNIT, only_with=read_by(PAIRED))
+    tail: float = setting(1.0, UNIT, only_with=read_as("tail"))
     """Weight of log p behind the length of the shorter response (LD-DPO, https://arxiv.org/abs/2409.06411)."""
-    weighted: bool = setting(False, only_with=read_by({*PAIRED} - {"aot", "aot_unpaired"}))
+    weighted: bool = setting(False, only_with=read_as("weighted"))
     """Weigh each pair by how likely the policy itself makes it (WPO, https://arxiv.org/abs/2406.11827)."""
-    wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,), only_with=read_by(UNPAIRED))
+    wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,), only_with=read_as("wanted_weight"))
     """kto, bco: weight of responses that are wanted."""
-    unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,), only_with=read_by(UNPAIRED))
+    unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,), only_with=read_as("unwanted_weight"))
     """kto, bco: weight of those that are not."""
 
 
@@ -152,11 +144,14 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
     Raises:
         ValueError: an unknown name, or a weight that is no number above 0.
     """
+    # Late, here and below: the rows stand with the functions, which need torch, and `--help` must not.
+    from spmdrl.algos.preference import LOSSES, SFT
+
     found = {}
     for spec in method.loss or METHODS[method.method]:
         name, weight = split_weight(spec, "--preference.loss")
-        if name not in PAIRED and name not in UNPAIRED and name != "sft":
-            known = ", ".join([*PAIRED, *sorted(UNPAIRED), "sft"])
+        if name not in LOSSES and name != SFT:
+            known = ", ".join([*LOSSES, SFT])
             raise ValueError(f"--preference.loss {spec}: there is no such loss; there are {known}")
         if name in found:
             raise ValueError(f"--preference.loss {spec}: {name} is there twice; give it one weight")
@@ -164,14 +159,21 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
     return found
 
 
+def rows_of(method: PreferenceMethod) -> "list[PreferenceLoss]":
+    """Return the rows of the losses, of `sft` none. Raises as `losses_of` does."""
+    from spmdrl.algos.preference import LOSSES, SFT
+
+    return [LOSSES[name] for name in losses_of(method) if name != SFT]
+
+
 def has_pairs(method: PreferenceMethod) -> bool:
     """Return True for losses that compare two responses."""
-    return not UNPAIRED & losses_of(method).keys()
+    return not any(loss.labelled for loss in rows_of(method))
 
 
 def has_reference(method: PreferenceMethod) -> bool:
     """Return True for losses with a reference."""
-    return not losses_of(method).keys() <= WITHOUT_REFERENCE
+    return any(loss.has_reference for loss in rows_of(method))
 
 
 def check_preference(config: PreferenceConfig, world_size: int) -> None:
@@ -185,13 +187,13 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
         losses = losses_of(chosen)
     except ValueError as e:
         refuse([str(e)])
-    pairs, unpaired = has_pairs(chosen), UNPAIRED & losses.keys()
-    problems = supervised_problems(config, world_size, data.max_tokens * (2 if pairs else 1))
+    problems = supervised_problems(config, world_size, data.max_tokens * (2 if has_pairs(chosen) else 1))
     problems += method_problems(chosen, losses)
-    if "kto" in losses and data.rows_per_step < 2:
-        problems.append("--data.rows-per-step 1: kto takes responses to other rows of the step; take more")
+    beside = [name for name in losses if takes_other_prompts(name)]
+    if beside and data.rows_per_step < 2:
+        problems.append(f"--data.rows-per-step 1: {beside[0]} takes responses to other rows of the step; take more")
     if config.reference.precompute:
-        problems += _precomputing(config, unpaired)
+        problems += _precomputing(config, beside)
     refuse(problems + reference_problems(config))
 
 
@@ -210,27 +212,37 @@ def reference_problems(config: Any) -> list[str]:
 
 def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
     """Problems of the losses together with their settings, a line each. losses: as `losses_of` returns them."""
-    problems, unpaired = [], UNPAIRED & losses.keys()
+    from spmdrl.algos.preference import LOSSES
+
+    rows, problems = {name: LOSSES[name] for name in losses if name in LOSSES}, []
     if chosen.loss and chosen.method != PreferenceMethod().method:
         problems.append(
             f"--preference.method {chosen.method}: --preference.loss names the losses; leave one of them out"
         )
-    if unpaired and len(losses) > 1:
-        problems.append(f"--preference.loss {shown(chosen.loss)}: {sorted(unpaired)[0]} stands alone")
-    needs = {"robust", "exo_pair"} & losses.keys()
-    if needs and not chosen.label_smoothing:
-        problems.append(f"--preference.label-smoothing 0: {sorted(needs)[0]} needs one above 0, such as 0.1")
-    if chosen.weighted and {"aot", "aot_unpaired"} & losses.keys():
+    labelled = sorted(name for name, row in rows.items() if row.labelled)
+    if labelled and len(losses) > 1:
+        problems.append(f"--preference.loss {shown(chosen.loss)}: {labelled[0]} stands alone")
+    smoothed = sorted(name for name, row in rows.items() if row.needs_smoothing)
+    if smoothed and not chosen.label_smoothing:
+        problems.append(f"--preference.label-smoothing 0: {smoothed[0]} needs one above 0, such as 0.1")
+    if chosen.weighted and any(row.matched for row in rows.values()):
         problems.append("--preference.weighted: aot compares responses of different pairs; leave one of them out")
     return problems
 
 
-def _precomputing(config: PreferenceConfig, unpaired: frozenset[str] | set[str]) -> list[str]:
+def takes_other_prompts(name: str) -> bool:
+    """Tell whether a loss looks at responses to other prompts of the step."""
+    from spmdrl.algos.preference import LOSSES
+
+    return name in LOSSES and LOSSES[name].shift == "other prompts"
+
+
+def _precomputing(config: PreferenceConfig, beside: list[str]) -> list[str]:
     name, problems = "--reference.precompute", []
     if found := streams(config):
         problems.append(f"{name}: the rows of a stream are not known before ({found[0]}); leave it out")
-    if "kto" in unpaired:
-        problems.append(f"{name}: kto asks the reference for responses to other rows' prompts; leave it out")
+    if beside:
+        problems.append(f"{name}: {beside[0]} asks the reference for responses to other rows' prompts; leave it out")
     if config.reference.refresh_every:
         problems.append(f"{name}: the reference moves (--reference.refresh-every); leave one of the two out")
     return problems

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of
+from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of, takes_other_prompts
 from spmdrl.config.schema import is_average
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
@@ -23,7 +23,7 @@ from spmdrl.supervised.run import SupervisedRun
 def begin_preference(cfg: PreferenceConfig) -> Start:
     """Read the tokenizer, and find the encoder of the rows."""
     folder, pairs = resolve(cfg.model.path, cfg.model.trust_remote_code), has_pairs(cfg.preference)
-    beside = "kto" in losses_of(cfg.preference)
+    beside = any(takes_other_prompts(name) for name in losses_of(cfg.preference))
     return begin(cfg, folder, lambda tokenizer, longest: PairEncoder(cfg.data, tokenizer, longest, pairs, beside))
 
 

@@ -437,7 +437,11 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (1, "--filter.resample pow --algo.preset rloo", ["--filter.resample pow", "baseline of its copy", "rloo"]),
         (1, "--filter.keep accuracy_range --filter.low 0.9", ["--filter.low 0.9", "--filter.high 0.8"]),
         (1, "--reward.function exact_mach", ["--reward.function exact_mach: unknown; did you mean exact_match?"]),
-        (1, "--reward.function xyzzy", ["xyzzy: unknown. Valid: auto", "file.py:function, or a judge.yaml"]),
+        (
+            1,
+            "--reward.function xyzzy",
+            ["xyzzy: unknown. Valid: exact_match, first_integer", "file.py:function, or a judge.yaml"],
+        ),
         (1, "--reward.more math gsm9k=2", ["--reward.more gsm9k: unknown; did you mean gsm8k?"]),
         (1, "--filter.keep mixd", ["--filter.keep mixd", "did you mean mixed?"]),
         (1, "--shaping.overlong-buffer 9", ["--shaping.overlong-buffer 9", "max_new_tokens 8"]),

@@ -16,6 +16,7 @@ import torch
 
 from spmdrl.algos import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_KINDS, LOSSES
 from spmdrl.algos.filters import FILTERS
+from spmdrl.algos.preference import LOSSES as PREFERENCE_LOSSES
 from spmdrl.algos.resample import METHODS
 from spmdrl.algos.rows import paper_of
 from spmdrl.config import preference
@@ -415,7 +416,7 @@ def test_the_page_of_preferences_has_every_method_and_loss():
     rows = table(chapter("preference", "Losses").split("Further losses")[0])
     assert {named(row[0]): tuple(re.findall(r"`([^`]+)`", row[1])) for row in rows} == preference.METHODS
     told = set(re.findall(r"`([a-z_]+)(?:=[0-9.]+)?`", chapter("preference", "Losses")))
-    assert {*preference.PAIRED, *preference.UNPAIRED, "sft"} <= told
+    assert {*PREFERENCE_LOSSES, "sft"} <= told
 
 
 # ── what pages name exists ───────────────────────────────────────────────────
