@@ -209,6 +209,15 @@ def forms_of_calls() -> str:
     return table(["form", "a call", "models, source"], *rows)
 
 
+def kinds_of_jobs() -> str:
+    """Returns the table of entry points; the first words of their docstrings say what they do."""
+    rows = []
+    for module, job in jobs().items():
+        does = (import_module(module).__doc__ or "").partition(":")[0]
+        rows.append([f"`{module}`", " ".join(does.split()), f"[{job.page}]({job.page})"])
+    return table(["command", "what it does", "page"], *rows)
+
+
 # ── settings ─────────────────────────────────────────────────────────────────
 
 
@@ -288,6 +297,7 @@ def stops(config: Any, other: str, value: Any, name: str) -> bool:
 
 PARTS: dict[str, Callable[[], str]] = {
     "loop of train.py": loop,
+    "jobs": kinds_of_jobs,
     "losses": losses,
     "advantages": advantages,
     "advantages by group": advantages_by_group,

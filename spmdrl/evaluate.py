@@ -1,4 +1,4 @@
-"""Accuracy and pass@k of a model on a prompt set.
+"""Measure accuracy and pass@k of a model on a prompt set: `python -m spmdrl.evaluate --model.path ...`.
 
     python -m spmdrl.evaluate --config configs/gsm8k_grpo.yaml --model.path runs/gsm8k/checkpoints/latest/model
 
