@@ -1,6 +1,9 @@
 """Builds a run on every rank: prompts, models, checkpoints, engine, in an order for which memory suffices."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from spmdrl.algos.filters import FILTERS
 from spmdrl.config.environment import COLUMN, ROWS, read_environment, weight_of
@@ -19,7 +22,8 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
-from spmdrl.policy.models import build_models, check_models
+from spmdrl.policy.models import Models, build_models, check_models
+from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rewards.truths import check_truths
 from spmdrl.rl.compose import compose
@@ -47,54 +51,55 @@ from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.storage import scratch_folder
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Parts that a run reads before it builds models."""
+
+    folder: Path
+    """Of the policy's model."""
+    tokenizer: Any
+    limit: int
+    """Tokens of the longest prompt."""
+    stop: set[int]
+    """Tokens that end a response."""
+    prompts: PromptSet
+    asked: PromptSet | None
+    """Prompts of evaluations; None: there are none."""
+
+    def data_sources(self) -> set[str]:
+        """The `data_source` of every prompt."""
+        return {prompt.data_source for each in (self.prompts, self.asked) if each for prompt in each.prompts}
+
+
 def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGradient) -> Run:
     """Everything that one run is made of. Collective over all ranks. method: what it learns by."""
     cfg, world = session.cfg, session.world
     algo = compose(cfg)
     keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
-    session.note("loading tokenizer and prompts")
-    trust = cfg.model.trust_remote_code
-    model_folder = resolve(cfg.model.path, trust)
-    check_engine(cfg, world.device.type == "cpu")
-    check_attention(cfg, world.device)
-    if "disk" in (cfg.policy.offload, cfg.reference.offload):
-        scratch_folder()
-    tokenizer = load_tokenizer(model_folder, trust)
-    room, stop = prompt_limit(cfg, model_folder), stop_tokens(model_folder, tokenizer, job_template(cfg, tokenizer))
-    prompts = same_prompts(session, tokenizer, cfg.data.train, room, cfg.data.limit, "--data.limit")
-    asked = None
-    if cfg.is_evaluated:
-        asked = same_prompts(session, tokenizer, cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
-    check_cost(cfg.reward, cfg.safety.cost)
+    read = read_sources(session)
     for line in _warnings(cfg):
         session.warn(line)
     finite = cfg.filter.bad_sample == "stop"
-    sources = {p.data_source for each in (prompts, asked) if each for p in each.prompts}
-    grader = load_reward(cfg.reward, cfg.sandbox, finite, sources) if world.samples else None
-    judges = EngineJudges(cfg, world, tokenizer, grader) if grader and grader.on_engine else None
+    grader = load_reward(cfg.reward, cfg.sandbox, finite, read.data_sources()) if world.samples else None
+    judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
     # Of every rank: one without samples needs the column too.
-    experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
+    experts_width = experts_of(read.folder, cfg.model.trust_remote_code).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
-    environment = open_environment(session, tokenizer, stop, room) if cfg.env and world.samples else None
-    models = build_models(cfg, world, algo.needs)
-    check_models(models, cfg, algo.needs, session.note)
-    if models.policy and cfg.run.steps:
-        check_frequencies(cfg, models.policy.hf_config)
-    models.reading = reading_of(cfg, models.labels, tokenizer, prompts)
-    models.cost_reading = at_last("--safety.cost-model", cfg.safety.cost_model, trust)
-    if models.labels:
-        session.note(models.labels.says)
+    environment = None
+    if cfg.env and world.samples:
+        environment = open_environment(session, read.tokenizer, read.stop, read.limit)
+    models = open_models(session, algo, read)
     if judges and models.policy:
         judges.check_policy(models.policy)
     spikes = Spikes(session.folder, world, models, algo, session.warn, replays=method.replays)
     state = RunState(algo, spikes)
-    checkpoints = Checkpoints(session, models, state, prompts.digest())
+    checkpoints = Checkpoints(session, models, state, read.prompts.digest())
     first, greedy = checkpoints.start_step, "greedy" in algo.needs
     session.note(f"starting engine {cfg.rollout.engine}")
-    engine = sleeping_engine(session, models, stop) if world.samples else None
+    engine = sleeping_engine(session, models, read.stop) if world.samples else None
     sampler = None
     if engine and grader:
-        sampler = Sampler(cfg, world, session.timer, prompts, engine, grader, tokenizer, first, keep, greedy)
+        sampler = Sampler(cfg, world, session.timer, read.prompts, engine, grader, read.tokenizer, first, keep, greedy)
         sampler.judges, sampler.environment = judges, environment
         sampler.step, sampler.draws = first, state.draws
     replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
@@ -111,16 +116,57 @@ def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGra
         checkpoints=checkpoints,
         sampler=sampler,
         replay=replay,
-        evaluation=Evaluation(cfg, world, asked, sampler, models),
+        evaluation=Evaluation(cfg, world, read.asked, sampler, models),
         memory=memory,
         journal=Journal(session, first),
-        tokenizer=tokenizer,
-        prompts=prompts,
+        tokenizer=read.tokenizer,
+        prompts=read.prompts,
         experts_width=experts_width,
     )
     run.method = method(run)
-    checkpoints.begin(RankState(cfg, world, prompts, sampler, replay, greedy))
+    checkpoints.begin(RankState(cfg, world, read.prompts, sampler, replay, greedy))
     return run
+
+
+def read_sources(session: Session[Config]) -> Sources:
+    """Read the tokenizer and the prompts of a run. Collective.
+
+    Raises:
+        ValueError: what cannot be read or does not fit the settings; the message names the flag.
+    """
+    cfg, trust = session.cfg, session.cfg.model.trust_remote_code
+    session.note("loading tokenizer and prompts")
+    folder = resolve(cfg.model.path, trust)
+    check_engine(cfg, session.world.device.type == "cpu")
+    check_attention(cfg, session.world.device)
+    if "disk" in (cfg.policy.offload, cfg.reference.offload):
+        scratch_folder()
+    tokenizer = load_tokenizer(folder, trust)
+    limit, stop = prompt_limit(cfg, folder), stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
+    prompts = same_prompts(session, tokenizer, cfg.data.train, limit, cfg.data.limit, "--data.limit")
+    asked = None
+    if cfg.is_evaluated:
+        asked = same_prompts(session, tokenizer, cfg.data.eval, limit, cfg.eval.prompts, "--eval.prompts")
+    check_cost(cfg.reward, cfg.safety.cost)
+    return Sources(folder, tokenizer, limit, stop, prompts, asked)
+
+
+def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
+    """Build and check the models of a run, and find how its reward models read responses. Collective.
+
+    Raises:
+        ValueError: a model that does not fit its role, or that gives wrong numbers here.
+    """
+    cfg = session.cfg
+    models = build_models(cfg, session.world, algo.needs)
+    check_models(models, cfg, algo.needs, session.note)
+    if models.policy and cfg.run.steps:
+        check_frequencies(cfg, models.policy.hf_config)
+    models.reading = reading_of(cfg, models.labels, read.tokenizer, read.prompts)
+    models.cost_reading = at_last("--safety.cost-model", cfg.safety.cost_model, cfg.model.trust_remote_code)
+    if models.labels:
+        session.note(models.labels.says)
+    return models
 
 
 def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment | None:
