@@ -13,6 +13,7 @@ manifest.py       writes and reads manifests, and compares them with the files
 published.py      lists a run's checkpoints, finds the newest whole one, publishes one
 keep.py           chooses the checkpoints to keep: the newest, those of some steps, the best by a metric
 store.py          all ranks together write and read a checkpoint
+treefile.py       plain values and tensors as one safetensors file
 background.py     writes checkpoints in the step, or in a thread while training continues
 folder.py         the run folder at the start of a run
 lock.py           locks a run folder for one job at a time

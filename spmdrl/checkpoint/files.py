@@ -52,5 +52,5 @@ def rank_name(rank: int) -> str:
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """Return the files of the ranks' own state (`data/treefile.py` reads them), in rank order; may be empty."""
+    """Return the files of the ranks' own state (`checkpoint/treefile.py` reads them), in rank order; may be empty."""
     return sorted((folder / "state" / "ranks").glob("rank_*.safetensors"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from spmdrl.checkpoint import disk_space, files, lock, manifest, published
+from spmdrl.checkpoint import disk_space, files, lock, manifest, published, treefile
 from spmdrl.checkpoint.file_progress import growth_is_progress
 from spmdrl.checkpoint.folder import check_still_owned
 from spmdrl.checkpoint.keep import Keep, prune
@@ -20,7 +20,6 @@ from spmdrl.checkpoint.lock import TakenError
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import lasting, settled
 from spmdrl.config.schema import TrainingConfig
-from spmdrl.data import treefile
 from spmdrl.policy.contract import Policy, Write
 from spmdrl.policy.models import Models
 from spmdrl.spmd.exchange import all_gather_text, broadcast_text
@@ -42,7 +41,7 @@ class Content:
     state: dict | None
     """State of the run, JSON-serialisable; rank 0's is written."""
     mine: Any = None
-    """State of this rank, a tree (`data/treefile.py`); None on all ranks or on none."""
+    """State of this rank, a tree (`checkpoint/treefile.py`); None on all ranks or on none."""
     config: TrainingConfig | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Further entries of the manifest."""
@@ -90,7 +89,7 @@ def save(
         step: finished steps.
         models: the models of the run, of which those that train are saved.
         state: JSON-serialisable; rank 0's is written.
-        mine: state of this rank, a tree (`data/treefile.py`); None on all ranks or on none.
+        mine: state of this rank, a tree (`checkpoint/treefile.py`); None on all ranks or on none.
         world: all ranks.
         keep: the older checkpoints to keep.
         config: the run's settings, for `state/config.yaml` and the manifest.

@@ -1,6 +1,5 @@
 """Settings of on-policy distillation, and the rules for them."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,6 +12,7 @@ from spmdrl.config.learning import (
     AlgoConfig,
     ShapingConfig,
 )
+from spmdrl.config.named import name_weight
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
@@ -75,18 +75,15 @@ def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
     """
     found = {}
     for number, spec in enumerate(specs, 2):
+        form = f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source"
         path, _, source = spec.rpartition("@")
-        weight = "1"
+        weight = 1.0
         if not path:
-            path, _, weight = spec.rpartition("=")
+            path, weight = name_weight(spec, form)
             source = ""
-        try:
-            value = float(weight)
-        except ValueError:
-            value = math.nan
-        if not path or not 0 < value < math.inf:
-            raise ValueError(f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source")
-        found[f"teacher_{number}"] = FurtherTeacher(path, value, source)
+        if weight is None:
+            raise ValueError(form)
+        found[f"teacher_{number}"] = FurtherTeacher(path, weight, source)
     return found
 
 

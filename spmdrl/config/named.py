@@ -1,14 +1,13 @@
-"""A setting that names one of several things, or a function in a file of the user's."""
+"""A setting that names one of several things, perhaps with a weight, or a function in a file of the user's."""
 
 import ast
-import importlib.util
+import math
 from collections.abc import Collection, Mapping
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from spmdrl.config.fields import flag, nearest
+from spmdrl.config.user_code import function_of
 
 
 def name_problems(name: str, value: str, valid: Collection[str], file_allowed: bool) -> list[str]:
@@ -75,22 +74,24 @@ def load_function(spec: str, table: Mapping[str, Any]) -> Any:
     path, _, name = spec.partition(":")
     if not path.endswith(".py") or not name:
         raise ValueError(f"{spec!r} is none of {', '.join(table)}, nor path/to/file.py:function")
-    if not Path(path).is_file():
-        raise ValueError(f"{path} does not exist (from {spec!r})")
+    return function_of(Path(path), name)
+
+
+def name_weight(spec: str, form: str, positive: bool = True) -> tuple[str, float | None]:
+    """Return both sides of `name=weight`; the weight is None where none is given, or the `=` belongs to a path.
+
+    form: the message of the error. positive: weights are above 0.
+
+    Raises:
+        ValueError: a weight that is no such number, or no name before it.
+    """
+    name, equals, weight = spec.rpartition("=")
+    if not equals or "/" in weight or ":" in weight or ".py" in weight:
+        return spec, None
     try:
-        module = _module(path, Path(path).stat().st_mtime_ns)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error} (from {spec!r})") from error
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{path} has no function {name} (from {spec!r})")
-    return getattr(module, name)
-
-
-@cache
-def _module(path: str, changed: int) -> ModuleType:
-    """A user's file, run once. changed: when it was written."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec and spec.loader, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not name or not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(form)
+    return name, value

@@ -1,13 +1,12 @@
 """The rewards that settings name, with their weights, and the sandbox of those that run programs."""
 
 import json
-import math
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from spmdrl.config.builtin import REWARDS
 from spmdrl.config.dump import redact_text
-from spmdrl.config.named import file_problems, name_problems
+from spmdrl.config.named import file_problems, name_problems, name_weight
 from spmdrl.config.schema import Config, RewardConfig
 from spmdrl.config.yaml_file import SUFFIXES
 
@@ -21,17 +20,9 @@ def weighted(text: str) -> tuple[str, float]:
     Raises:
         ValueError: the weight is no finite number.
     """
-    function, equals, weight = text.rpartition("=")
-    if not equals or "/" in weight or ".py" in weight:
-        # It is part of a path.
-        return text, 1.0
-    try:
-        number = float(weight)
-    except ValueError:
-        number = math.nan
-    if not function or not math.isfinite(number):
-        raise ValueError(f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1")
-    return function, number
+    form = f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1"
+    function, weight = name_weight(text, form, positive=False)
+    return function, 1.0 if weight is None else weight
 
 
 def functions(reward: RewardConfig) -> list[str]:

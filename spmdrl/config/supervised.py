@@ -1,6 +1,5 @@
 """Settings that jobs on given rows share: the rows, the evaluation, sampled answers, and the rules for them."""
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
@@ -23,6 +22,7 @@ from spmdrl.config.declare import (
     setting,
 )
 from spmdrl.config.fields import shown
+from spmdrl.config.named import name_weight
 from spmdrl.config.plan import count, ranks
 from spmdrl.config.rules import never_measured, rule_problems
 from spmdrl.config.schema import (
@@ -164,16 +164,7 @@ def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | No
     Raises:
         ValueError: a weight that is no number above 0.
     """
-    source, sign, weight = spec.rpartition("=")
-    if not sign or "/" in weight or ":" in weight:
-        return spec, None
-    try:
-        value = float(weight)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"{flag} {spec}: the weight after = must be a number above 0")
-    return source, value
+    return name_weight(spec, f"{flag} {spec}: the weight after = must be a number above 0")
 
 
 def streams(config: SupervisedConfig) -> list[str]:

@@ -1,18 +1,47 @@
 """Code of the user's: files that are imported, and its errors on one line."""
 
 import importlib.util
+import inspect
 import sys
 import traceback
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
-def import_file(path: Path, name: str) -> ModuleType:
-    """Import a file under a module's name; it may import its neighbours.
+def function_of(path: Path, name: str) -> Callable[..., Any]:
+    """Return a function of a file.
+
+    Raises:
+        ValueError: naming the file and the line, or the functions that it has.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path} (from {Path.cwd()})")
+    module = import_file(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        raise ValueError(
+            f"{path} has no function {name!r} (it has: {', '.join(own) or 'none'}); name one as file.py:name"
+        )
+    return function
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file, once unless it changes; it may import its neighbours.
 
     Raises:
         ValueError: naming the file and the line.
     """
+    return _imported(path.resolve(), path.stat().st_mtime_ns)
+
+
+@cache
+def _imported(path: Path, changed: int) -> ModuleType:
+    # Two files of one name in different folders are two modules.
+    name = f"spmdrl_user_{'_'.join(path.with_suffix('').parts[1:])}"
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)

@@ -34,5 +34,4 @@ batch.py       packs many episodes end to end
 dealing.py     divides a batch among ranks and optimizer steps
 packing.py     forms micro-batches up to a token budget
 tree.py        computes once the tokens that samples of a prompt or paths of an episode share
-treefile.py    plain values and tensors as one safetensors file
 """

@@ -165,8 +165,7 @@ def _module(module_name: str) -> ModuleType:
         path = Path(module_name)
         if not path.is_file():
             raise ValueError(f"there is no file {module_name} (from {Path.cwd()})")
-        # Two files of one name in different folders are two modules.
-        return import_file(path.resolve(), f"spmdrl_user_env_{'_'.join(path.resolve().with_suffix('').parts[1:])}")
+        return import_file(path)
     try:
         return importlib.import_module(module_name)
     except BaseException as e:  # SystemExit too

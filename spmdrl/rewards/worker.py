@@ -16,7 +16,6 @@ It imports nothing heavy of its own, so that a killed process is back at once.
 """
 
 import importlib
-import inspect
 import json
 import os
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from spmdrl.config.builtin import REWARDS
-from spmdrl.config.user_code import import_file, said
+from spmdrl.config.user_code import function_of, said
 from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
 from spmdrl.rewards.forms import adapted
 from spmdrl.workers.in_child import die_with, take_pipes, write_all
@@ -38,16 +37,8 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
     if spec.startswith("builtin:"):
         name = spec.removeprefix("builtin:")
         return importlib.import_module(f"spmdrl.rewards.{REWARDS[name].module}").load(name, settings)
-    path_text, _, name = spec.rpartition(":")
-    path = Path(path_text)
-    module = import_file(path, f"spmdrl_user_reward_{path.stem}")
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        raise ValueError(
-            f"{path} has no function {name!r} (it has: {', '.join(own) or 'none'}); name one as file.py:name"
-        )
-    return adapted(function, f"{name} in {path}", settings)
+    path, _, name = spec.rpartition(":")
+    return adapted(function_of(Path(path), name), f"{name} in {path}", settings)
 
 
 def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) -> dict:

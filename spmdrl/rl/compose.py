@@ -5,6 +5,7 @@ from typing import Any
 
 from spmdrl.config.composition import advantage_alone, advantage_of, aggregation, correction, loss_of, needs, old_logp
 from spmdrl.config.fields import get
+from spmdrl.config.named import name_weight
 from spmdrl.config.parameters import parameters_of
 from spmdrl.config.schema import Config
 from spmdrl.policy.objectives.algorithm import MOMENTS, Algorithm
@@ -48,11 +49,9 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
     """
     weights = {}
     for spec in specs:
-        name, _, number = spec.partition("=")
-        try:
-            weights[name] = float(number or "1")
-        except ValueError:
-            raise ValueError(f"--algo.part-weights {spec}: write name=number, such as format=0.5") from None
+        form = f"--algo.part-weights {spec}: write name=number, such as format=0.5"
+        name, weight = name_weight(spec, form, positive=False)
+        weights[name] = 1.0 if weight is None else weight
     return weights or None
 
 

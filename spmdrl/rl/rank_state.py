@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from spmdrl.checkpoint import treefile
 from spmdrl.config.schema import Config
-from spmdrl.data import treefile
 from spmdrl.data.batch import Batch
 from spmdrl.data.prompts import PromptSet
 from spmdrl.rl.fill_batch import Experience

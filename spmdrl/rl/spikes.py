@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from spmdrl.checkpoint import treefile
 from spmdrl.config.paths import inside
-from spmdrl.data import treefile
 from spmdrl.data.batch import Batch
 from spmdrl.policy.grad_guard import AnomalousStep, Guard
 from spmdrl.policy.models import Models

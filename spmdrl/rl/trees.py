@@ -1,4 +1,4 @@
-"""Episodes, groups and a step's experience as trees of plain values and tensors (`data/treefile.py`), and back.
+"""Episodes, groups and a step's experience as trees of plain values and tensors (`checkpoint/treefile.py`), and back.
 
 Checkpoints of before segments hold a response as columns: `parts` of a group, `trajectories` of a step. They are read.
 """

@@ -33,7 +33,7 @@ class RankKept(Protocol):
     """State that each rank of a job holds by itself."""
 
     def tree(self) -> dict:
-        """This rank's part (see `data/treefile.py`), taken between two steps."""
+        """This rank's part (see `checkpoint/treefile.py`), taken between two steps."""
         ...
 
     def restore(self, files: list[Path]) -> str:

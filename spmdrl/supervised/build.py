@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spmdrl.checkpoint import treefile
 from spmdrl.config.rules import never_measured
 from spmdrl.config.supervised import SupervisedConfig, split_weight
-from spmdrl.data import treefile
 from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import balance
 from spmdrl.data.mixture import Drawn, Mixture

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmdrl import checkpoint
-from spmdrl.checkpoint import files, store
+from spmdrl.checkpoint import files, store, treefile
 from spmdrl.checkpoint.background import Saver
 from spmdrl.checkpoint.keep import Keep
 from spmdrl.checkpoint.manifest import contents, problems, write_manifest
-from spmdrl.data import treefile
 from spmdrl.hub.folder import TINY
 from spmdrl.policy import model_files as fixed
 from spmdrl.policy.models import Models

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmdrl.checkpoint import treefile
 from spmdrl.config.dump import to_yaml
-from spmdrl.data import treefile
 from spmdrl.hub.folder import TINY
 from spmdrl.rl.spikes import read
 from spmdrl.tools.replay import replay

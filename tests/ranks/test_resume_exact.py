@@ -15,8 +15,8 @@ import numpy
 import pytest
 import torch
 
+from spmdrl.checkpoint import treefile
 from spmdrl.checkpoint.manifest import write_manifest
-from spmdrl.data import treefile
 from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
 from spmdrl.data.prompts import Prompt, PromptSet

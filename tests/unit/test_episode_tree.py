@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from spmdrl.algos.aggregate import AGGREGATIONS, Totals, count_totals, token_weights
+from spmdrl.checkpoint import treefile
 from spmdrl.config.schema import Config, FilterConfig
-from spmdrl.data import treefile
 from spmdrl.data.batch import concatenate, from_episodes, to_episodes
 from spmdrl.data.episode import Episode, Segment, prompt_segment
 from spmdrl.data.paths import parents

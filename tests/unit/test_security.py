@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from spmdrl import checkpoint
+from spmdrl.checkpoint import treefile
 from spmdrl.checkpoint.manifest import write_manifest
 from spmdrl.config import checks
 from spmdrl.config.dump import REDACTED, redact_text, to_dict, to_yaml
@@ -23,7 +24,6 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import load_or_exit
 from spmdrl.config.paths import FOLDERS, WRITTEN, check_run_folder, inside
 from spmdrl.config.schema import Config, DataConfig
-from spmdrl.data import treefile
 from spmdrl.data.prompts import load_prompts
 from spmdrl.data.sources import read_source
 from spmdrl.hub.build import build_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spmdrl.data import treefile
+from spmdrl.checkpoint import treefile
 
 QUIET_NAN = struct.unpack(">d", bytes.fromhex("7ff8000000000001"))[0]
 DTYPES = (
