@@ -98,19 +98,8 @@ class FsdpPolicy(Learner):
         self.stored = self.master if average else self.compute
         adapt = adapt and cfg.lora.rank > 0
         kept = self.master if trainable and not adapt else self.stored
-        # Values come in `fill`, so no rank holds more of the model than its own shards.
-        hf = empty_model(self.folder, kept, cfg.model.trust_remote_code, packed.register(), head, labels)
-        if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
-            raise ValueError(f"{path}: an output head with a bias is not supported")
-        keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
-        self.kept = prediction_heads(self.folder, hf.config) if keep else None
-        if cfg.policy.liger:
-            use_liger(hf, world.device)
+        hf = self._hf_model(path, kept, trainable)
         self.routers = Routers(hf) if routing_replay else None
-        # A reward model may start from a language model; a folder of a classifier must have its head.
-        generates = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
-        self.new_head = head == "value" or (head in SCORES and trainable and generates)
-        self.layout, self.hf_config = Layout(hf), hf.config
         # PEFT's settings of the adapters; None without adapters.
         self.adapters: Any = None
         if adapt:
@@ -132,6 +121,22 @@ class FsdpPolicy(Learner):
         # The sharded parameters: while the root is gathered, the model has plain tensors in their place.
         self.shards: list[Any] = list(self.model.parameters())
         self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
+
+    def _hf_model(self, path: str, dtype: torch.dtype, trainable: bool) -> Any:
+        """Build the HF model without values: they come in `fill`, so no rank holds more than its own shards."""
+        cfg, head = self.cfg, self.head
+        hf = empty_model(self.folder, dtype, cfg.model.trust_remote_code, packed.register(), head, self.labels)
+        if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
+            raise ValueError(f"{path}: an output head with a bias is not supported")
+        keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
+        self.kept = prediction_heads(self.folder, hf.config) if keep else None
+        if cfg.policy.liger:
+            use_liger(hf, self.world.device)
+        # A reward model may start from a language model; a folder of a classifier must have its head.
+        generates = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
+        self.new_head = head == "value" or (head in SCORES and trainable and generates)
+        self.layout, self.hf_config = Layout(hf), hf.config
+        return hf
 
     def fill(self) -> None:
         """Give the sharded model its memory and the values of its folder.
