@@ -62,9 +62,9 @@ class RemotePolicy:
         return logp_T, second_T
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """See the contract. `function.none` holds the result for no tokens."""
+        """See the contract. `function.empty` holds the result for no tokens."""
         request = deal(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
-        answers: Any = function.none  # type: ignore[attr-defined]
+        answers: Any = function.empty  # type: ignore[attr-defined]
         if self.model is not None:
             answers = self.model.read(request, temperature, function) or answers
         return tuple(self._answer(request, list(answers)))

@@ -20,7 +20,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 from spmdrl.policy.contract import OutputHead, Policy
 from spmdrl.policy.objectives.aligned import LEAD, OUTSIDE, SHIFT, AlignedObjective
-from spmdrl.policy.objectives.distillation import Reader
+from spmdrl.policy.objectives.distillation import TargetReader
 from spmdrl.rl.run import Run
 from spmdrl.rl.spans import Aligned, Pair, UnreadableError
 from spmdrl.rl.teacher_prompts import room, teacher_prompts
@@ -35,7 +35,7 @@ log = logging.getLogger("spmdrl")
 class Alignment:
     """The teacher's side of a distillation over two tokenizers."""
 
-    def __init__(self, run: Run, cfg: DistillationConfig, reader: Reader):
+    def __init__(self, run: Run, cfg: DistillationConfig, reader: TargetReader):
         """reader: of the teacher's hidden states.
 
         Raises:
@@ -83,7 +83,7 @@ class Alignment:
         found, metrics = self.align(batch)
         kept = [i for i, each in enumerate(found) if each is not None]
         read = self.retold(batch, kept, [each for each in found if each is not None])
-        (states_UE,) = self.teacher.read(read, self.cfg.rollout.temperature, self.reader) or self.reader.none
+        (states_UE,) = self.teacher.read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
         base, others, span = self.places(batch, read, kept, [each for each in found if each is not None])
         lead_T = torch.full((batch.n_tokens,), OUTSIDE, dtype=torch.int32)
         for mine, at in zip(span, base[0].tolist(), strict=True):

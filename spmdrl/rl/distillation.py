@@ -17,7 +17,7 @@ from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.policy.objectives.distillation import DistillObjective, reader_of, share_name
+from spmdrl.policy.objectives.distillation import DistillObjective, build_reader, share_name
 from spmdrl.rl.alignment import Alignment
 from spmdrl.rl.build import build_run
 from spmdrl.rl.engine_teachers import EngineTeachers
@@ -51,7 +51,7 @@ class Distillation(PolicyGradient):
         super().__init__(run)
         self.cfg = cast(DistillationConfig, run.cfg)
         paths = [self.cfg.model.path, self.cfg.reference.path, *(t.path for t in self.cfg.further_teachers().values())]
-        self.reader = reader_of(self.cfg.distill, "distill", paths, self.cfg.model)
+        self.reader = build_reader(self.cfg.distill, "distill", paths, self.cfg.model)
         self.on_engine = EngineTeachers(run) if self.cfg.distill.on_engine else None
         self.alignment = Alignment(run, self.cfg, self.reader) if self.cfg.aligns_tokens else None
         # A teacher of other tokens has its prompts there.
@@ -126,7 +126,7 @@ class Distillation(PolicyGradient):
             # The rank that asks and the rank that answers select alike.
             asked = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
             read = told(asked, self.prompts) if self.prompts else asked
-            found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.none
+            found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
             # All have the same tokens under their masks, in the same order.
             here_T = batch.token["mask"] & batch.per_token(share_B > 0)
             for column, x_T in zip(self.reader.names(name), found, strict=True):

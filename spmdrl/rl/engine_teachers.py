@@ -16,7 +16,7 @@ from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.quantized import fp8_blocks
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import check_same_tokens
-from spmdrl.policy.objectives.distillation import Reader
+from spmdrl.policy.objectives.distillation import TargetReader
 from spmdrl.rl.engine_judges import check_same_model, check_same_tensors
 from spmdrl.rl.run import Run
 from spmdrl.rollout.engine import ReadingEngine, ScoreRequest
@@ -52,7 +52,7 @@ class EngineTeachers:
         first = -2 - len(frozen_judges(cfg))
         self.versions = {name: first - i for i, name in enumerate(paths)}
 
-    def read(self, batch: Batch, reader: Reader, shares: dict[str, torch.Tensor]) -> None:
+    def read(self, batch: Batch, reader: TargetReader, shares: dict[str, torch.Tensor]) -> None:
         """Add the columns of all teachers to the batch that a rank has sampled. Collective over the engine.
 
         shares: weight of each teacher in each sequence; one without any is not asked about it.
@@ -62,7 +62,7 @@ class EngineTeachers:
         for name, tensors in self.folders.items():
             asked_B = shares[name] > 0
             given = everyones(_given(batch, asked_B), world)
-            columns = [x.new_zeros(batch.n_tokens, *x.shape[1:]) for x in reader.none]
+            columns = [x.new_zeros(batch.n_tokens, *x.shape[1:]) for x in reader.empty]
             if given:
                 self.run.memory.lend(tensors, self.versions[name], "teacher")
                 with self.run.timer("logp"):

@@ -126,13 +126,13 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """See the contract."""
-        return self.data.state() | {"moved": list(getattr(self.objective, "moved", []))}
+        return self.data.state() | {"moved": list(getattr(self.objective, "running", []))}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See the contract."""
         self.data.restore(state)
         if state.get("moved"):
-            self.objective.moved[:] = state["moved"]  # type: ignore[attr-defined]
+            self.objective.running[:] = state["moved"]  # type: ignore[attr-defined]
 
 
 def assemble(

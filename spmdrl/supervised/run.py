@@ -61,7 +61,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             return
         with self.timer("logp"):
             if isinstance(objective, DistillObjective):
-                objective.ask(batch, "reference", model)
+                objective.add_teacher(batch, "reference", model)
             elif "ref_logp" not in batch.token:
                 batch.token["ref_logp"], _ = model.logprobs(batch, 1.0, "top")
 

@@ -9,7 +9,7 @@ from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.policy.contract import MEASURE
 from spmdrl.policy.models import Models
-from spmdrl.policy.objectives.distillation import DistillObjective, reader_of
+from spmdrl.policy.objectives.distillation import DistillObjective, build_reader
 from spmdrl.policy.objectives.likelihood import SftObjective
 from spmdrl.session.job import Job
 from spmdrl.session.session import Session
@@ -68,6 +68,6 @@ def teacher_objective(session: Session[SFTConfig], models: Models, stored: Store
         return DistillObjective(told, stored.reader, {"reference": None}, told.temperature, peers)
     with named("--teacher.path"):
         teacher = models.reference = frozen(session, told.path, "--teacher.path")
-    reader = reader_of(told, "teacher", [cfg.model.path, told.path], cfg.model)
+    reader = build_reader(told, "teacher", [cfg.model.path, told.path], cfg.model)
     head = None if told.top_k else teacher.output_head()
     return DistillObjective(told, reader, {"reference": head}, told.temperature, peers)

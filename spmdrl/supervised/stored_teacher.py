@@ -16,7 +16,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
 from spmdrl.health.status import tick
 from spmdrl.hub.resolve import resolve
-from spmdrl.policy.objectives.distillation import Reader, reader_of
+from spmdrl.policy.objectives.distillation import TargetReader, build_reader
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.supervised.build import Start
@@ -46,7 +46,7 @@ class StoredTeacher:
         for name, kind in (("temperature", int | float), ("vocab", int)):
             if not isinstance(self.manifest.get(name, 1), kind):
                 raise ValueError(f"{self.said}: its manifest.json has {name} {self.manifest[name]!r}; write a number")
-        reader = reader_of(cfg.teacher, "teacher", [cfg.model.path], cfg.model)
+        reader = build_reader(cfg.teacher, "teacher", [cfg.model.path], cfg.model)
         self.reader = replace(reader, vocab=min(reader.vocab, self.manifest.get("vocab", reader.vocab)))
         self._check()
 
@@ -122,7 +122,7 @@ class StoredTeacher:
     def attach(self, key: Key, samples: list[int], sequences: list[Any]) -> None:
         """Add nothing: numbers are read for the rows that a rank learns from."""
 
-    def read(self, batch: Batch, temperature: float, reader: Reader) -> tuple[torch.Tensor, ...]:
+    def read(self, batch: Batch, temperature: float, reader: TargetReader) -> tuple[torch.Tensor, ...]:
         """The columns of a batch, as `read` of a policy.
 
         Raises:
@@ -130,7 +130,7 @@ class StoredTeacher:
         """
         assert temperature == self.session.cfg.teacher.temperature and reader == self.reader
         tick()
-        lengths, columns = batch.lengths.tolist(), [self.reader.none]
+        lengths, columns = batch.lengths.tolist(), [self.reader.empty]
         rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
         try:
             columns += [self._columns(tokens_L, mask_L) for tokens_L, mask_L in rows]
@@ -147,7 +147,7 @@ class StoredTeacher:
         """Ids [L, K], logp [L, K] and log of the others' sum [L] of a sequence, zeros outside the mask."""
         names = (*NEEDED, "rest") if "rest" in self.stored.names else NEEDED
         ids_LK, logp_LK, *rest = self.stored.columns(tokens_L, mask_L, names)
-        none = self.reader.none
+        none = self.reader.empty
         ids_MK, logp_MK = ids_LK[mask_L].to(none[0].dtype), logp_LK[mask_L].to(none[1].dtype)
         rest_M = rest[0][mask_L].to(none[2].dtype) if rest else None
         self._check_numbers(ids_MK, logp_MK, rest_M)

@@ -18,7 +18,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.chat import Today, template_text
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.hub.resolve import named, resolve
-from spmdrl.policy.objectives.distillation import reader_of
+from spmdrl.policy.objectives.distillation import build_reader
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.supervised.build import Start, digest, frozen
@@ -66,7 +66,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
     cfg, world, path = session.cfg, session.world, session.cfg.teacher.path
     folder, trust = Path(cfg.teacher.write).expanduser(), cfg.model.trust_remote_code
     with named("--teacher.path"):
-        reader = reader_of(cfg.teacher, "teacher", [cfg.model.path, path], cfg.model)
+        reader = build_reader(cfg.teacher, "teacher", [cfg.model.path, path], cfg.model)
         told = identity(cfg, begun) | {"weights": weights_digest(resolve(path, trust))}
     told |= {"top_k": reader.top_k, "temperature": cfg.teacher.temperature, "vocab": reader.vocab}
     there = torch.tensor([int((folder / MANIFEST).is_file())])
@@ -87,7 +87,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
     session.note(f"the teacher reads {sum(map(len, sources))} rows")
 
     def numbers(batch: Batch) -> dict[str, torch.Tensor]:
-        found = teacher.read(batch, cfg.teacher.temperature, reader) or reader.none
+        found = teacher.read(batch, cfg.teacher.temperature, reader) or reader.empty
         return dict(zip(("ids", "logp", "rest"), found, strict=True))
 
     write(session, sources, begun.encode, pack, numbers, folder, told | {"teacher": path}, cfg.data.max_refused)

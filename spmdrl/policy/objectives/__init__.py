@@ -1,11 +1,11 @@
-"""What models learn from a batch: implementations of `Objective` of `policy/contract.py`.
+"""Implements `Objective` of `policy/contract.py`: the losses by which models train on a batch.
 
-reinforcement.py  the policy's loss, a critic's, an implicit process reward model's
+reinforcement.py  losses of the policy, of a critic and of an implicit process reward model
 algorithm.py      advantages on packed batches over all ranks, and the settings of the policy's loss
 likelihood.py     supervised fine-tuning
-pairs.py          pairs of responses, by their sums of logp
-labelled.py       responses that are good or bad, each alone
+pairs.py          preference losses of pairs of responses, by their sums of logp
+labelled.py       preference losses of single responses that are labelled good or bad
 scores.py         a reward model's scores of pairs; step_scores.py: of steps
-distillation.py   the columns that a teacher adds to a batch, and the divergence that trains a student
+distillation.py   the columns that a teacher adds to a batch, and the divergence of the student from it
 aligned.py        the distance from a teacher with another tokenizer
 """

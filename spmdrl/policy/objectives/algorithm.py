@@ -1,7 +1,7 @@
-"""One algorithm of a run: the functions of `algos/` put together for packed batches on many ranks.
+"""Combines the functions of `algos/` into one algorithm for packed batches on many ranks.
 
-Everything that selects or normalises over samples is computed from columns that all ranks gather, in sample order, so
-every rank holds the same numbers whatever the layout (law 2). A micro-batch only ever sums.
+Selection and normalisation over samples use columns that all ranks gather, in sample order, so every rank holds the
+same numbers in every layout (law 2). A micro-batch only ever sums.
 """
 
 from collections.abc import Callable
@@ -24,42 +24,42 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass
 class Algorithm:
-    """Advantage estimator + per-token loss + aggregation + KL + correction, with their settings."""
+    """Holds the advantage estimator, per-token loss, aggregation, KL and correction of a run, with their settings."""
 
     settings: AlgoConfig
-    """Coefficients and kinds of the terms beside the loss: KL, entropy bonus, likelihood of good responses."""
+    """Coefficients and kinds of the terms added to the loss: KL, entropy bonus, likelihood of good responses."""
     advantage: Callable
     advantage_settings: dict
     loss: Callable
     loss_settings: dict
     select: Callable | None
-    """Selects tokens of the whole batch that the loss treats apart; None for a loss that looks at each token alone."""
+    """Selects tokens of the whole batch that the loss treats differently; None for a loss of each token alone."""
     separable: bool
     """No token's loss depends on another's logp."""
     aggregation: str
     horizon: float
     """Normaliser of `seq-mean-token-sum-norm`: the longest response."""
     old_logp: str
-    """`update`: the update's own first pass; `policy`: a pass before; `rollout`: the engine's."""
+    """Source of the old logp: `update`, the update's own forward; `policy`, one before it; `rollout`, the engine."""
     correction: str
-    """Kind of importance weights of engine against trainer, see `algos/correction.py`."""
+    """Kind of importance weights between trainer and engine, see `algos/correction.py`."""
     limits: CorrectionConfig
-    """Bounds of those weights, and of the sequences that are left out."""
+    """Bounds of those weights, and the bounds outside which a sequence is rejected."""
     mask_cut: bool
-    """Responses that were cut at the longest length teach nothing; their rewards count in their groups."""
+    """Masks responses that were cut at the length limit out of the loss; their rewards count in their groups."""
     staleness: int
-    """Versions that sampling runs ahead of training."""
+    """Versions by which sampling may be behind training."""
     chunked: bool
-    """A loss of which no token depends on another may be taken chunk by chunk."""
+    """Allows a separable loss to be computed chunk by chunk."""
     skip_zero_advantage: bool
     needs: frozenset[str]
-    """Inputs of a step beside the samples: reference, critic, cost, cost_critic, process (by the implicit models),
-    scored steps (by a process reward model), greedy, logp, collision, turns."""
+    """Inputs that a step needs beside the samples: reference, critic, cost, cost_critic, process (implicit models),
+    scored steps (a process reward model), greedy, logp, collision, turns."""
     state: dict[str, float] = field(default_factory=dict)
-    """Numbers that change from step to step and are saved with it: kl_coef, multiplier, moments of the reward."""
+    """Numbers that change from step to step and are saved in checkpoints: kl_coef, multiplier, reward moments."""
 
     def advantages(self, batch: Batch, peers: Peers) -> Batch:
-        """The batch with `token["advantages"]` and `token["returns"]`; `seq["shaped"]` is in it already. Collective."""
+        """Add `token["advantages"]` and `token["returns"]` to a batch that has `seq["shaped"]`. Collective."""
         samples = self.samples(batch, "shaped", "values", peers)
         advantages_T, batch.token["returns"] = self.advantage(samples, **self.advantage_settings)
         if "cost" in self.needs:
@@ -68,7 +68,7 @@ class Algorithm:
             advantages_T = lagrangian(advantages_T, cost_T, self.state["multiplier"])
         batch.token["advantages"] = advantages_T
         if self.mask_cut:
-            # From here on: its reward has counted in the statistics of its group.
+            # Masked only now: the reward has counted in the statistics of its group.
             cut_B = batch.seq["finish"] == FINISH_REASONS.index("length")
             batch.token["sampled"] = batch.token["mask"]
             batch.token["mask"] = overlong_mask(batch.token["mask"], batch.seq_index, cut_B)
@@ -77,10 +77,10 @@ class Algorithm:
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward.
+        """Build the estimator's input: an outcome column as token rewards, minus KL if KL is part of the reward.
 
-        An episode is one sequence of it, all its paths end to end. `token["turn_shaped"]` (`score.shape`) is the part
-        of the reward that fell before the end, turn by turn.
+        Each episode is one sequence, its paths end to end. `token["turn_shaped"]` (`score.shape`) is the part of the
+        reward that was given before the end, turn by turn.
         """
         token, mask_T, seq_T, first_E = batch.token, batch.token["mask"], batch.episode_index, batch.firsts
         kl_T = None
@@ -104,34 +104,34 @@ class Algorithm:
         )
 
     def fresh_mask(self, batch: Batch, version: int) -> torch.Tensor:
-        """Marks the tokens, bool [T], whose weights are at most `--rollout.staleness` versions old.
+        """Mark the tokens, bool [T], that were sampled with weights at most `--rollout.staleness` versions old.
 
-        Carried over and replayed tokens are older. version: of the policy where the update begins.
+        Carried over and replayed tokens are older. version: the policy's at the start of the update.
         """
         return batch.token["version"] >= version - self.staleness
 
     @property
     def entropy_before(self) -> bool:
-        """A pass before the update tells the entropy of every token, those that the update leaves out included."""
+        """True if a forward before the update measures the entropy of all tokens, also of those the update skips."""
         return self.old_logp == "policy" and "collision" not in self.needs
 
 
 MOMENTS = ("reward_count", "reward_mean", "reward_m2")
 """Names of the running moments of the reward in `Algorithm.state`."""
 OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process", "ends": "ends"}
-"""Field of Samples -> token column that fills it where the batch has one."""
+"""Field of Samples -> token column that fills it if the batch has one."""
 
 
 def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Mean under the mask, nan where there is nothing (a metric of weight 0 then)."""
+    """Return the mean under the mask; nan for an empty mask, whose metric has weight 0."""
     return torch.where(mask_T, x_T, 0.0).sum() / mask_T.sum()
 
 
 def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, fresh_T) -> None:
-    """Measures how far the trainer's logp, where its update begins, is from the engine's on sampled tokens.
+    """Measure how far the trainer's logp at the start of an update is from the engine's, on sampled tokens.
 
-    `mismatch/*` of all of them. `logp_diff/*`, by which a run is stopped, of those in `fresh_T`: older weights are
-    apart from the trainer's without anything being wrong.
+    `mismatch/*` is over all tokens. `logp_diff/*`, which can stop a run, is over those in `fresh_T`: tokens of older
+    weights differ from the trainer's without any fault.
     """
     for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T).items():
         metrics.add(name, value, weight)

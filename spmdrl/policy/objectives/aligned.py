@@ -1,8 +1,8 @@
-"""The objective of distillation from a teacher that reads other tokens: distances over spans of text.
+"""Objective of distillation from a teacher with another tokenizer: distances over spans of text.
 
-A span of text has a place with the distribution that is compared, its base, and factors: the probabilities of the
-sampled tokens at its other places. Teacher and student have one of each; the teacher leaves its own in the batch, in
-the row of the student's base.
+A span of text has a base, the position whose distribution is compared, and factors: the probabilities of the sampled
+tokens at its other positions. Teacher and student each have both; the teacher's are in the batch, in the row of the
+student's base.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from spmdrl.config.divergence import DivergenceConfig
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import HeadFunction, OutputHead, Shared
-from spmdrl.policy.objectives.distillation import DistillObjective, Reader
+from spmdrl.policy.objectives.distillation import DistillObjective, TargetReader
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.peers import Peers
 from spmdrl_kernels.aligned import Matched, SpanTeacher, aligned_loss
@@ -20,34 +20,34 @@ from spmdrl_kernels.linear import linear_logprob, wide
 TEACHER = "reference"
 LEAD, SHIFT = f"{TEACHER}/lead", f"{TEACHER}/shift"
 OUTSIDE = -(1 << 30)
-"""In the column `lead`, of a token that is in no span."""
+"""Value in the column `lead` of a token that is in no span."""
 
 
 class AlignedObjective(DistillObjective):
-    """The distance of the student from its teacher, as a mean over the spans of an optimizer step.
+    """Averages the distance of the student from its teacher over the spans of an optimizer step.
 
-    Its columns [T]: `lead`, int32, the way from a token to its span's base in tokens, 0 at the base; at the base
-    `states` [T, E], the teacher's, and `shift`, the log of the teacher's factors.
+    Its columns [T]: `lead`, int32, the offset in tokens from a token to the base of its span, 0 at the base; at the
+    base `states` [T, E], the teacher's hidden states, and `shift`, the log of the product of the teacher's factors.
     """
 
     def __init__(
         self,
         cfg: DivergenceConfig,
-        reader: Reader,
+        reader: TargetReader,
         head: OutputHead,
         matched: Matched | None,
         temperature: float,
         peers: Peers,
         group: dist.ProcessGroup | None,
     ):
-        """matched: as in `aligned_loss`. group: ranks that divide a sequence's tokens, and so a span's."""
+        """matched: as in `aligned_loss`. group: ranks that divide the tokens of a sequence."""
         super().__init__(cfg, reader, {TEACHER: head}, temperature, peers)
         self.head, self.matched, self.group = head, matched, group
         self.states = reader.names(TEACHER)[0]
         self.columns = frozenset(f"token/{column}" for column in (LEAD, SHIFT, self.states))
 
-    def learnt(self, batch: Batch) -> torch.Tensor:
-        """One token of each span, bool [T]."""
+    def trained_mask(self, batch: Batch) -> torch.Tensor:
+        """Mark the base token of each span, bool [T]."""
         return batch.token["mask"] & (batch.token[LEAD] == 0)
 
     def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
@@ -63,20 +63,20 @@ class AlignedObjective(DistillObjective):
             base = torch.nonzero(lead_n == 0).flatten()
             inside = torch.nonzero((lead_n != 0) & (lead_n != OUTSIDE)).flatten()
             factor_m, to_m = torch.zeros(0, dtype=dtype, device=device), (rows_n + lead_n)[inside]
-            # Tokens of no span are of the entropy in the log alone.
-            for some, learns in (
+            # Tokens in no span only need their entropy, for the metrics.
+            for some, needs_grad in (
                 (inside, torch.is_grad_enabled()),
                 (torch.nonzero(lead_n == OUTSIDE).flatten(), False),
             ):
                 if not len(some):
                     continue
-                with torch.set_grad_enabled(learns):
+                with torch.set_grad_enabled(needs_grad):
                     targets = tokens_T[rows_n[some]]
                     logp_m, entropy_m = linear_logprob(states_nD[some], weight_VD, targets, divisor, softcap=softcap)
                 assert entropy_m is not None
                 entropy_n[some] = entropy_m.detach()
                 factor_m = logp_m if some is inside else factor_m
-            # A span may lie on two of the ranks that divide a sequence: both sums are over all of them.
+            # A span may be split between two ranks of a sequence, so both sums are over the group.
             own_T = torch.zeros(len(tokens_T), dtype=dtype, device=device).index_add_(0, to_m, factor_m.detach())
             own_T = all_reduce(own_T, "sum", self.group)
             rows = rows_n[base]
@@ -88,7 +88,7 @@ class AlignedObjective(DistillObjective):
                 softcap=softcap,
             )
             slope_T = all_reduce(torch.zeros_like(own_T).index_copy_(0, rows, slope), "sum", self.group)
-            # Adds 0, with the gradient by the factors.
+            # Adds 0, whose gradient is that of the factors.
             total = total + (slope_T[to_m] * (factor_m - factor_m.detach())).sum()
             return total, (distance_n, entropy_n)
 

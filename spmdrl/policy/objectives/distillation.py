@@ -1,7 +1,7 @@
-"""The objective of distillation: a divergence from a teacher, over all logits or over the teacher's likeliest tokens.
+"""Objective of distillation: a divergence from a teacher, over all logits or over the teacher's top-k tokens.
 
-The teacher leaves columns in a batch: its K likeliest tokens of each place, from wherever it lies, or its hidden
-states, of which the student's head makes logits chunk by chunk. Logits [T, V] never exist.
+The teacher adds columns to a batch: its K likeliest tokens at each position, wherever the teacher runs, or its hidden
+states, from which logits are computed chunk by chunk. Logits [T, V] never exist.
 """
 
 from dataclasses import dataclass
@@ -24,23 +24,23 @@ from spmdrl_kernels.linear import wide
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads off a teacher what the student learns from; a `HeadFunction`."""
+class TargetReader:
+    """Computes the student's targets from a teacher's hidden states; a `HeadFunction`."""
 
     top_k: int
-    """Tokens of each place; 0: the hidden states, for all logits."""
+    """Tokens at each position; 0: the hidden states, for all logits."""
     vocab: int
-    """Tokens that student and teacher share."""
+    """Size of the vocabulary that student and teacher share."""
     dtype: torch.dtype
-    """Type that the models compute in."""
+    """Data type of the models' computations."""
 
     def names(self, teacher: str) -> tuple[str, ...]:
-        """Names of a teacher's columns."""
+        """Return the names of a teacher's columns."""
         return tuple(f"{teacher}/{name}" for name in (("ids", "logp", "rest") if self.top_k else ("states",)))
 
     @property
-    def none(self) -> tuple[torch.Tensor, ...]:
-        """The columns of no tokens."""
+    def empty(self) -> tuple[torch.Tensor, ...]:
+        """The columns of an empty batch."""
         if not self.top_k:
             return (torch.zeros(0, 1, dtype=self.dtype),)
         ids, like = torch.zeros(0, self.top_k, dtype=torch.int32), torch.zeros(0, dtype=self.dtype)
@@ -61,10 +61,11 @@ class Reader:
         return None, (found[0].int(), *found[1:])
 
 
-def reader_of(divergence: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> Reader:
-    """The reader for a student and its teachers.
+def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> TargetReader:
+    """Build the target reader of a student and its teachers.
 
-    section: of the settings, for messages. paths: student and teachers, as `--model.path`. model: settings of all.
+    section: section of the settings, for messages. paths: student and teachers, as `--model.path`. model: settings of
+    all models.
 
     Raises:
         ValueError: top_k is not below the number of tokens.
@@ -76,48 +77,48 @@ def reader_of(divergence: DivergenceConfig, section: str, paths: list[str], mode
         raise ValueError(
             f"--{section}.top-k {divergence.top_k}: student and teacher share {vocab} tokens; take fewer, or 0 for all"
         )
-    return Reader(divergence.top_k, vocab, DTYPES[model.dtype])
+    return TargetReader(divergence.top_k, vocab, DTYPES[model.dtype])
 
 
 def share_name(teacher: str) -> str:
-    """Name of the column [B] with the weight of a teacher's divergence in a sequence; those of one sum to 1."""
+    """Return the name of the column [B] with a teacher's weight in each sequence; they sum to 1 over the teachers."""
     return f"{teacher}/share"
 
 
 class DistillObjective(Objective):
-    """The divergence of the student from its teachers, as a mean over the sampled tokens of an optimizer step."""
+    """Averages the divergence of the student from its teachers over the sampled tokens of an optimizer step."""
 
     second = "entropy"
 
     def __init__(
         self,
         cfg: DivergenceConfig,
-        reader: Reader,
+        reader: TargetReader,
         teachers: dict[str, OutputHead | None],
         temperature: float,
         peers: Peers,
     ):
-        """teachers: by name, each with its output head where all logits are compared. temperature: of all models."""
+        """teachers: by name, each with its output head if all logits are compared. temperature: of all models."""
         self.cfg, self.reader, self.teachers, self.peers = cfg, reader, teachers, peers
         self.temperature = temperature
         columns = {f"token/{column}" for name in teachers for column in reader.names(name)}
         self.columns = frozenset(columns | {f"seq/{share_name(name)}" for name in teachers})
 
-    def ask(self, batch: Batch, name: str, teacher: Policy) -> None:
-        """Add the columns of a teacher that teaches every sequence. Collective."""
-        # It reads the tokens as they are, whatever noise the student learns with.
+    def add_teacher(self, batch: Batch, name: str, teacher: Policy) -> None:
+        """Add the columns of a teacher of all sequences. Collective."""
+        # The teacher's input has none of the noise that the student trains with.
         token = {column: batch.token[column] for column in ("tokens", "mask")}
-        found = teacher.read(Batch(batch.lengths, token, batch.seq), self.temperature, self.reader) or self.reader.none
+        found = teacher.read(Batch(batch.lengths, token, batch.seq), self.temperature, self.reader) or self.reader.empty
         batch.token |= dict(zip(self.reader.names(name), found, strict=True))
         batch.seq[share_name(name)] = torch.ones(len(batch), dtype=torch.float64)
 
-    def learnt(self, batch: Batch) -> torch.Tensor:
-        """The tokens of which the loss is a mean, bool [T]."""
+    def trained_mask(self, batch: Batch) -> torch.Tensor:
+        """Mark the tokens over which the loss is averaged, bool [T]."""
         return batch.token["mask"]
 
     def prepare(self, share: Batch, index: int) -> Shared:
         """Implements `prepare` of the contract."""
-        local = count_totals(self.learnt(share), share.episode_index)
+        local = count_totals(self.trained_mask(share), share.episode_index)
         counts = torch.tensor([local.tokens, local.sequences], dtype=torch.float64)
         return Shared(Totals(*self.peers.sum(counts).tolist()))
 
@@ -126,8 +127,11 @@ class DistillObjective(Objective):
         metrics = Metrics()
         loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
         metrics.add_sum("loss", loss)
-        of = (("divergence/mean", first_T, self.learnt(micro)), ("entropy/mean", second_T, micro.token["mask"]))
-        for name, value_T, mask in of:
+        trained_T = self.trained_mask(micro)
+        for name, value_T, mask in (
+            ("divergence/mean", first_T, trained_T),
+            ("entropy/mean", second_T, micro.token["mask"]),
+        ):
             mask = mask.to(first_T.device)
             total = torch.where(mask, value_T.detach(), torch.zeros_like(value_T)).double().sum()
             metrics.add(name, total / mask.sum().clamp(min=1), mask.sum())
@@ -143,9 +147,9 @@ class DistillObjective(Objective):
         def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
             divergence_n, entropy_n = torch.zeros(2, len(rows_n), dtype=wide(states_nD), device=device)
             total = torch.zeros((), dtype=torch.float64, device=device)
-            # Rows that have the same teachers go together, so that no logits are computed for a weight of 0.
+            # Rows with the same teachers are computed together, so that no logits are computed for a weight of 0.
             kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
-            # No rows have a gradient of zeros all the same, for which other ranks may wait.
+            # An empty batch still has a gradient, of zeros, for which other ranks may wait.
             for number, present in enumerate(kinds.tolist() or [[True] * len(self.teachers)]):
                 at = torch.nonzero(kind_n == number).flatten()
                 rows, pairs = rows_n[at], []
@@ -166,7 +170,7 @@ class DistillObjective(Objective):
         return head
 
     def teacher(self, name: str, columns: dict[str, torch.Tensor]) -> Teacher:
-        """A teacher of some rows, from its columns."""
+        """Build a teacher's targets of some rows from its columns."""
         found, head = [columns[column] for column in self.reader.names(name)], self.teachers[name]
         if head is not None:
             return StatesTeacher(found[0], head.weight_VD, self.temperature * head.divisor, head.softcap)
@@ -174,6 +178,6 @@ class DistillObjective(Objective):
         return TopTeacher(ids.long(), logp, rest, self.cfg.tail == "renormalize")
 
     def weights(self, micro: Batch, shared: Shared, device: torch.device) -> torch.Tensor:
-        """The final weight of each token, [T] on the device; 0 outside the mask."""
-        mask, seq = self.learnt(micro).to(device), micro.episode_index.to(device)
+        """Return the final weight of each token, [T] on the device; 0 outside the mask."""
+        mask, seq = self.trained_mask(micro).to(device), micro.episode_index.to(device)
         return token_weights("token-mean", mask, seq, shared.totals)

@@ -1,4 +1,4 @@
-"""The objective of losses of single responses that are wanted or not: KTO, BCO and their like."""
+"""Objective for losses of single responses that are labelled good or bad: KTO, BCO and their like."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,29 +15,29 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Number of the first sample that is not trained: a response to another prompt than its own (KTO)."""
+"""Sample numbers from this one on are not trained: responses paired with another prompt than their own (KTO)."""
 
 
 @dataclass
 class LabelledShared(Shared):
-    """Facts of a whole optimizer step, over all ranks."""
+    """Number of responses and shift of an optimizer step, over all ranks."""
 
     responses: float = 0.0
     shift: float = 0.0
-    """As the losses take it."""
+    """Reference point of the loss: subtracted from the log-ratio (KTO) or from beta times it (BCO)."""
 
 
 @dataclass
 class LabelledObjective(Objective):
-    """Mean over the responses of a step."""
+    """Averages a loss over the responses of a step."""
 
     loss_name: str
     """A name in `algos.preference.LOSSES`."""
     settings: PreferenceMethod
     policy: Policy
     peers: Peers
-    moved: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """BCO: sum and number of the log-ratios so far of wanted responses, and of the others."""
+    running: list[float] = field(default_factory=lambda: [0.0] * 4)
+    """BCO's running sums: sum and count of the log-ratios of good responses, then of bad ones."""
     temperature: float = 1.0
     columns = frozenset({"token/mask", "token/ref_logp"})
     second = "top"
@@ -49,29 +49,29 @@ class LabelledObjective(Objective):
         return LabelledShared(active=trained_B, responses=responses, shift=self._shift(share, index))
 
     def _shift(self, share: Batch, index: int) -> float:
-        """KTO: the mean log-ratio of responses to other prompts, at least 0. BCO: the mean reward over steps."""
+        """Compute the shift. KTO: mean log-ratio of mismatched responses, at least 0. BCO: mean reward so far."""
         source = LOSSES[self.loss_name].shift
         if not source:
             return 0.0
-        asked = share
+        scored = share
         if source == "other prompts":
-            asked = share.select(torch.nonzero(share.seq["sample"] >= MISMATCHED).flatten())
-        logp_T, _ = self.policy.logprobs(asked, self.temperature, self.second)
-        ratio_B = asked.sum_tokens(logp_T.double() - asked.token["ref_logp"].double())
+            scored = share.select(torch.nonzero(share.seq["sample"] >= MISMATCHED).flatten())
+        logp_T, _ = self.policy.logprobs(scored, self.temperature, self.second)
+        ratio_B = scored.sum_tokens(logp_T.double() - scored.token["ref_logp"].double())
         if source == "other prompts":
             total, count = self.peers.sum(
-                torch.tensor([float(ratio_B.sum()), len(asked)], dtype=torch.float64)
+                torch.tensor([float(ratio_B.sum()), len(scored)], dtype=torch.float64)
             ).tolist()
             return max(0.0, total / count) if count else 0.0
-        sides = [ratio_B[asked.seq["sample"] == side] for side in (CHOSEN, REJECTED)]
-        sums = [number for side_N in sides for number in (float(side_N.sum()), float(len(side_N)))]
-        here = self.peers.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+        by_label = [ratio_B[scored.seq["sample"] == label] for label in (CHOSEN, REJECTED)]
+        local = [number for ratio_N in by_label for number in (float(ratio_N.sum()), float(len(ratio_N)))]
+        sums = self.peers.sum(torch.tensor(local, dtype=torch.float64)).tolist()
         if index == MEASURE:
-            return self.settings.beta * _half_of_each(self.moved if any(self.moved) else here)
-        if all(map(math.isfinite, here)):
-            # A step that is not finite is left out, and must not stay in the mean.
-            self.moved[:] = [before + more for before, more in zip(self.moved, here, strict=True)]
-        return self.settings.beta * _half_of_each(self.moved)
+            return self.settings.beta * _label_mean(self.running if any(self.running) else sums)
+        if all(map(math.isfinite, sums)):
+            # A step that is not finite is skipped and must not enter the running mean.
+            self.running[:] = [before + more for before, more in zip(self.running, sums, strict=True)]
+        return self.settings.beta * _label_mean(self.running)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: LabelledShared) -> LossResult:
         """Implements `loss` of the contract, from logp."""
@@ -88,15 +88,14 @@ class LabelledObjective(Objective):
         loss = (LOSSES[self.loss_name].of(x, self.settings, shared.shift) * weight).sum() / max(1.0, shared.responses)
         metrics.add_sum("loss", loss.detach())
         rewards = self.settings.beta * x.ratio.detach()
-        for name, side in (("rewards/chosen", x.wanted), ("rewards/rejected", ~x.wanted)):
-            count = int(side.sum())
-            metrics.add(name, rewards[side].mean() if count else 0.0, count)
+        for name, which in (("rewards/chosen", x.wanted), ("rewards/rejected", ~x.wanted)):
+            count = int(which.sum())
+            metrics.add(name, rewards[which].mean() if count else 0.0, count)
         metrics.add("kl" if self.loss_name == "kto" else "shift", shared.shift)
         return LossResult(loss, metrics)
 
 
-def _half_of_each(sums: list[float]) -> float:
-    """Mean of the means of both labels, or of the one that there is."""
-    won, wons, lost, losts = sums
-    means = [total / count for total, count in ((won, wons), (lost, losts)) if count]
+def _label_mean(sums: list[float]) -> float:
+    """Return the mean of the means of both labels, or the mean of the only label present."""
+    means = [total / count for total, count in (sums[:2], sums[2:]) if count]
     return sum(means) / len(means) if means else 0.0

@@ -1,4 +1,4 @@
-"""The objective of supervised fine-tuning: cross-entropy of the trained tokens, or DFT."""
+"""Objective of supervised fine-tuning: cross-entropy of the trained tokens, or DFT."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass
 class SftObjective(Objective):
-    """Mean over the trained tokens of a step; every token counts alike, in whatever row it is."""
+    """Averages the loss over the trained tokens of a step; all tokens weigh the same, whatever row they are in."""
 
     loss_name: str
     """A name in `algos.supervised.TOKEN_LOSSES`."""
@@ -31,7 +31,7 @@ class SftObjective(Objective):
         return Shared(Totals(*self.peers.sum(counts).tolist()))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from logp and whether the token is the likeliest."""
+        """Implements `loss` of the contract, from logp and a flag for the likeliest token."""
         x = self.inputs(micro, shared, first_T.device)
         loss_T, _ = self.token_losses(first_T, second_T, x)
         mask, metrics = micro.token["mask"].to(first_T.device), Metrics()
@@ -47,12 +47,12 @@ class SftObjective(Objective):
         return partial(self.token_losses), self.inputs(micro, shared, device)
 
     def inputs(self, micro: Batch, shared: Shared, device: torch.device) -> dict[str, torch.Tensor]:
-        """The final weight of each token, [T] on the device."""
+        """Return the final weight of each token, [T] on the device."""
         mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
         return {"weight": token_weights("token-mean", mask, seq, shared.totals)}
 
     def token_losses(
         self, logp: torch.Tensor, other: torch.Tensor | None, x: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss of each token with its final weight, fp64, and nothing to log; [n], the rows of x."""
+        """Return the weighted loss of each token, fp64, [n], the rows of x; and no stats."""
         return TOKEN_LOSSES[self.loss_name](logp).double() * x["weight"], {}

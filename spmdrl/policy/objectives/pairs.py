@@ -1,4 +1,4 @@
-"""The objective of losses that compare two responses: weighted losses of pairs, and the likelihood of the chosen."""
+"""Objective of preference losses of two responses: weighted losses of pairs, and the likelihood of the chosen."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,13 @@ class PairShared(Shared):
 
 @dataclass
 class PairObjective(Objective):
-    """Mean over the pairs of a step of a weighted sum of losses.
+    """Averages a weighted sum of losses over the pairs of a step.
 
-    The sides of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first.
+    Both responses of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first.
     """
 
     losses: dict[str, float]
-    """Name in `algos.preference.LOSSES`, or `sft`, and its weight."""
+    """Weights by name in `algos.preference.LOSSES`, or `sft`."""
     settings: PreferenceMethod
     policy: Policy
     peers: Peers
@@ -50,7 +50,7 @@ class PairObjective(Objective):
         return "collision" if self.settings.weighted else "top"
 
     def prepare(self, share: Batch, index: int) -> PairShared:
-        """Implements `prepare` of the contract. Losses that sort get `seq["matched/..."]` in the share."""
+        """Implements `prepare` of the contract. Adds `seq["matched/..."]` to the share for losses that sort."""
         mask_T, chosen_B = share.token["mask"], share.seq["sample"] == CHOSEN
         counts = torch.stack([chosen_B.sum(), (mask_T & share.per_token(chosen_B)).sum()]).double()
         pairs, tokens = self.peers.sum(counts).tolist()
@@ -64,7 +64,7 @@ class PairObjective(Objective):
         return [name for name in self.losses if name != SFT and LOSSES[name].matched]
 
     def _match(self, share: Batch) -> None:
-        """Add what losses that sort need of the pairs of other micro-batches and ranks."""
+        """Add the margins that losses which sort need from pairs of other micro-batches and ranks."""
         logp_T, _ = self.policy.logprobs(share, self.temperature, self.second)
         columns = [self._sums(share, x_T.double()).view(-1, 2) for x_T in (logp_T, share.token["ref_logp"])]
         chosen_P = torch.nonzero(share.seq["sample"] == CHOSEN).flatten()
@@ -74,7 +74,7 @@ class PairObjective(Objective):
                 share.seq[f"matched/{name}"] = of_all[mine].flatten()
 
     def _sums(self, batch: Batch, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum over the trained tokens of each response, [B], those behind the shorter one's length by `tail`."""
+        """Sum x over the trained tokens of each response, [B]; tokens past the shorter length weigh `tail`."""
         device = x_T.device
         mask, seq = batch.token["mask"].to(device), batch.seq_index.to(device)
         x_T = torch.where(mask, x_T, torch.zeros_like(x_T))
@@ -83,7 +83,7 @@ class PairObjective(Objective):
         )
 
     def _weights(self, batch: Batch) -> torch.Tensor:
-        """Weight of each token in the sum of its response, float64 [T]."""
+        """Return the weight of each token in the sum of its response, float64 [T]."""
         mask = batch.token["mask"].double()
         counts_B = batch.sum_tokens(torch.ones_like(mask))
         shorter_B = torch.minimum(counts_B[0::2], counts_B[1::2]).repeat_interleave(2)
@@ -123,13 +123,13 @@ class PairObjective(Objective):
         seq: torch.Tensor,
         counts_B: torch.Tensor,
     ) -> torch.Tensor:
-        """WPO's weight of each pair: how likely the policy itself makes both responses, [P]."""
+        """Return WPO's weight of each pair, [P]: how likely both responses are under the policy."""
         aligned = torch.where(mask, logp - collision_T.double().log(), torch.zeros_like(logp))
         each = (sum_per_sequence(aligned, seq, len(counts_B)) / counts_B).exp()
         return each[0::2] * each[1::2]
 
     def _describe(self, metrics: Metrics, x: Pairs, count: int) -> None:
-        """Add what TRL calls rewards: beta times log-ratio."""
+        """Add the metrics that TRL calls rewards, beta times log-ratio, with accuracy and logp."""
         won, lost = (self.settings.beta * ratio.detach() for ratio in (x.ratio_chosen, x.ratio_rejected))
         for name, value in (
             ("rewards/chosen", won),

@@ -1,7 +1,6 @@
-"""Objectives by which the models of a run learn: the policy's loss, a critic's, an implicit process reward model's.
+"""Objectives of reinforcement learning: for the policy, a critic and an implicit process reward model.
 
-Everything that selects or normalises over samples is computed in `prepare`, over all ranks; a micro-batch only ever
-sums (law 2).
+Selection and normalisation over samples happen in `prepare`, over all ranks; a micro-batch only ever sums (law 2).
 """
 
 from dataclasses import dataclass
@@ -24,17 +23,17 @@ from spmdrl.spmd.seeds import uniform
 from spmdrl.tracking.metrics import Metrics
 
 LOSS_COLUMNS = ("mask", "advantages", "rollout_logp", "old_logp", "ref_logp", "selected")
-"""Token columns of a batch that a policy loss may look at."""
+"""Token columns of a batch that a policy loss may use."""
 OLD_LOGP = {"policy": "old_logp", "rollout": "rollout_logp"}
-"""Column of each kind of `Algorithm.old_logp`, apart from the update's own pass."""
+"""Column of each kind of `Algorithm.old_logp` but `update`, whose old logp is the current forward's."""
 
 
 @dataclass
 class PolicyShared(Shared):
-    """Facts of a whole optimizer step that a policy loss needs beside its denominators."""
+    """Values of an optimizer step, over all ranks, that a policy loss needs beside its denominators."""
 
     first: bool = False
-    """True for the weights that the update began with."""
+    """True while the weights are those at the start of the update."""
     version: int = 0
     """Version of the policy."""
     good_tokens: float = 0.0
@@ -42,10 +41,10 @@ class PolicyShared(Shared):
 
 
 class PolicyObjective(Objective):
-    """The policy update of an algorithm: ratio loss, KL, entropy bonus, correction for the engine's logp."""
+    """Trains the policy by an algorithm: ratio loss, KL, entropy bonus, correction for the engine's logp."""
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
-        """peers: data positions. start: the policy's `updates_done` when the update began; None: as it stands."""
+        """peers: data positions. start: the policy's `updates_done` at the start of the update; None: now."""
         self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
@@ -76,7 +75,7 @@ class PolicyObjective(Objective):
                 ),
                 **algo.loss_settings,
             )
-        # Episodes without advantage are left out of the forward.
+        # The forward skips episodes without advantage.
         active = share.seq["advantage"] != 0 if algo.skip_zero_advantage else None
         return PolicyShared(Totals(tokens, sequences), active, on_policy, first, self.policy.version, good)
 
@@ -104,7 +103,7 @@ class PolicyObjective(Objective):
 
     @property
     def separable(self) -> bool:
-        """True if no token's loss, its weight of correction included, depends on another's logp."""
+        """True if no token's loss, including its correction weight, depends on the logp of another token."""
         limits = self.algo.limits
         rejects = limits.reject_low is not None or limits.reject_high is not None
         if self.algo.old_logp != "policy" and (rejects or self.algo.correction.endswith("sequence")):
@@ -112,7 +111,7 @@ class PolicyObjective(Objective):
         return self.algo.separable
 
     def inputs(self, micro: Batch, shared: PolicyShared, device: torch.device) -> dict[str, torch.Tensor]:
-        """Inputs of `token_losses` beside logp and entropy, [T] on the device."""
+        """Collect the inputs of `token_losses` beside logp and entropy, [T] on the device."""
         x = {k: micro.token[k].to(device) for k in LOSS_COLUMNS if k in micro.token}
         mask, seq = x["mask"], micro.episode_index.to(device)
         x |= {"seq": seq, "weight": token_weights(self.algo.aggregation, mask, seq, shared.totals, self.algo.horizon)}
@@ -126,16 +125,16 @@ class PolicyObjective(Objective):
     def token_losses(
         self, shared: PolicyShared, logp: torch.Tensor, entropy: torch.Tensor, x: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss of each token with its final weight, fp64, and detached stats; all [n], the rows of x."""
+        """Return the weighted loss of each token, fp64, and detached stats; all [n], the rows of x."""
         algo, terms, mask, current = self.algo, self.algo.settings, x["mask"], logp.detach()
         old_logp = current if algo.old_logp == "update" else x[OLD_LOGP[algo.old_logp]].to(logp.dtype)
         correction = x.get("correction")
         if algo.old_logp != "policy":
-            # This is the logp of this very pass: no earlier one is known.
+            # No earlier logp is known, so the correction uses that of this forward.
             correction = self.weights(current, x["rollout_logp"], mask, x["seq"])
         if shared.on_policy:
-            # The same numbers but for rounding, which another layout rounds otherwise: |logp - old_logp| would have its
-            # gradient by the sign of that.
+            # old_logp equals logp up to rounding, which differs between layouts: the gradient of |logp - old_logp|
+            # would depend on the sign of the rounding error.
             old_logp = current
         inputs = LossInputs(
             logp=logp,
@@ -169,7 +168,7 @@ class PolicyObjective(Objective):
         return loss, stats
 
     def weights(self, trainer_T, rollout_T, mask_T, seq_T) -> torch.Tensor | None:
-        """Returns importance weights of engine against trainer, [T]; None if none are asked for."""
+        """Return importance weights between trainer and engine, [T]; None if the settings ask for none."""
         limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":
@@ -185,12 +184,12 @@ class PolicyObjective(Objective):
 
 @dataclass
 class CriticObjective(Objective):
-    """A critic learns the returns in one column of a batch, clipped around its values before the update."""
+    """Trains a critic on the returns in one column of a batch, clipped around its values before the update."""
 
     returns: str
     values: str
     clip: float | None
-    """Farthest that a value may move in an update; None: anywhere."""
+    """Largest change of a value in one update; None: no limit."""
     peers: Peers
     temperature: float = 1.0
 
@@ -219,7 +218,7 @@ class CriticObjective(Objective):
 
 @dataclass
 class ProcessObjective(Objective):
-    """An implicit process reward model learns to tell a response's outcome from the whole of its reward (PRIME)."""
+    """Trains an implicit process reward model to predict a response's outcome from its summed reward (PRIME)."""
 
     beta: float
     temperature: float
@@ -245,7 +244,7 @@ class ProcessObjective(Objective):
 
 
 def totals(share: Batch, peers: Peers) -> Totals:
-    """Counts tokens and episodes of one optimizer step over all ranks. Collective."""
+    """Count the tokens and episodes of one optimizer step over all ranks. Collective."""
     local = count_totals(share.token["mask"], share.episode_index)
     tokens, sequences = peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist()
     return Totals(tokens, sequences)

@@ -1,4 +1,4 @@
-"""The objective of a reward model: the Bradley-Terry loss of pairs, and numbers that tell how good its scores are."""
+"""Objective of a reward model: the Bradley-Terry loss of pairs, and metrics of the quality of its scores."""
 
 import math
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 BINS = 5
-"""Stretches of the probability that the chosen response wins, from 0.5 to 1, whose pairs are looked at together."""
+"""Bins of calibration: the probability that the chosen response wins, from 0.5 to 1, divides pairs into them."""
 MOMENTS = ("m", "l", "mm", "ll", "ml")
-"""Means of the lead of the chosen response's score, of its lead in length, of their squares and product."""
+"""Means over pairs: chosen minus rejected score, chosen minus rejected length, their squares and their product."""
 
 
 @dataclass
@@ -28,14 +28,14 @@ class PairCount(Shared):
 
 @dataclass
 class ScoreObjective(Objective):
-    """Mean over the pairs of a step.
+    """Averages the loss over the pairs of a step.
 
-    The sides of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first. A response's score is
-    that at its last trained token.
+    Both responses of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first. A response's
+    score is the one at its last trained token.
     """
 
     outputs: tuple[str, ...]
-    """Names of the scores; a pair is of that with the number `seq["output"]`."""
+    """Names of the scores; `seq["output"]` is the number of the score that a pair trains."""
     centre: float
     peers: Peers
     temperature: float = 1.0
@@ -68,7 +68,7 @@ class ScoreObjective(Objective):
         return LossResult(loss, metrics)
 
     def _describe(self, metrics: Metrics, micro: Batch, lead: torch.Tensor, output_P: torch.Tensor) -> None:
-        """Add accuracy, by output too; what `report` makes calibration and the correlation with length of."""
+        """Add accuracy, also by output, and the sums from which `report` computes calibration and correlation."""
         right = (lead > 0).double() + 0.5 * (lead == 0)
         add_mean(metrics, "accuracy/mean", right)
         for i, name in enumerate(self.outputs if len(self.outputs) > 1 else ()):
@@ -82,27 +82,29 @@ class ScoreObjective(Objective):
 
 
 def add_mean(metrics: Metrics, name: str, x: torch.Tensor) -> None:
-    """Add numbers to a mean; there may be none of them."""
+    """Add the numbers of x, which may be empty, to a mean."""
     metrics.add(name, x.mean() if len(x) else 0.0, len(x))
 
 
-def add_calibration(metrics: Metrics, said: torch.Tensor, true: torch.Tensor, place: torch.Tensor, bins: int) -> None:
-    """Add what `report` makes the calibration error of.
+def add_calibration(
+    metrics: Metrics, predicted: torch.Tensor, true: torch.Tensor, place: torch.Tensor, bins: int
+) -> None:
+    """Add the sums from which `report` computes the calibration error.
 
-    said, true: probabilities [n] as predicted and as they are. place: number in [0, 1] that divides them into bins.
+    predicted, true: probabilities [n]. place: numbers in [0, 1], [n], by which they are divided into bins.
     """
     bin_n = (place * bins).long().clamp(max=bins - 1)
     for i in range(bins):
-        metrics.add_sum(f"calibration/{i}", (said - true)[bin_n == i].sum())
-    metrics.add_sum("calibration/count", len(said))
+        metrics.add_sum(f"calibration/{i}", (predicted - true)[bin_n == i].sum())
+    metrics.add_sum("calibration/count", len(predicted))
 
 
 def report(values: dict[str, float]) -> dict[str, float]:
-    """Replace the sums in a step's numbers, whose names may have a prefix, by what they say.
+    """Replace the sums in a step's metrics, whose names may start with `eval/`, by the metrics computed from them.
 
-    `calibration/error`: mean distance of the probability that the higher score wins, or that a step is right, from how
-    often it is so, over stretches of that probability (https://arxiv.org/abs/1706.04599). `length/correlation`: of the
-    lead in score with the lead in length, over pairs.
+    `calibration/error`: expected calibration error, over bins of the probability that the higher score wins or that a
+    step is right (https://arxiv.org/abs/1706.04599). `length/correlation`: correlation over pairs of the difference in
+    score with the difference in length.
     """
     out, sums, moments, seen = {}, [], {}, 0.0
     prefix = "eval/" if any(name.startswith("eval/") for name in values) else ""

@@ -1,4 +1,4 @@
-"""The objective of a process reward model: cross-entropy of the labels of steps, and how good its scores are."""
+"""Objective of a process reward model: cross-entropy of step labels, and metrics of the quality of its scores."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 BINS = 10
-"""Stretches of the probability that a step is right whose steps are looked at together."""
+"""Bins of calibration: the probability that a step is right divides steps into them."""
 
 
 @dataclass
@@ -24,10 +24,10 @@ class StepCount(Shared):
 
 @dataclass
 class StepObjective(Objective):
-    """Mean over the labelled steps of an optimizer step (Lightman et al., https://arxiv.org/abs/2305.20050).
+    """Averages the loss over the labelled steps of an optimizer step (https://arxiv.org/abs/2305.20050).
 
-    The model gives two numbers for a token, and the softmax of the second is the probability that the step which ends
-    there is right. The loss of a step is the cross-entropy of its label, which may be a probability too (Math-Shepherd,
+    The model outputs two logits for a token; the softmax of the second is the probability that the step which ends
+    there is right. The loss of a step is the cross-entropy of its label, which may be a probability (Math-Shepherd,
     https://arxiv.org/abs/2312.08935).
     """
 
@@ -55,25 +55,25 @@ class StepObjective(Objective):
 
 
 def describe(metrics: Metrics, right_n: torch.Tensor, label_n: torch.Tensor, seq_n: torch.Tensor, count: int) -> None:
-    """Add how good the probabilities are that steps are right.
+    """Add accuracy, calibration and mean score of the probabilities that steps are right.
 
     right_n: probabilities of labelled steps, in the order of their responses; label_n: their labels; seq_n: the
     response of each. count: responses.
     """
-    told, true = (right_n - 0.5).sign(), (label_n - 0.5).sign()
-    add_mean(metrics, "accuracy/mean", (told * true + 1) / 2)
-    found, wanted = (first_wrong(side, seq_n, count) for side in (told, true))
-    has = torch.bincount(seq_n, minlength=count) > 0
-    met, errs = (found == wanted).double(), wanted < len(seq_n)
-    add_mean(metrics, "accuracy/first_wrong", met[has & errs])
-    add_mean(metrics, "accuracy/no_wrong", met[has & ~errs])
+    predicted, true = (right_n - 0.5).sign(), (label_n - 0.5).sign()
+    add_mean(metrics, "accuracy/mean", (predicted * true + 1) / 2)
+    found, expected = (first_wrong(sign_n, seq_n, count) for sign_n in (predicted, true))
+    nonempty = torch.bincount(seq_n, minlength=count) > 0
+    correct, has_error = (found == expected).double(), expected < len(seq_n)
+    add_mean(metrics, "accuracy/first_wrong", correct[nonempty & has_error])
+    add_mean(metrics, "accuracy/no_wrong", correct[nonempty & ~has_error])
     add_calibration(metrics, right_n, label_n, right_n, BINS)
-    for name, side in (("right", true > 0), ("wrong", true < 0)):
-        add_mean(metrics, f"score/{name}", right_n[side])
+    for name, which in (("right", true > 0), ("wrong", true < 0)):
+        add_mean(metrics, f"score/{name}", right_n[which])
 
 
-def first_wrong(side_n: torch.Tensor, seq_n: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the index in [n] of the first step below 0 of each response [B], or n where it has none."""
-    none = len(side_n)
-    place_n = torch.arange(none, device=side_n.device).masked_fill(side_n >= 0, none)
-    return torch.full((count,), none, device=side_n.device).scatter_reduce(0, seq_n, place_n, "amin")
+def first_wrong(sign_n: torch.Tensor, seq_n: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the index in [n] of each response's first step with a sign below 0, [B]; n if it has none."""
+    none = len(sign_n)
+    place_n = torch.arange(none, device=sign_n.device).masked_fill(sign_n >= 0, none)
+    return torch.full((count,), none, device=sign_n.device).scatter_reduce(0, seq_n, place_n, "amin")
