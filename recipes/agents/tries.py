@@ -19,10 +19,10 @@ class Tries:
     def step(self, message: dict) -> tuple[str | None, float | None, bool]:
         """Answer a turn of the policy: (what it sees next, the reward of this turn, whether the episode is over)."""
         self.used += 1
-        said = message["content"].strip().ljust(len(self.truth))
-        if said == self.truth or self.used == self.tries:
-            return None, float(said == self.truth), True
-        return "".join(a if a == b else "x" for a, b in zip(said, self.truth, strict=False)) + "=", None, False
+        guess = message["content"].strip().ljust(len(self.truth))
+        if guess == self.truth or self.used == self.tries:
+            return None, float(guess == self.truth), True
+        return "".join(a if a == b else "x" for a, b in zip(guess, self.truth, strict=False)) + "=", None, False
 
     def reward(self) -> dict:
         """Grade the episode at its end, beside what its turns earned; further numbers are parts, which are logged."""

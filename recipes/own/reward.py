@@ -8,7 +8,7 @@ process of its own and is killed after --reward.timeout seconds.
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """1 for the right answer. Parts: `match`, the same; `place`, the share of letters that are where they belong."""
-    said, truth = solution_str.strip(), str(ground_truth).strip()
-    match = float(said == truth)
-    right = sum(a == b for a, b in zip(said, truth, strict=False))
-    return {"score": match, "match": match, "place": right / max(len(said), len(truth))}
+    response, truth = solution_str.strip(), str(ground_truth).strip()
+    match = float(response == truth)
+    right = sum(a == b for a, b in zip(response, truth, strict=False))
+    return {"score": match, "match": match, "place": right / max(len(response), len(truth))}
