@@ -15,12 +15,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.losses import LOSSES
+from spmdrl.algos.preference import LOSSES as PREFERENCE_LOSSES
 from spmdrl.algos.rows import settings_of
 from spmdrl.config.builtin import REWARDS
 from spmdrl.config.declare import declared
 from spmdrl.config.fields import flag, get, is_optional, is_tuple, leaves, shown
 from spmdrl.config.load import from_command_line
 from spmdrl.config.parameters import parameters_of, read_by
+from spmdrl.config.preference import METHODS
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.use import changed, in_words, is_read, leaves_of_functions, single_changes, ways, would_read
 from spmdrl.env.call_formats import FORMATS
@@ -106,6 +108,25 @@ def advantages_by_group() -> str:
     return filled(
         f"Estimators that compare the samples of a group: {names(compare)}. Estimators that do not: {names(others)}."
     )
+
+
+# ── preference learning ──────────────────────────────────────────────────────
+
+
+def methods_of_preference() -> str:
+    """Returns the table of published methods of preference learning."""
+    rows = ([f"`{name}`", ", ".join(f"`{each}`" for each in row.losses), row.paper] for name, row in METHODS.items())
+    return table(["method", "losses", "paper"], *rows)
+
+
+def losses_of_preference() -> str:
+    """Returns the table of losses of pairs and of labelled responses: of each the first paragraph of its docstring."""
+    rows = []
+    for name, loss in PREFERENCE_LOSSES.items():
+        says = " ".join(inspect.cleandoc(loss.function.__doc__ or "").split("\n\n")[0].split())
+        read = ", ".join(f"`{setting}`" for setting in loss.reads)
+        rows.append([f"`{name}`", says, "labelled" if loss.labelled else "pairs", read])
+    return table(["loss", "is", "of", "settings"], *rows)
 
 
 # ── presets ──────────────────────────────────────────────────────────────────
@@ -304,6 +325,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "presets": presets,
     "names of presets": preset_names,
     "rewards": rewards,
+    "methods of preference": methods_of_preference,
+    "losses of preference": losses_of_preference,
     "settings": all_settings,
     "environments": environments,
     "forms of calls": forms_of_calls,

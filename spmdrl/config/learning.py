@@ -11,9 +11,6 @@ from typing import Literal
 from spmdrl.config.composition import advantage_alone, correction, needs
 from spmdrl.config.declare import COUNT, FINITE, LIMIT, NOT_NEGATIVE, POSITIVE, SHARE, UNIT, Rule, at_least, setting
 
-RESAMPLE = ("none", "pow", "max_min", "max_random", "best_random", "best_worst")
-"""Methods of `--filter.resample`."""
-
 
 @dataclass
 class AlgoConfig:
@@ -162,9 +159,13 @@ def resampling(text: str) -> tuple[str, float]:
     Raises:
         ValueError: there is no such method, or the power is no number from 0 on.
     """
+    # Late, as algos/ needs torch and `--help` must not.
+    from spmdrl.algos.resample import METHODS
+
     method, sign, power = text.partition("=")
-    if method not in RESAMPLE or (sign and method != "pow"):
-        raise ValueError(f"--filter.resample {text!r}: choose one of {', '.join(RESAMPLE)}, or pow=p with a power p")
+    if method not in ("none", *METHODS) or (sign and method != "pow"):
+        known = ", ".join(("none", *METHODS))
+        raise ValueError(f"--filter.resample {text!r}: choose one of {known}, or pow=p with a power p")
     try:
         value = float(power) if sign else 2.0
     except ValueError:

@@ -31,21 +31,31 @@ from spmdrl.config.supervised import (
 if TYPE_CHECKING:
     from spmdrl.algos.preference import PreferenceLoss
 
-METHODS: dict[str, tuple[str, ...]] = {
-    "dpo": ("sigmoid",),
-    "ipo": ("ipo",),
-    "simpo": ("simpo",),
-    "cpo": ("cpo", "sft"),
-    "orpo": ("sft", "orpo=0.1"),
-    "rpo": ("sigmoid", "sft"),
-    "mpo": ("sigmoid=0.8", "bco_pair=0.2", "sft"),
-    "apo": ("apo_zero",),
-    "sppo": ("sppo_hard",),
-    "raft": ("sft",),
-    "kto": ("kto",),
-    "bco": ("bco",),
+
+@dataclass(frozen=True)
+class Published:
+    """One published method of preference learning."""
+
+    losses: tuple[str, ...]
+    """Each as `--preference.loss` takes it."""
+    paper: str
+    """URL."""
+
+
+METHODS: dict[str, Published] = {
+    "dpo": Published(("sigmoid",), "https://arxiv.org/abs/2305.18290"),
+    "ipo": Published(("ipo",), "https://arxiv.org/abs/2310.12036"),
+    "simpo": Published(("simpo",), "https://arxiv.org/abs/2405.14734"),
+    "cpo": Published(("cpo", "sft"), "https://arxiv.org/abs/2401.08417"),
+    "orpo": Published(("sft", "orpo=0.1"), "https://arxiv.org/abs/2403.07691"),
+    "rpo": Published(("sigmoid", "sft"), "https://arxiv.org/abs/2404.19733"),
+    "mpo": Published(("sigmoid=0.8", "bco_pair=0.2", "sft"), "https://arxiv.org/abs/2411.10442"),
+    "apo": Published(("apo_zero",), "https://arxiv.org/abs/2408.06266"),
+    "kto": Published(("kto",), "https://arxiv.org/abs/2402.01306"),
+    "bco": Published(("bco",), "https://arxiv.org/abs/2404.04656"),
+    "sppo": Published(("sppo_hard",), "https://arxiv.org/abs/2405.00675"),
+    "raft": Published(("sft",), "https://arxiv.org/abs/2304.06767"),
 }
-"""Published method -> its losses."""
 
 
 @hides(PREFERENCE)
@@ -148,7 +158,7 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
     from spmdrl.algos.preference import LOSSES, SFT
 
     found = {}
-    for spec in method.loss or METHODS[method.method]:
+    for spec in method.loss or METHODS[method.method].losses:
         name, weight = split_weight(spec, "--preference.loss")
         if name not in LOSSES and name != SFT:
             known = ", ".join([*LOSSES, SFT])

@@ -16,10 +16,8 @@ import torch
 
 from spmdrl.algos import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_KINDS, LOSSES
 from spmdrl.algos.filters import FILTERS
-from spmdrl.algos.preference import LOSSES as PREFERENCE_LOSSES
 from spmdrl.algos.resample import METHODS
 from spmdrl.algos.rows import paper_of
-from spmdrl.config import preference
 from spmdrl.config.checks import check
 from spmdrl.config.distillation import DistillationConfig, check_distillation
 from spmdrl.config.fields import ConfigError, leaves
@@ -410,13 +408,6 @@ def test_no_sentence_begins_with_a_question_word_unless_it_asks(page):
 @pytest.mark.parametrize("name", METHOD_PAGES)
 def test_the_overview_links_every_page_of_the_algorithms(name):
     assert name == "algorithms" or f"({name}.md)" in DOCS["algorithms"]
-
-
-def test_the_page_of_preferences_has_every_method_and_loss():
-    rows = table(chapter("preference", "Losses").split("Further losses")[0])
-    assert {named(row[0]): tuple(re.findall(r"`([^`]+)`", row[1])) for row in rows} == preference.METHODS
-    told = set(re.findall(r"`([a-z_]+)(?:=[0-9.]+)?`", chapter("preference", "Losses")))
-    assert {*PREFERENCE_LOSSES, "sft"} <= told
 
 
 # ── what pages name exists ───────────────────────────────────────────────────
