@@ -54,7 +54,7 @@ def cycle(memory, level: int) -> None:
     """Makes one step: begins eight samples, then updates by a gradient of ones."""
     import torch
 
-    from spmdrl.rollout.engine import Request
+    from spmdrl.engines.engine import Request
     from spmdrl.spmd.storage import WORTH_TRIMMING, give_back
 
     policy, engine, device = memory.policy, memory.engine, memory.world.device
@@ -81,9 +81,9 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
     import torch
 
     from spmdrl.config.schema import Config
+    from spmdrl.engines.build import build_engine
     from spmdrl.policy.fsdp.policy import FsdpPolicy
     from spmdrl.policy.models import Models
-    from spmdrl.rollout.build import build_engine
     from spmdrl.session.device_table import Memory
     from spmdrl.session.environ import keep_freed_memory, prepare
     from spmdrl.spmd.mesh import start

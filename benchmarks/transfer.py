@@ -94,7 +94,7 @@ class Tensors:
 
     def needs(self, entries):
         """Implements `needs` of `rollout.engine`."""
-        from spmdrl.rollout.needs import watched_load
+        from spmdrl.engines.needs import watched_load
 
         return watched_load(self.load_weights, ((e.name, e.shape, self.dtype) for e in entries))
 
@@ -160,9 +160,9 @@ def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: 
 def colocated(rank: int, ranks: int, dtype: str, bucket_mib: int, times: int, folder: str) -> None:
     """Measures one row of the first table: a real policy and a real engine on one rank."""
     from spmdrl.config.schema import Config
+    from spmdrl.engines.hf.engine import HFEngine
     from spmdrl.hub.build import DTYPES
     from spmdrl.policy.fsdp.policy import FsdpPolicy
-    from spmdrl.rollout.hf.engine import HFEngine
     from spmdrl.session.transfer import Transfer
 
     world, cfg = world_of(rank, ranks, 1, folder), Config()

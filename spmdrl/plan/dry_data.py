@@ -9,10 +9,10 @@ from spmdrl.config.load import Loaded, exit_with
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.row_columns import unread_line
+from spmdrl.engines.build import prompt_limit
 from spmdrl.hub.resolve import MODELSCOPE, is_hub_name, resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.rewards.truths import check_truths
-from spmdrl.rollout.build import prompt_limit
 from spmdrl.session.job import Job, ranks_of_job, show
 from spmdrl.tracking.console import clean
 

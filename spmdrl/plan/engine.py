@@ -13,17 +13,17 @@ import torch
 
 from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
+from spmdrl.engines.engine import Completion, Key, Owner, Request
+from spmdrl.engines.needs import Needs
 from spmdrl.hub.lora import are_adapters
 from spmdrl.plan.engine_boxes import EngineLayout
 from spmdrl.plan.engine_memory import cache_of, kind_of, longest_of, workspace_of
 from spmdrl.plan.engine_weights import Model, model_of, weights_of
-from spmdrl.rollout.engine import Completion, Key, Owner, Request
-from spmdrl.rollout.needs import Needs
 from spmdrl.weights.boxes import Entry
 
 
 class PaperEngine:
-    """The Engine contract (`rollout/engine.py`) without an engine."""
+    """The Engine contract (`engines/engine.py`) without an engine."""
 
     def __init__(self, cfg: Config, world: Any, hf_config: Any, gpu_memory: int | None, model: Model | None = None):
         """Size the engine's memory; it is awake and holds no version, like a real engine after its start.

@@ -9,12 +9,12 @@ from typing import Any
 from spmdrl.config.engines import engine_name
 from spmdrl.config.judging import judged_tokens
 from spmdrl.config.schema import Config
+from spmdrl.engines.engine import kv_bytes_per_token
+from spmdrl.engines.sglang.options import CPU_KV_BYTES, SPARE_TOKENS
+from spmdrl.engines.vllm.cpu import CPU_BLOCK, cpu_kv_bytes
+from spmdrl.engines.vllm.options import GPU_BLOCK
 from spmdrl.hub.build import DTYPES
 from spmdrl.plan.engine_boxes import EngineLayout, Kind
-from spmdrl.rollout.engine import kv_bytes_per_token
-from spmdrl.rollout.sglang.options import CPU_KV_BYTES, SPARE_TOKENS
-from spmdrl.rollout.vllm.cpu import CPU_BLOCK, cpu_kv_bytes
-from spmdrl.rollout.vllm.options import GPU_BLOCK
 
 GIB = 1 << 30
 MLA_BLOCK = 64

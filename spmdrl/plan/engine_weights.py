@@ -8,10 +8,10 @@ import torch
 
 from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
+from spmdrl.engines.vllm.cpu import MOST_PACKED
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import ALL_LINEAR, is_adapter
 from spmdrl.plan.engine_boxes import Cut, EngineLayout
-from spmdrl.rollout.vllm.cpu import MOST_PACKED
 from spmdrl.weights.boxes import Entry, size
 from spmdrl.weights.experts import Layout, full_box
 

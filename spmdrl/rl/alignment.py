@@ -14,6 +14,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.chat import chosen_template
 from spmdrl.data.template_ends import job_template
 from spmdrl.data.tree import prompt_lengths
+from spmdrl.engines.build import stop_tokens
 from spmdrl.health.status import tick
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
@@ -24,7 +25,6 @@ from spmdrl.policy.objectives.distillation import TargetReader
 from spmdrl.rl.run import Run
 from spmdrl.rl.spans import Aligned, Pair, UnreadableError
 from spmdrl.rl.teacher_prompts import room, teacher_prompts
-from spmdrl.rollout.build import stop_tokens
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels.aligned import Matched
 from spmdrl_kernels.linear import linear_logprob, wide

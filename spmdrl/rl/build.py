@@ -18,6 +18,7 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.row_columns import unread_line
 from spmdrl.data.template_ends import job_template
+from spmdrl.engines.build import check_engine, prompt_limit, stop_tokens
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
 from spmdrl.hub.tokenizer import load_tokenizer
@@ -39,7 +40,6 @@ from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.shared_environment import Shared
 from spmdrl.rl.spikes import Spikes
-from spmdrl.rollout.build import check_engine, prompt_limit, stop_tokens
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine

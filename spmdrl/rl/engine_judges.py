@@ -14,6 +14,8 @@ from spmdrl.config.judge import POLICY, JudgeConfig
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.schema import Config
 from spmdrl.data.chat import chosen_template, variables
+from spmdrl.engines.build import stop_tokens
+from spmdrl.engines.engine import Engine, Key, Request, longest_sequence
 from spmdrl.health.status import tick
 from spmdrl.hub.folder import plain_errors, read_config
 from spmdrl.hub.quantized import fp8_blocks
@@ -26,8 +28,6 @@ from spmdrl.rewards.judge_engine import Ask, EngineAsker, Said
 from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.load import on_engine
 from spmdrl.rl.rollout_plan import RolloutPlan
-from spmdrl.rollout.build import stop_tokens
-from spmdrl.rollout.engine import Engine, Key, Request, longest_sequence
 from spmdrl.session.device_table import Memory
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.seeds import seed_for

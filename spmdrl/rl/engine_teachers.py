@@ -12,6 +12,7 @@ import torch.distributed as dist
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.judging import frozen_judges
 from spmdrl.data.batch import Batch
+from spmdrl.engines.engine import ReadingEngine, ScoreRequest
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.quantized import fp8_blocks
 from spmdrl.hub.resolve import named, resolve
@@ -19,7 +20,6 @@ from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.objectives.distillation import TargetReader
 from spmdrl.rl.engine_judges import check_same_model, check_same_tensors
 from spmdrl.rl.run import Run
-from spmdrl.rollout.engine import ReadingEngine, ScoreRequest
 from spmdrl.spmd.world import World
 from spmdrl.weights.folder import Tensors
 

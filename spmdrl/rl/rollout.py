@@ -6,13 +6,13 @@ import time
 import torch
 
 from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.engines.engine import Completion, Engine, StaleEngineError
 from spmdrl.health.status import tick
 from spmdrl.rewards.base import Reward
 from spmdrl.rl.engine_judges import is_abandoned
 from spmdrl.rl.environment import Environment, Observation, Place
 from spmdrl.rl.grading import Grading
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, enough_here, request_key
-from spmdrl.rollout.engine import Completion, Engine, StaleEngineError
 from spmdrl.spmd.queue import PromptQueue, Tally
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer

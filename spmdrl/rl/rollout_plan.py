@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt
-from spmdrl.rollout.engine import Key, Request
+from spmdrl.engines.engine import Key, Request
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from spmdrl.config.schema import Config
 from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import PromptSet
+from spmdrl.engines.engine import Engine
 from spmdrl.health.preempt import AbandonedError, any_rank, preemption
 from spmdrl.rewards.base import Grader
 from spmdrl.rl.engine_judges import EngineJudges
@@ -15,7 +16,6 @@ from spmdrl.rl.fill_batch import Experience, Filling
 from spmdrl.rl.grading import Grading
 from spmdrl.rl.rollout import Rollout
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult
-from spmdrl.rollout.engine import Engine
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.engines.build import context_length
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.build import context_length
 
 
 def room(cfg: DistillationConfig) -> int:

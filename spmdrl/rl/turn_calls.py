@@ -16,10 +16,10 @@ from spmdrl.data.chat import template_text
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.template_ends import job_template
+from spmdrl.engines.build import stop_tokens
 from spmdrl.env.calls import Call, parse
 from spmdrl.hub.resolve import resolve
 from spmdrl.rl.tool_forms import form_of
-from spmdrl.rollout.build import stop_tokens
 
 Calls = list[dict[str, Any]]
 """Calls of a turn: each with `name` and `arguments`, or with `error` in the place of the latter."""

@@ -20,10 +20,10 @@ import torch
 from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.judging import frozen_judges
 from spmdrl.config.schema import Config
+from spmdrl.engines.engine import Engine
 from spmdrl.health.causes import out_of_memory, requested_bytes
 from spmdrl.hub.build import DTYPES
 from spmdrl.policy.models import Models
-from spmdrl.rollout.engine import Engine
 from spmdrl.session.engine_check import EngineCheck
 from spmdrl.session.memory_advice import Held, three_flags
 from spmdrl.session.meter import Meter

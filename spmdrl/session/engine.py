@@ -2,9 +2,9 @@
 
 from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.schema import Config
+from spmdrl.engines.build import build_engine
+from spmdrl.engines.engine import Engine
 from spmdrl.policy.models import Models
-from spmdrl.rollout.build import build_engine
-from spmdrl.rollout.engine import Engine
 from spmdrl.session.device_table import room_for_engine
 from spmdrl.session.environ import keep_what_started
 from spmdrl.session.session import Session

@@ -12,11 +12,11 @@ import torch
 from spmdrl.config.engines import engine_name
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
+from spmdrl.engines.engine import Completion, Engine, Request, longest_sequence
 from spmdrl.health.status import tick
 from spmdrl.hub.rotary import limits
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.probe import draw
-from spmdrl.rollout.engine import Completion, Engine, Request, longest_sequence
 from spmdrl.session.generators import generator_states, set_generator_states
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.seeds import generator_for, seed_for

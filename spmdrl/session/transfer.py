@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from spmdrl.config.engines import Part
+from spmdrl.engines.engine import Engine
+from spmdrl.engines.needs import Needs
 from spmdrl.health.status import tick
 from spmdrl.policy.contract import Policy
-from spmdrl.rollout.engine import Engine
-from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.checksum import total_of, word_sums
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World

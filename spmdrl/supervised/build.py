@@ -16,6 +16,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import balance
 from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
+from spmdrl.engines.build import context_length
 from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
@@ -24,7 +25,6 @@ from spmdrl.policy.contract import MEASURE, Objective
 from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models
 from spmdrl.policy.self_check import choose_form
-from spmdrl.rollout.build import context_length
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.generators import generator_states, set_generator_states
 from spmdrl.session.journal import Journal

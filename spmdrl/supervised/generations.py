@@ -9,9 +9,9 @@ from spmdrl.config.engines import engine_name
 from spmdrl.config.supervised import SupervisedConfig, sampling_run
 from spmdrl.data.template_ends import job_template
 from spmdrl.data.tokens import Masked
+from spmdrl.engines.build import check_engine, prompt_limit, stop_tokens
+from spmdrl.engines.engine import Request
 from spmdrl.policy.models import Models
-from spmdrl.rollout.build import check_engine, prompt_limit, stop_tokens
-from spmdrl.rollout.engine import Request
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine
 from spmdrl.session.session import Session

@@ -2,7 +2,7 @@
 
 Held and needed parts are boxes (`boxes.py`). Each rank intersects its own boxes with those that others need (`plan.py`)
 and sends exactly these regions, a bucket of tensors at a time; the next bucket travels while one is used. The module
-does not know models: `policy/` supplies the held boxes, `rollout/` the needed ones.
+does not know models: `policy/` supplies the held boxes, `engines/` the needed ones.
 """
 
 import json

@@ -15,7 +15,7 @@ from tests.contract.ours import Use, uses
 from tests.contract.sources import ROOT, UnreachableError, locked, sources
 
 pytestmark = pytest.mark.timeout(600)
-ON_CPU = {"spmdrl/rollout/vllm/cpu.py"}
+ON_CPU = {"spmdrl/engines/vllm/cpu.py"}
 """Files that are used with a CPU build alone."""
 LOCKS = {
     "vllm": ("vllm", "gpu.txt"),
@@ -90,7 +90,7 @@ def test_objects_have_the_attributes_of_the_table(name):
 def test_tables_have_what_is_read_off_foreign_objects():
     strange, seen = [], set()
     for file, roots in touched.ROOTS.items():
-        package = next((name for name in ("vllm", "sglang") if f"rollout/{name}" in file), "megatron")
+        package = next((name for name in ("vllm", "sglang") if f"engines/{name}" in file), "megatron")
         known = {*" ".join([*TABLES[package].values(), touched.TORCHS]).split()}
         for node in ast.walk(ast.parse((ROOT / "spmdrl" / file).read_text())):
             if not isinstance(node, ast.Attribute) or (root := ast.unparse(node.value)) not in roots.split():

@@ -15,9 +15,9 @@ import torch
 
 from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config
+from spmdrl.engines.engine import kv_bytes_per_token
 from spmdrl.policy.megatron.host_adamw import HostAdamW
 from spmdrl.policy.models import Models
-from spmdrl.rollout.engine import kv_bytes_per_token
 from spmdrl.session import device_table as phases
 from spmdrl.session import engine as starts
 from spmdrl.session.session import Session

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmdrl.config.engines import sleep_level
-from spmdrl.rollout.vllm.options import build_llm
+from spmdrl.engines.vllm.options import build_llm
 from tests.contract.lookup import Tree, members, parameters
 from tests.contract.sources import UnreachableError, locked, sources
 from tests.ranks.cases import config
@@ -79,7 +79,7 @@ def test_sleep_level_is_the_one_that_copies_nothing_for_nothing():
 
 
 def test_refusal_for_memory_names_what_makes_room():
-    from spmdrl.rollout.vllm.options import advice
+    from spmdrl.engines.vllm.options import advice
 
     snapshot = SimpleNamespace(total_memory=80 << 30, free_memory=20 << 30, device_=torch.device("cuda"))
     from vllm.v1.worker.utils import request_memory
@@ -122,6 +122,6 @@ def test_deep_sleep_beside_adapters_says_what_it_costs(monkeypatch, push, level,
     ],
 )
 def test_the_reason_of_vllm_is_one_line_with_the_type_of_what_is_no_sentence(error, text):
-    from spmdrl.rollout.vllm.options import reason
+    from spmdrl.engines.vllm.options import reason
 
     assert reason(error).startswith(text) and "\n" not in reason(error) and len(reason(error)) <= 400

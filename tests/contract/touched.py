@@ -114,15 +114,15 @@ MEGATRON = {
 }
 
 ROOTS = {
-    "rollout/vllm/engine.py": (
+    "engines/vllm/engine.py": (
         "self.llm self.engine self.engine.model_executor self.engine.model_executor.driver_worker "
         "self.engine.model_executor.driver_worker.worker self.engine.engine_core self.runner output part"
     ),
-    "rollout/vllm/lora.py": "self.manager runner wrapper module",
-    "rollout/vllm/world.py": "group",
-    "rollout/sglang/server/__main__.py": "self.engine self.tokenizer_manager engine result",
-    "rollout/sglang/server/draws.py": "self info processor result batch r logits_output Sampler SamplingBatchInfo",
-    "rollout/sglang/server/inside.py": "runner request Manager WeightUpdater BaseTpWorker ModelConfig",
+    "engines/vllm/lora.py": "self.manager runner wrapper module",
+    "engines/vllm/world.py": "group",
+    "engines/sglang/server/__main__.py": "self.engine self.tokenizer_manager engine result",
+    "engines/sglang/server/draws.py": "self info processor result batch r logits_output Sampler SamplingBatchInfo",
+    "engines/sglang/server/inside.py": "runner request Manager WeightUpdater BaseTpWorker ModelConfig",
     "policy/megatron/training.py": "self.optimizer each buffer bucket settings config b",
     "policy/megatron/repairs.py": "self",
     "policy/megatron/layers.py": "config",

@@ -126,7 +126,7 @@ def reward_hangs() -> None:
 
 def engine_dies() -> None:
     """Makes the engine fail at its next step."""
-    from spmdrl.rollout.hf.engine import HFEngine
+    from spmdrl.engines.hf.engine import HFEngine
 
     def poll(self):
         raise RuntimeError("the engine's memory is gone")

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from benchmarks._models import tiny_mixture
+from spmdrl.engines.build import check_engine
+from spmdrl.engines.engine import Request, kv_bytes_per_token
+from spmdrl.engines.hf.engine import HFEngine
 from spmdrl.hub.folder import TINY
-from spmdrl.rollout.build import check_engine
-from spmdrl.rollout.engine import Request, kv_bytes_per_token
-from spmdrl.rollout.hf.engine import HFEngine
 from spmdrl.spmd.world import World
 from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv, metrics
 from tests.e2e.warm import run, succeed
@@ -137,7 +137,7 @@ def test_bad_placement_without_a_rank_to_train_is_one_message(tmp_path):
 )
 def test_bad_temperature_of_an_engine_is_found_at_the_start(sections, flag, monkeypatch):
     """vLLM refuses higher temperatures only when it is asked to sample, and silently raises lower ones."""
-    monkeypatch.setattr("spmdrl.rollout.build.vllm_wants_gpu", lambda: False)
+    monkeypatch.setattr("spmdrl.engines.build.vllm_wants_gpu", lambda: False)
     sections["rollout"] = sections.get("rollout", {}) | {"engine": "vllm"}
     with pytest.raises(ValueError, match=f"{flag}: vllm takes 0.01 to 2"):
         check_engine(config(**sections), True)
@@ -164,7 +164,7 @@ def kv_config(gib: float, engine: str, **rollout):
     ],
 )
 def test_bad_kv_cache_too_small_for_one_sequence_names_the_least_that_does(engine, on_cpu, tp, tokens, monkeypatch):
-    monkeypatch.setattr("spmdrl.rollout.build.vllm_wants_gpu", lambda: False)
+    monkeypatch.setattr("spmdrl.engines.build.vllm_wants_gpu", lambda: False)
     model = json.loads((TINY / "config.json").read_text())
     heads = max(1, model["num_key_value_heads"] // tp)
     head_dim = model["hidden_size"] // model["num_attention_heads"]

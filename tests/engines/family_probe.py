@@ -67,7 +67,7 @@ def measure(run: Any, folder: Path, record: dict[str, Any]) -> None:
     """Sample and score with the weights of this version, and keep them as a checkpoint would."""
     from spmdrl.data.batch import from_episodes
     from spmdrl.data.episode import episode_of
-    from spmdrl.rollout.engine import Request
+    from spmdrl.engines.engine import Request
 
     policy, engine = run.models.policy, run.memory.engine
     policy.save(folder)
@@ -169,7 +169,7 @@ def preload(engine: str) -> None:
     from spmdrl.policy.fsdp import policy  # noqa: F401
 
     if engine == "vllm":
-        import spmdrl.rollout.vllm.engine  # noqa: F401
+        import spmdrl.engines.vllm.engine  # noqa: F401
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def stand_ins() -> None:
 
 def as_nccl(inside: ExitStack) -> list:
     """Has groups made as NCCL makes them, from the world on; appends the recorder to the list."""
-    from spmdrl.rollout.vllm import start as vllm
+    from spmdrl.engines.vllm import start as vllm
     from spmdrl.spmd import mesh
     from tests.ranks.stub_nccl import BACKEND, stub_nccl
 

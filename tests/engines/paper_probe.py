@@ -90,9 +90,9 @@ def compared(cfg: Config, world, engine) -> dict:
     """Returns what a real engine holds and reads of a checkpoint, beside what the paper engine says of it."""
     from transformers import AutoConfig
 
+    from spmdrl.engines.engine import Request
     from spmdrl.plan.engine import PaperEngine
     from spmdrl.plan.engine_weights import model_of
-    from spmdrl.rollout.engine import Request
     from spmdrl.weights.boxes import merged
 
     config = AutoConfig.from_pretrained(cfg.model.path)
@@ -118,7 +118,7 @@ def measure(engine: str, folder: Path, layout: str, rank: int, store: Path) -> d
     """Build a case's engine on one of its ranks."""
     import torch.distributed as dist
 
-    from spmdrl.rollout.build import build_engine
+    from spmdrl.engines.build import build_engine
     from spmdrl.spmd.mesh import world_from_group
 
     ranks = ranks_of(layout)
@@ -137,9 +137,9 @@ def measure(engine: str, folder: Path, layout: str, rank: int, store: Path) -> d
 
 def preload(engines: set[str]) -> None:
     """Import what the cases need, once."""
-    names = ["transformers", "spmdrl.rollout.build", "spmdrl.plan.engine"]
+    names = ["transformers", "spmdrl.engines.build", "spmdrl.plan.engine"]
     if "vllm" in engines:
-        from spmdrl.rollout.vllm.options import set_environment
+        from spmdrl.engines.vllm.options import set_environment
 
         set_environment(torch.device("cpu"))
         names += ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_model_runner"]

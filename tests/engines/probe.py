@@ -82,7 +82,7 @@ class Probe:
         new: int = 0,
         position: int = 0,
     ):
-        from spmdrl.rollout.engine import Request
+        from spmdrl.engines.engine import Request
 
         return Request(
             (position, sample), prompt, seed, self.policy.version, new or self.cfg.rollout.max_new_tokens, temperature
@@ -722,7 +722,7 @@ SCENARIOS = {
 
 def preload() -> None:
     """Imports what every scenario on a CPU needs, once."""
-    from spmdrl.rollout.vllm.options import set_environment
+    from spmdrl.engines.vllm.options import set_environment
 
     set_environment(torch.device("cpu"))
     for name in (

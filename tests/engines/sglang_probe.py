@@ -29,10 +29,10 @@ def samples(p: Probe) -> dict:
 
     They are asked together, so that one batch holds greedy and drawn rows.
     """
+    from spmdrl.engines.build import stop_tokens
+    from spmdrl.engines.hf.engine import HFEngine
     from spmdrl.hub.build import DTYPES
     from spmdrl.hub.resolve import resolve
-    from spmdrl.rollout.build import stop_tokens
-    from spmdrl.rollout.hf.engine import HFEngine
     from spmdrl.session.transfer import Transfer
 
     p.awake()
@@ -66,7 +66,7 @@ def samples(p: Probe) -> dict:
 
 def corrupt(p: Probe) -> dict:
     """Corrupts pushes: a bit turns on the way or in the memory the engine reads; a tensor never arrives."""
-    from spmdrl.rollout.sglang import process as sglang_process
+    from spmdrl.engines.sglang import process as sglang_process
 
     prompt = p.prompts(1)[0]
     p.awake()
@@ -205,7 +205,7 @@ def measure(folder: Path, facts: dict) -> None:
 
 def killed(p: Probe) -> tuple[str, list[int]]:
     """Kills the scheduler in the middle of sampling; returns what a poll says, and what is left after `close`."""
-    from spmdrl.rollout.sglang import process as sglang_process
+    from spmdrl.engines.sglang import process as sglang_process
 
     sglang_process.GRACE_SECONDS = 1000.0  # or the watching thread ends this process
     mine = processes(p)

@@ -34,7 +34,7 @@ PRELOAD = [
     "spmdrl.train",
     "spmdrl.session.open",
     "spmdrl.policy.fsdp.policy",
-    "spmdrl.rollout.hf.engine",
+    "spmdrl.engines.hf.engine",
     "spmdrl.tracking.console",
     "spmdrl.checkpoint.background",
     "spmdrl.rl.agents",

@@ -16,6 +16,7 @@ from spmdrl.config.placement import trainers
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import share_out
+from spmdrl.engines.build import build_engine
 from spmdrl.plan.batch import full_batch
 from spmdrl.plan.job import own_tensors
 from spmdrl.plan.paper import Paper
@@ -26,7 +27,6 @@ from spmdrl.policy.models import build_models
 from spmdrl.rl.compose import compose
 from spmdrl.rl.score import score, serve
 from spmdrl.rl.update import update
-from spmdrl.rollout.build import build_engine
 from spmdrl.session.device_table import Memory
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer

@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmdrl.engines.vllm.world import Overridden
 from spmdrl.health import flight_record as flight
-from spmdrl.rollout.vllm.world import Overridden
 from spmdrl.spmd import lockstep
 
 BACKEND = "counted"

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from spmdrl.rollout.sglang.engine import SGLangEngine
-from spmdrl.rollout.sglang.process import Broadcast
-from spmdrl.rollout.vllm.world import world_of
+from spmdrl.engines.sglang.engine import SGLangEngine
+from spmdrl.engines.sglang.process import Broadcast
+from spmdrl.engines.vllm.world import world_of
 from tests.ranks.cases import config
 from tests.ranks.harness import run_ranks
 

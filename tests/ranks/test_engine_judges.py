@@ -12,11 +12,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from spmdrl.engines.engine import Completion, check_version
 from spmdrl.health.preempt import PreemptedError, Request, preemption
 from spmdrl.rewards.judge_engine import EngineAsker
 from spmdrl.rl.build import build_run
 from spmdrl.rl.engine_judges import askers
-from spmdrl.rollout.engine import Completion, check_version
 from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train

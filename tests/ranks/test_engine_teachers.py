@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spmdrl.engines.engine import ScoreRequest, StaleEngineError
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.engine import ScoreRequest, StaleEngineError
 from tests.ranks.cases import small_model
 from tests.ranks.demo import metrics
 from tests.ranks.harness import RankError, run_ranks

@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.config.schema import Config
-from spmdrl.rollout.build import check_engine, check_tp
-from spmdrl.rollout.engine import Request
-from spmdrl.rollout.hf.engine import HFEngine
+from spmdrl.engines.build import check_engine, check_tp
+from spmdrl.engines.engine import Request
+from spmdrl.engines.hf.engine import HFEngine
 from spmdrl.session.transfer import Transfer
 from tests.ranks.cases import build_policy, config, small_model
 from tests.ranks.harness import run_ranks

@@ -12,6 +12,8 @@ from spmdrl.config.engines import pushed_parts
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import episode_of
 from spmdrl.data.tree import prompt_lengths
+from spmdrl.engines.engine import Request, StaleEngineError
+from spmdrl.engines.hf.engine import HFEngine
 from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.lora import linear_names
@@ -19,8 +21,6 @@ from spmdrl.policy.fsdp.lora import BaseOf, gathered
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models, build_models
 from spmdrl.rl.compose import compose
-from spmdrl.rollout.engine import Request, StaleEngineError
-from spmdrl.rollout.hf.engine import HFEngine
 from spmdrl.session.device_table import Memory
 from spmdrl.session.transfer import Transfer
 from spmdrl.tracking.metrics import Timer

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmdrl.engines.hf.engine import HFEngine
+from spmdrl.engines.needs import Needs
 from spmdrl.health.causes import out_of_memory, requested_bytes
 from spmdrl.policy.models import Models
-from spmdrl.rollout.hf.engine import HFEngine
-from spmdrl.rollout.needs import Needs
 from spmdrl.session.device_table import GIB, Memory, NoRoomError
 from spmdrl.session.environ import keep_freed_memory
 from spmdrl.session.meter import Meter

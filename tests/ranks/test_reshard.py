@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from spmdrl.rollout.needs import watched_load
+from spmdrl.engines.needs import watched_load
 from spmdrl.spmd.checksum import digest, weighted_sum
 from spmdrl.weights import reshard
 from spmdrl.weights.boxes import cut, inside, size

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from spmdrl.engines.engine import Request, StaleEngineError
+from spmdrl.engines.hf.engine import HFEngine
 from spmdrl.policy.models import Models
-from spmdrl.rollout.engine import Request, StaleEngineError
-from spmdrl.rollout.hf.engine import HFEngine
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine_check import EngineCheck
 from spmdrl.session.transfer import Transfer

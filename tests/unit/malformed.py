@@ -24,11 +24,11 @@ from spmdrl.config.fields import ConfigError, flag, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config, DataConfig
 from spmdrl.data.prompts import load_prompts
+from spmdrl.engines.build import prompt_limit, stop_tokens
 from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.rollout.build import prompt_limit, stop_tokens
 
 LIMIT = 120
 """Seconds for one case on a machine that does other things too."""

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.rollout.build import check_engine
-from spmdrl.rollout.engine import StaleEngineError, check_device
-from spmdrl.rollout.hf.engine import in_integers
-from spmdrl.rollout.needs import once
-from spmdrl.rollout.vllm.engine import VLLMEngine
+from spmdrl.engines.build import check_engine
+from spmdrl.engines.engine import StaleEngineError, check_device
+from spmdrl.engines.hf.engine import in_integers
+from spmdrl.engines.needs import once
+from spmdrl.engines.vllm.engine import VLLMEngine
 from spmdrl.session import open as opening
 from spmdrl.session.environ import share_cores
 from spmdrl.spmd import mesh

@@ -189,7 +189,7 @@ def test_engines_of_the_table_are_those_of_the_setting():
 
 
 def test_contract_is_told_whole():
-    tree = modules()[PACKAGE / "rollout" / "engine.py"]
+    tree = modules()[PACKAGE / "engines" / "engine.py"]
     (contract,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Engine"]
     chapter = parts(ENGINES, 2)["Adding an engine"]
     for node in contract.body:

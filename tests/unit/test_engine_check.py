@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.rollout.engine import Completion
-from spmdrl.rollout.needs import cannot_load
+from spmdrl.engines.engine import Completion
+from spmdrl.engines.needs import cannot_load
 from spmdrl.session import engine_check
 from spmdrl.session.engine_check import BEGUN, ROWS, EngineCheck, check_frequencies
 from tests.ranks.cases import config

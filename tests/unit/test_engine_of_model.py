@@ -9,8 +9,8 @@ from transformers import Qwen2_5_VLConfig
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
+from spmdrl.engines.build import check_engine, check_kind
 from spmdrl.hub.folder import TINY
-from spmdrl.rollout.build import check_engine, check_kind
 from tests.ranks.cases import config
 
 HF = (

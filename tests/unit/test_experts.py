@@ -230,8 +230,8 @@ def test_replay_refuses_models_it_cannot_tell():
 
 
 def test_hf_engine_tells_the_experts_of_a_forward_over_the_whole_sequence(tmp_path):
-    from spmdrl.rollout.engine import Request
-    from spmdrl.rollout.hf.engine import HFEngine
+    from spmdrl.engines.engine import Request
+    from spmdrl.engines.hf.engine import HFEngine
     from tests.ranks.cases import config, push_folder
 
     make("qwen3_moe").save_pretrained(tmp_path)
@@ -258,10 +258,10 @@ def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
     from spmdrl.data.batch import all_experts
     from spmdrl.data.episode import Episode, prompt_segment
     from spmdrl.data.prompts import Prompt
+    from spmdrl.engines.engine import Completion
     from spmdrl.rewards.base import Reward
     from spmdrl.rl import rollout
     from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
-    from spmdrl.rollout.engine import Completion
 
     prompt = Prompt(0, [5, 6, 7], "", "", {}, "")
     group = PromptGroup(0, prompt, 0, [Episode(0, n, 0, [prompt_segment([5, 6, 7])]) for n in range(2)])
@@ -288,7 +288,7 @@ def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
 def test_engines_that_cannot_tell_their_experts_are_refused():
     from spmdrl.config.checks import check
     from spmdrl.config.fields import ConfigError
-    from spmdrl.rollout.vllm.engine import VLLMEngine
+    from spmdrl.engines.vllm.engine import VLLMEngine
     from tests.ranks.cases import config
 
     with pytest.raises(ConfigError, match="--rollout.routing-replay True: SGLang's experts are not asked for here"):

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from spmdrl.engines.engine import Request, StaleEngineError
+from spmdrl.engines.hf.decode import Decoder
+from spmdrl.engines.hf.engine import Group, HFEngine, nucleus, sample
+from spmdrl.engines.hf.quantize import quantize
 from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.engine import Request, StaleEngineError
-from spmdrl.rollout.hf.decode import Decoder
-from spmdrl.rollout.hf.engine import Group, HFEngine, nucleus, sample
-from spmdrl.rollout.hf.quantize import quantize
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World
 from tests.ranks.cases import config, push_folder, small_model

@@ -19,7 +19,7 @@ FLOORS = [
     ["health", "tracking"],
     ["spmd", "workers"],
     ["data", "hub", "weights"],
-    ["rewards", "policy", "rollout", "env"],
+    ["rewards", "policy", "engines", "env"],
     ["checkpoint"],
     ["session"],
     ["rl", "supervised"],

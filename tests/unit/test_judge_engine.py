@@ -14,6 +14,7 @@ from spmdrl.config.judging import frozen_judges, judged_tokens, judging_problems
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.engines.engine import longest_sequence
 from spmdrl.hub.folder import TINY
 from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import Reward
@@ -24,7 +25,6 @@ from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.judge_verdict import question
 from spmdrl.rewards.load import load_reward
 from spmdrl.rl.engine_judges import Voice
-from spmdrl.rollout.engine import longest_sequence
 from tests.unit.chars import char_tokenizer
 from tests.unit.judge_stand_in import item, verdict, written
 from tests.unit.test_judge_pairs import better

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from spmdrl.config.schema import Config, DataConfig, ModelConfig
 from spmdrl.data.chat import CHATML
+from spmdrl.engines.build import stop_tokens
 from spmdrl.hub.build import build_model
 from spmdrl.hub.ends import generation_config
 from spmdrl.hub.folder import TINY, check_folder, read_config
@@ -22,7 +23,6 @@ from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.model_files import fixed_files
-from spmdrl.rollout.build import stop_tokens
 from tests.unit.chars import char_tokenizer
 
 needs_smollm2 = pytest.mark.skipif(

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from spmdrl.rollout.needs import check_filled, touched, unfilled, watched_load
+from spmdrl.engines.needs import check_filled, touched, unfilled, watched_load
 
 
 def brute(x: torch.Tensor, whole: torch.Tensor) -> tuple:

@@ -13,13 +13,13 @@ from spmdrl.config.schema import Config
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.segment import prompt_segment
+from spmdrl.engines.engine import Completion
 from spmdrl.rewards.base import Reward
 from spmdrl.rl import evaluation
 from spmdrl.rl.environment import AtOnce, Observation, SingleTurn, place_of
 from spmdrl.rl.grading import Grading
 from spmdrl.rl.rollout import Rollout
 from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
-from spmdrl.rollout.engine import Completion
 from spmdrl.tracking.metrics import Timer
 
 WORLD = SimpleNamespace(engine_count=1, engine_index=0, engine_tp_rank=0, engine_group=None, store=None, device="cpu")

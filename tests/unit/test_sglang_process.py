@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from spmdrl.rollout.sglang import process as sglang_process
-from spmdrl.rollout.sglang.engine import SGLangEngine
-from spmdrl.rollout.sglang.process import EngineDiedError, Process, SharedMemory, lines_of
+from spmdrl.engines.sglang import process as sglang_process
+from spmdrl.engines.sglang.engine import SGLangEngine
+from spmdrl.engines.sglang.process import EngineDiedError, Process, SharedMemory, lines_of
 from spmdrl.weights.reshard import CorruptWeightsError
 
 SERVER = """

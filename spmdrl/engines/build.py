@@ -10,8 +10,8 @@ from spmdrl.config.fields import flag
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.schema import Config
 from spmdrl.data.template_ends import end_of_turn_tokens
+from spmdrl.engines.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.hub.ends import named_ends
-from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.world import World
 
 GIB = 1 << 30
@@ -62,15 +62,15 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
     """Start the engine from settings that passed `check_engine`. Collective over the ranks that sample."""
     name = engine_name(cfg)
     if name == "vllm":
-        from spmdrl.rollout.vllm.engine import VLLMEngine
+        from spmdrl.engines.vllm.engine import VLLMEngine
 
         return VLLMEngine(cfg, world, stop)
     if name == "sglang":
-        from spmdrl.rollout.sglang.engine import SGLangEngine
+        from spmdrl.engines.sglang.engine import SGLangEngine
 
         return SGLangEngine(cfg, world, stop)
     assert name == "hf", f"no engine is built for --rollout.engine {name}"
-    from spmdrl.rollout.hf.engine import HFEngine
+    from spmdrl.engines.hf.engine import HFEngine
 
     return HFEngine(cfg, world, stop)
 
@@ -109,7 +109,7 @@ def check_tp(cfg: Config, engine: str) -> None:
     if problem := tp_problem(model, engine, tp, cfg.model.path):
         raise ValueError(problem)
     if engine == "hf" and tp > 1:
-        from spmdrl.rollout.hf.tp import plan_of
+        from spmdrl.engines.hf.tp import plan_of
 
         plan_of(model, tp)
 
@@ -173,10 +173,10 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
     import psutil
     from transformers import AutoConfig
 
+    from spmdrl.engines.sglang.options import SPARE_TOKENS
+    from spmdrl.engines.vllm.cpu import CPU_BLOCK
+    from spmdrl.engines.vllm.options import GPU_BLOCK
     from spmdrl.hub.resolve import resolve
-    from spmdrl.rollout.sglang.options import SPARE_TOKENS
-    from spmdrl.rollout.vllm.cpu import CPU_BLOCK
-    from spmdrl.rollout.vllm.options import GPU_BLOCK
 
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmdrl.config.engines import sleep_level, starts_empty
 from spmdrl.config.schema import Config
-from spmdrl.rollout.engine import kv_bytes_per_token, longest_sequence, without_quantization
+from spmdrl.engines.engine import kv_bytes_per_token, longest_sequence, without_quantization
 from spmdrl.spmd.world import World
 
 CPU_KV_BYTES = 256 << 20

@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.schema import Config
-from spmdrl.health.status import tick
-from spmdrl.hub.build import DTYPES
-from spmdrl.hub.lora import plain_name
-from spmdrl.hub.routing import Routers
-from spmdrl.rollout.engine import (
+from spmdrl.engines.engine import (
     Completion,
     Finish,
     Key,
@@ -29,9 +25,13 @@ from spmdrl.rollout.engine import (
     check_version,
     longest_sequence,
 )
-from spmdrl.rollout.hf.decode import Decoder, Group, cached_tensors
-from spmdrl.rollout.hf.start import start
-from spmdrl.rollout.needs import Needs
+from spmdrl.engines.hf.decode import Decoder, Group, cached_tensors
+from spmdrl.engines.hf.start import start
+from spmdrl.engines.needs import Needs
+from spmdrl.health.status import tick
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.lora import plain_name
+from spmdrl.hub.routing import Routers
 from spmdrl.spmd.checksum import word_sum
 from spmdrl.spmd.seeds import uniform
 from spmdrl.spmd.storage import Parked, Place, moves, storage_bytes

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from spmdrl.engines.engine import Likeliest, ScoreRequest
 from spmdrl.health.status import tick
-from spmdrl.rollout.engine import Likeliest, ScoreRequest
 from spmdrl_kernels.divergence import log_of_rest
 
 

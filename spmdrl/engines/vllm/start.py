@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.rollout.vllm.classes import restored_classes
-from spmdrl.rollout.vllm.copies import rank_within_engine
-from spmdrl.rollout.vllm.cpu import Packed, name_shared_memory
-from spmdrl.rollout.vllm.options import build_llm, set_environment
-from spmdrl.rollout.vllm.world import world_of
+from spmdrl.engines.vllm.classes import restored_classes
+from spmdrl.engines.vllm.copies import rank_within_engine
+from spmdrl.engines.vllm.cpu import Packed, name_shared_memory
+from spmdrl.engines.vllm.options import build_llm, set_environment
+from spmdrl.engines.vllm.world import world_of
 from spmdrl.spmd.exchange import broadcast_text
 from spmdrl.spmd.world import World
 

@@ -16,9 +16,7 @@ import torch.distributed as dist
 
 from spmdrl.config.engines import sglang_python, sleep_level, starts_empty
 from spmdrl.config.schema import Config
-from spmdrl.hub.build import DTYPES
-from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.engine import (
+from spmdrl.engines.engine import (
     Completion,
     Key,
     Owner,
@@ -30,9 +28,11 @@ from spmdrl.rollout.engine import (
     name_of,
     tensor_kinds,
 )
-from spmdrl.rollout.needs import Needs, check_filled
-from spmdrl.rollout.sglang.options import options
-from spmdrl.rollout.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
+from spmdrl.engines.needs import Needs, check_filled
+from spmdrl.engines.sglang.options import options
+from spmdrl.engines.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.resolve import resolve
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.groups import apart_from_default
 from spmdrl.spmd.world import World

@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
+from spmdrl.engines.hf.quantize import QuantizedLinear, quantize
+from spmdrl.engines.hf.tp import divide
 from spmdrl.hub.build import DTYPES, empty_model, give_memory
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.lora import attach
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.hf.quantize import QuantizedLinear, quantize
-from spmdrl.rollout.hf.tp import divide
 from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Box
 from spmdrl_kernels.host import use_host_linear

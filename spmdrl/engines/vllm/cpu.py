@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from spmdrl.rollout.engine import kv_bytes_per_token
+from spmdrl.engines.engine import kv_bytes_per_token
 from spmdrl_kernels.host import host_linear
 
 CPU_KV_BYTES = 256 << 20

@@ -1,6 +1,6 @@
 """The server side of the SGLang engine: a separate program, run by path by an interpreter that has SGLang.
 
-    .venv-sglang/bin/python spmdrl/rollout/sglang/server '{"options": {...}, "stop": [2], "parent": 123}'
+    .venv-sglang/bin/python spmdrl/engines/sglang/server '{"options": {...}, "stop": [2], "parent": 123}'
 
 It imports nothing of spmdrl, because its interpreter may have another torch. All accesses to SGLang's internals are in
 this folder: `draws.py`, `inside.py` and `layout.py` change its scheduler processes, `__main__.py` runs them and answers

@@ -12,8 +12,8 @@ import torch
 
 from spmdrl.config.judging import judged_tokens
 from spmdrl.config.schema import Config
+from spmdrl.engines.needs import Needs
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.needs import Needs
 from spmdrl.weights.reshard import Entry
 from spmdrl.weights.safetensors import stored
 

@@ -11,10 +11,10 @@ from typing import Any, get_args
 import torch
 
 from spmdrl.config.schema import Config
+from spmdrl.engines.needs import Needs
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import PREFIX, is_adapter, linear_names
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.checksum import word_sum
 from spmdrl.weights.reshard import Entry
 

@@ -13,12 +13,7 @@ import torch
 
 from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
-from spmdrl.health.causes import out_of_memory
-from spmdrl.hub.build import DTYPES
-from spmdrl.hub.lora import are_adapters
-from spmdrl.hub.resolve import resolve
-from spmdrl.hub.routing import FREE, experts_of
-from spmdrl.rollout.engine import (
+from spmdrl.engines.engine import (
     Completion,
     Key,
     Likeliest,
@@ -33,12 +28,17 @@ from spmdrl.rollout.engine import (
     name_of,
     tensor_kinds,
 )
-from spmdrl.rollout.needs import Needs, cannot_load, check_filled, once, unfilled, watched_load
-from spmdrl.rollout.vllm.copies import Copies, Row
-from spmdrl.rollout.vllm.lora import Adapters
-from spmdrl.rollout.vllm.options import refusals_as_warnings
-from spmdrl.rollout.vllm.read import likeliest
-from spmdrl.rollout.vllm.start import start_llm
+from spmdrl.engines.needs import Needs, cannot_load, check_filled, once, unfilled, watched_load
+from spmdrl.engines.vllm.copies import Copies, Row
+from spmdrl.engines.vllm.lora import Adapters
+from spmdrl.engines.vllm.options import refusals_as_warnings
+from spmdrl.engines.vllm.read import likeliest
+from spmdrl.engines.vllm.start import start_llm
+from spmdrl.health.causes import out_of_memory
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.lora import are_adapters
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.routing import FREE, experts_of
 from spmdrl.spmd.checksum import word_sum
 from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl.spmd.world import World

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.engines.engine import Request
 from spmdrl.health.causes import of_the_machine
-from spmdrl.rollout.engine import Request
 
 log = logging.getLogger("spmdrl")
 

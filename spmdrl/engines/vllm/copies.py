@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.schema import Config
-from spmdrl.rollout.engine import Finish
+from spmdrl.engines.engine import Finish
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.world import World
 

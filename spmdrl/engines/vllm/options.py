@@ -11,10 +11,10 @@ import torch
 
 from spmdrl.config.engines import pushed_parts, sleep_level, starts_empty
 from spmdrl.config.schema import Config
+from spmdrl.engines.engine import longest_sequence, without_quantization
+from spmdrl.engines.vllm.cpu import CPU_BLOCK, CPU_KV_BYTES, cpu_kv_bytes
+from spmdrl.engines.vllm.lora import lora_options
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.engine import longest_sequence, without_quantization
-from spmdrl.rollout.vllm.cpu import CPU_BLOCK, CPU_KV_BYTES, cpu_kv_bytes
-from spmdrl.rollout.vllm.lora import lora_options
 
 GPU_BLOCK = 16
 """Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
