@@ -23,16 +23,15 @@ from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config
 from spmdrl.config.fields import ConfigError, get, leaves, nearest
 from spmdrl.config.load import from_command_line, load_or_exit
-from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.presets import PRESETS, with_preset
 from spmdrl.config.resume import differences
-from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
 from spmdrl.evaluate import JOB
 from spmdrl.rl.evaluation import evaluation_plan
+from spmdrl.session.job import jobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -341,7 +340,7 @@ def test_fewer_than_200_settings_each_with_help():
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(item)
 
 
-SCHEMAS = (Config, SFTConfig, PreferenceConfig, RewardModelConfig, OnlinePreferenceConfig, DistillationConfig)
+SCHEMAS = [job.settings for name, job in jobs().items() if name != "spmdrl.evaluate"]
 UNBOUNDED = {"preference.alpha", "preference.margin"}
 """Numbers of which every value is valid."""
 
