@@ -56,8 +56,8 @@ class Recorder:
 
     def __getitem__(self, grid) -> Callable[..., None]:
         def launch(*arguments, **constants):
-            told = tuple(pointer(x) if isinstance(x, torch.Tensor) else x for x in arguments)
-            self.launches.append(Launch(self.kernel, told, tuple(constants.items())))
+            recorded = tuple(pointer(x) if isinstance(x, torch.Tensor) else x for x in arguments)
+            self.launches.append(Launch(self.kernel, recorded, tuple(constants.items())))
 
         return launch
 

@@ -107,11 +107,11 @@ def specialised(launch: Launch, device: int) -> str:
     kernel, constants = kernel_of(launch.kernel), dict(launch.constants)
     *_, bind = kernel.device_caches[device]
     _, kinds, _ = bind(*launch.arguments, **constants)
-    said = (
+    parts = (
         "None" if kind == "constexpr" else f"{kind}:{more}" if isinstance(more, str) and more else kind
         for kind, more in kinds[: len(launch.arguments)]
     )
-    return " ".join(said)
+    return " ".join(parts)
 
 
 def compile_launch(launch: Launch, device: int) -> dict[str, int]:
@@ -122,31 +122,31 @@ def compile_launch(launch: Launch, device: int) -> dict[str, int]:
     """
     driver.active.device = device
     kernel = kernel_of(launch.kernel)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         built = kernel.warmup(*launch.arguments, grid=(1,), **dict(launch.constants))
     if "amdgcn" in built.asm:
         return of_amd(built.asm["amdgcn"], built.metadata.shared)
-    return of_nvidia(said.getvalue(), built.metadata.shared)
+    return of_nvidia(output.getvalue(), built.metadata.shared)
 
 
-def of_nvidia(said: str, shared: int) -> dict[str, int]:
+def of_nvidia(output: str, shared: int) -> dict[str, int]:
     """Read the figures from the output of `ptxas -v`. spilled: bytes that a thread stores to memory and loads."""
-    (used,) = re.findall(r"Used (\d+) registers", said)
+    (used,) = re.findall(r"Used (\d+) registers", output)
     ((stack, stored, loaded),) = re.findall(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output
     )
     return {"registers": int(used), "shared": shared, "spilled": int(stored) + int(loaded), "stack": int(stack)}
 
 
 def of_amd(assembly: str, shared: int) -> dict[str, int]:
     """Read the figures from the metadata at the end of the assembly. spilled: vector and scalar registers."""
-    told = {name: int(value) for name, value in re.findall(r"^\s*\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
+    counts = {name: int(value) for name, value in re.findall(r"^\s*\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
     return {
-        "registers": told["vgpr_count"],
-        "shared": max(shared, told["group_segment_fixed_size"]),
-        "spilled": told["vgpr_spill_count"] + told["sgpr_spill_count"],
-        "stack": told["private_segment_fixed_size"],
+        "registers": counts["vgpr_count"],
+        "shared": max(shared, counts["group_segment_fixed_size"]),
+        "spilled": counts["vgpr_spill_count"] + counts["sgpr_spill_count"],
+        "stack": counts["private_segment_fixed_size"],
     }
 
 
@@ -210,8 +210,8 @@ def write(path: str, rows: list[dict[str, Any]]) -> None:
     ways: dict[str, dict[str, Any]] = {}
     for row in rows:
         way = {name: row[name] for name in ("kernel", "arguments", "constants")}
-        told = ways.setdefault(json.dumps(way), way | {"call": row["call"]})
-        told[row["target"]] = row.get("error") or [row[name] for name in FIGURES]
+        entry = ways.setdefault(json.dumps(way), way | {"call": row["call"]})
+        entry[row["target"]] = row.get("error") or [row[name] for name in FIGURES]
     lines = ",\n".join(json.dumps(way) for way in ways.values())
     Path(path).write_text(json.dumps(facts)[:-1] + f', "rows": [\n{lines}\n]}}\n')
 

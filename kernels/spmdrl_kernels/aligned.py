@@ -1,10 +1,10 @@
-"""Distillation over two vocabularies: sorted probabilities are compared, and those of tokens that both have directly.
+"""Distillation over two vocabularies: probabilities of shared tokens are compared directly, the others sorted.
 
-A row stands for a span of text, of which student and teacher give a distribution each: the probabilities of the tokens
-at one place times a factor, the exponential of the row's `shift`. It is the probability of the span's other tokens,
-where it has several. Logits exist for one chunk of rows at a time, as in `distill.py`.
+A row is a span of text. Student and teacher each give it a distribution: the probabilities of the tokens at one
+position times a factor, the exponential of the row's `shift`, which is the probability of the span's other tokens.
+Logits exist for one chunk of rows at a time, as in `distill.py`.
 
-C rows; V tokens of the student, U of the teacher; M that both have.
+C rows; V tokens of the student, U of the teacher; M tokens that both have.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from spmdrl_kernels.blocks import Blocks, even, place_of
-from spmdrl_kernels.checks import DTYPES, check_settings, usable
+from spmdrl_kernels.checks import check_settings, check_states, usable
 from spmdrl_kernels.distill import BYTES
 from spmdrl_kernels.divergence import log_probabilities
 from spmdrl_kernels.gradients import Gradients
@@ -22,12 +22,12 @@ from spmdrl_kernels.linear import wide
 from spmdrl_kernels.vocabulary import Vocabulary
 
 HELD = 12
-"""Tensors of a chunk's rows and all columns that exist at a time; the places of a sort count twice."""
+"""Number of tensors [C, V] of a chunk that exist at a time; the indices of a sort count twice."""
 
 
 @dataclass(frozen=True)
 class SpanTeacher:
-    """A teacher of other tokens, by its hidden states and its output weight."""
+    """A teacher with other tokens, given by its hidden states and output weight."""
 
     states_TE: torch.Tensor
     weight_UE: torch.Tensor
@@ -37,7 +37,7 @@ class SpanTeacher:
     softcap: float | None = None
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Log of the factor times the probabilities, [C, U], of each block of rows."""
+        """Yield the log of the factor times the probabilities, [C, U], of each block of rows."""
         theirs = Blocks(blocks.tokens, len(self.weight_UE), blocks.rows, len(self.weight_UE))
         for rows, _, logits_CU in theirs.products(self.states_TE, self.weight_UE):
             logp_CU, _ = log_probabilities(logits_CU, self.divisor, self.softcap, dtype)
@@ -53,11 +53,11 @@ class Matched:
     teacher_M: torch.Tensor
     """The same tokens' numbers in the teacher's vocabulary."""
     beta: float
-    """Of the divergence over them: see `unnormalized_jsd`."""
+    """Parameter of the divergence over them, see `unnormalized_jsd`."""
 
 
 def sorted_distance(s_CV: torch.Tensor, t_CU: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """L1 distance of each row's sorted probabilities [C], the shorter filled up with zeros, and its slope by s [C, V].
+    """Return the L1 distance of each row's sorted probabilities [C], padded with zeros, and its slope by s [C, V].
 
     Universal Logit Distillation (https://arxiv.org/abs/2402.12030).
     """
@@ -71,9 +71,9 @@ def sorted_distance(s_CV: torch.Tensor, t_CU: torch.Tensor) -> tuple[torch.Tenso
 
 
 def unnormalized_jsd(s_CM: torch.Tensor, t_CM: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`generalized_jsd` of logs of numbers that need not sum to 1 [C], and its slope by s [C, M].
+    """Return `generalized_jsd` of logs of numbers that need not sum to 1 [C], and its slope by s [C, M].
 
-    As trl's `GOLDTrainer.generalized_jsd_loss` has it for probabilities.
+    It is trl's `GOLDTrainer.generalized_jsd_loss`, which is for probabilities.
     """
     p_CM = s_CM.exp()
     if beta == 0:
@@ -89,10 +89,11 @@ def unnormalized_jsd(s_CM: torch.Tensor, t_CM: torch.Tensor, beta: float) -> tup
 
 
 def compare(s_CV: torch.Tensor, t_CU: torch.Tensor, matched: Matched | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distance of each row [C] and its slope by the student's s [C, V].
+    """Return the distance of each row [C] and its slope by the student's s [C, V].
 
-    s, t: logs. matched: the tokens that are compared directly, as in GOLD, by a divergence whose weight is their share
-    of the teacher's vocabulary; the others' sorted distance has the rest of it. None: all are sorted.
+    s, t: logs of probabilities. matched: the tokens that are compared directly, as in GOLD, by a divergence whose
+    weight is their share of the teacher's vocabulary; the rest of the weight is on the other tokens' sorted distance.
+    None: all tokens are sorted.
     """
     p_CV = s_CV.exp()
     if matched is None:
@@ -102,7 +103,7 @@ def compare(s_CV: torch.Tensor, t_CU: torch.Tensor, matched: Matched | None) -> 
     direct_C, slope_CM = unnormalized_jsd(s_CV[:, matched.student_M], t_CU[:, matched.teacher_M], matched.beta)
     slope_CV = torch.zeros_like(s_CV)
     slope_CV[:, matched.student_M] = slope_CM * share
-    mine, theirs = left_out(s_CV, matched.student_M), left_out(t_CU, matched.teacher_M)
+    mine, theirs = other_columns(s_CV, matched.student_M), other_columns(t_CU, matched.teacher_M)
     if not len(mine) or not len(theirs):
         return share * direct_C, slope_CV
     distance_C, sign_CN = sorted_distance(p_CV[:, mine], t_CU[:, theirs].exp())
@@ -110,11 +111,11 @@ def compare(s_CV: torch.Tensor, t_CU: torch.Tensor, matched: Matched | None) -> 
     return share * direct_C + (1 - share) * distance_C, slope_CV
 
 
-def left_out(x_CV: torch.Tensor, taken_M: torch.Tensor) -> torch.Tensor:
-    """The columns that are not among some, int64."""
-    left = torch.ones(x_CV.shape[1], dtype=torch.bool, device=x_CV.device)
-    left[taken_M] = False
-    return torch.nonzero(left).flatten()
+def other_columns(x_CV: torch.Tensor, columns_M: torch.Tensor) -> torch.Tensor:
+    """Return the columns of x that are not in `columns_M`, int64."""
+    others = torch.ones(x_CV.shape[1], dtype=torch.bool, device=x_CV.device)
+    others[columns_M] = False
+    return torch.nonzero(others).flatten()
 
 
 def aligned_loss(
@@ -129,7 +130,7 @@ def aligned_loss(
     softcap: float | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum over rows of weight times distance (`compare`), with gradients taken in forward.
+    """Sum weight times distance (`compare`) over rows, with gradients computed in forward.
 
     Args:
         hidden_TD: of the student: float16, bfloat16, float32 or float64.
@@ -147,15 +148,10 @@ def aligned_loss(
         distances [T] and the student's entropy [T]. Backward through the sum works once.
 
     Raises:
-        ValueError: shapes that do not fit, or a setting out of its range.
+        ValueError: shapes do not fit, or a setting is out of its range.
     """
     tokens = len(hidden_TD)
-    if hidden_TD.ndim != 2 or weight_VD.ndim != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
-        raise ValueError(
-            f"expected hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}"
-        )
-    if hidden_TD.dtype not in DTYPES or weight_VD.dtype != hidden_TD.dtype:
-        raise ValueError(f"hidden and weight must share one float dtype, got {hidden_TD.dtype} and {weight_VD.dtype}")
+    check_states(hidden_TD, weight_VD)
     if not usable(divisor):
         raise ValueError(f"divisor must be positive and finite, got {divisor}")
     check_settings(softcap, {"chunk_tokens": chunk_tokens})
@@ -182,14 +178,14 @@ class _Job:
 class _Aligned(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, job: _Job, needed: bool):
-        """The sum, slopes, distances and entropy; gradients are kept for backward."""
+        """Return the sum, slopes, distances and entropy; gradients are kept for backward."""
         need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
         dtype, blocks = wide(hidden_TD), job.blocks
         sums = Gradients(blocks, hidden_TD, weight_VD, need, Vocabulary(0, blocks.vocab, blocks.vocab, None), dtype)
         slope_T, distance_T, entropy_T = torch.zeros(3, blocks.tokens, dtype=dtype, device=hidden_TD.device)
         theirs = job.teacher.blocks(blocks, dtype)
         for (rows, columns, logits_CV), t_CU in zip(blocks.products(hidden_TD, weight_VD), theirs, strict=True):
-            spare_CV = sums.room(logits_CV) if any(need) else logits_CV
+            spare_CV = sums.workspace(logits_CV) if any(need) else logits_CV
             s_CV, cap_CV = log_probabilities(logits_CV, job.divisor, job.softcap, dtype)
             p_CV = s_CV.exp()
             entropy_T[rows] = -(p_CV * s_CV).sum(1)
@@ -208,8 +204,8 @@ class _Aligned(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, *_):
-        """Hands out the gradients [T, D] and [V, D] times that of the sum."""
+        """Return the gradients [T, D] and [V, D] times that of the sum."""
         if ctx.sums is None:
-            raise RuntimeError("backward through aligned_loss works once: its gradients were handed out")
+            raise RuntimeError("backward through aligned_loss works once: its gradients were freed")
         sums, ctx.sums = ctx.sums, None
         return *sums.finish(grad_total), None, None

@@ -1,4 +1,4 @@
-"""Chooses the code that runs the row operations."""
+"""Chooses the backend of the row operations: Triton kernels or plain torch."""
 
 import os
 from importlib.util import find_spec
@@ -12,28 +12,25 @@ BACKENDS = ("triton", "torch", "liger")
 
 
 def choose(backend: str | None, device: torch.device) -> str:
-    """The backend asked for, by argument or else by SPMDRL_KERNELS, or the device's own.
-
-    ValueError: an unknown backend.
-    """
+    """Return the backend: the argument, else SPMDRL_KERNELS, else the device's default. ValueError: it is unknown."""
     name = backend or os.environ.get("SPMDRL_KERNELS") or ""
     if name and name not in BACKENDS:
         where = "backend" if backend else "SPMDRL_KERNELS"
         raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}")
     if name:
         return name
-    # ROCm devices are called cuda too.
+    # ROCm devices are of type cuda as well.
     return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
 
 
 def row_operations(backend: str | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """Row operations in dtype for tensors on a device: `TorchRows` or `TritonRows`. ValueError: `liger` has none."""
+    """Return `TorchRows` or `TritonRows`, which compute in dtype on a device. ValueError: the backend is `liger`."""
     name = choose(backend, device)
     if name == "liger":
         where = "backend" if backend else "SPMDRL_KERNELS"
-        raise ValueError(f"{where} liger is of linear_logprob alone: use triton or torch here")
+        raise ValueError(f"{where} liger is for linear_logprob only: use triton or torch here")
     if name == "triton":
-        # Heavy, and absent from many machines without a GPU.
+        # Imported late, because it is slow, and missing on many machines without a GPU.
         from spmdrl_kernels.triton_rows import TritonRows
 
         return TritonRows(dtype, device)

@@ -5,15 +5,22 @@ import math
 import torch
 
 LEAST = 1e-30
-"""Smallest temperature: the largest 1 / temperature that leaves room in fp32 for logits."""
+"""Smallest temperature: with a smaller one logits / temperature could overflow in fp32."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_linear(hidden_TD, weight_VD, targets_T, temperature, mask_T) -> None:
     """Check shapes, dtypes and devices of the arguments of `linear_logprob`."""
-    shapes = f"hidden {tuple(hidden_TD.shape)}, weight {tuple(weight_VD.shape)}, targets {tuple(targets_T.shape)}"
+    check_states(hidden_TD, weight_VD)
+    check_rows("hidden", hidden_TD, targets_T, temperature, mask_T)
+
+
+def check_states(hidden_TD, weight_VD) -> None:
+    """Check shapes, dtypes and devices of hidden states and output weight."""
     if hidden_TD.ndim != 2 or weight_VD.ndim != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
-        raise ValueError(f"expected hidden [T, D] and weight [V, D], got {shapes}")
+        raise ValueError(
+            f"expected hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}"
+        )
     if hidden_TD.dtype not in DTYPES or weight_VD.dtype != hidden_TD.dtype:
         raise ValueError(
             f"hidden and weight must share one float dtype (fp16, bf16, fp32, fp64), got {hidden_TD.dtype} and "
@@ -21,11 +28,10 @@ def check_linear(hidden_TD, weight_VD, targets_T, temperature, mask_T) -> None:
         )
     if weight_VD.device != hidden_TD.device:
         raise ValueError(f"hidden and weight must share one device, got {hidden_TD.device} and {weight_VD.device}")
-    check_rows("hidden", hidden_TD, targets_T, temperature, mask_T)
 
 
 def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
-    """Check the inputs beside the rows of a tensor: one target a row, a temperature or one a row, a mask."""
+    """Check the inputs beside the rows of a tensor: targets, a temperature or one for each row, a mask."""
     tokens, device = len(rows_TX), rows_TX.device
     if targets_T.shape != (tokens,):
         raise ValueError(f"expected one target per row of {name}, got {tuple(targets_T.shape)} for {tokens} rows")
@@ -42,7 +48,7 @@ def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
         if temperature.device != device:
             raise ValueError(f"{name} and temperature must share one device, got {device} and {temperature.device}")
         if temperature.requires_grad:
-            raise ValueError("temperature has no gradient here: detach it")
+            raise ValueError("temperature gets no gradient here: detach it")
     elif not usable(temperature):
         raise ValueError(f"temperature must be positive and finite, and 1 / temperature too: {temperature}")
     if mask_T is not None and (mask_T.shape != (tokens,) or mask_T.dtype != torch.bool or mask_T.device != device):
@@ -53,7 +59,7 @@ def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
 
 
 def usable(temperature: float) -> bool:
-    """True where logits can be divided by the temperature in fp32."""
+    """Return True if logits can be divided by the temperature in fp32."""
     return temperature >= LEAST and math.isfinite(temperature)
 
 
@@ -67,7 +73,7 @@ def check_settings(softcap, sizes: dict[str, int | None]) -> None:
 
 
 def check_values(targets_T, temperature, vocab: int) -> None:
-    """Check the values of targets and temperatures: one pass over [T], one wait for the device."""
+    """Check the values of targets and temperatures, in one pass over [T] and with one wait for the device."""
     if not targets_T.numel():
         return
     bounds = [x.double() for x in torch.aminmax(targets_T)]

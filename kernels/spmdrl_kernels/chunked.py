@@ -1,7 +1,7 @@
-"""A loss on logp and entropy, taken chunk by chunk so that its gradient needs no second pass over the vocabulary.
+"""A loss on logp and entropy, computed chunk by chunk so that its gradient needs no second pass over the vocabulary.
 
-`linear_logprob` computes the logits twice, because their gradient needs the loss and the loss comes later: 4 matmuls.
-Where the loss of a token depends on that token alone, it can be taken while the logits of its chunk are still there: 3.
+`linear_logprob` computes the logits twice, because their gradient needs the loss, which comes later: 4 matmuls. If the
+loss of a token depends on that token only, it is computed while the logits of its chunk still exist: 3 matmuls.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,34 +51,35 @@ def chunked_loss(
     chunk_tokens: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum over tokens of the caller's loss, with gradients taken in forward: three matmuls where two calls need four.
+    """Sum the caller's loss over tokens, with gradients computed in forward: 3 matmuls instead of 4.
 
     Args:
-        hidden_TD: this and whatever is not named here as in `linear_logprob`.
-        weight_VD: see there.
-        targets_T: see there.
-        loss_fn: see `LossFn`. Each token's loss comes with its final weight (1 / global count, say), depends on no
-            other token, and on nothing with a gradient but logp and entropy: it gets none. Called with no tokens too.
-        inputs: tensors [T, ...] that `loss_fn` gets the chunk's rows of (advantages, old logp, weights); no gradient.
-        temperature: see there.
-        entropy: True for a `loss_fn` that gets the entropy.
-        top: also tell `top`, see there.
-        softcap: see there.
-        mask: see there.
-        group: see there; a few collectives a chunk, so `chunk_tokens` must be the same on its ranks.
-        valid_vocab: see there.
-        chunk_tokens: rows of logits held at a time, all columns of each.
-        backend: `triton` or `torch`, see there.
+        hidden_TD: as in `linear_logprob`, like all arguments without a description here.
+        weight_VD: as there.
+        targets_T: as there.
+        loss_fn: see `LossFn`. Each token's loss has its final weight (such as 1 / global count), does not depend on
+            other tokens, and gets a gradient through logp and entropy only. It is also called without tokens.
+        inputs: tensors [T, ...] without gradient (advantages, old logp, weights), of which `loss_fn` gets the chunk's
+            rows.
+        temperature: as there.
+        entropy: whether `loss_fn` gets the entropy.
+        top: whether to return `top`, as there.
+        softcap: as there.
+        mask: as there.
+        group: as there; a few collectives in each chunk, so `chunk_tokens` must be the same on its ranks.
+        valid_vocab: as there.
+        chunk_tokens: rows of logits held at a time, with all columns.
+        backend: `triton` or `torch`, as there.
 
     Returns:
-        The sum (a scalar in the loss's dtype, summed in fp64) and a dict of detached [T] tensors: `logp`, `entropy` and
-        `top` if asked for, `loss`, and what `loss_fn` wants logged; 0 outside the mask. Backward through the sum works
-        once; without gradient mode nothing but the loss is computed.
+        The sum (a scalar in the loss's dtype, summed in fp64) and a dict of detached [T] tensors, 0 outside the mask:
+        `logp`, `entropy` and `top` if requested, `loss`, and the tensors that `loss_fn` logs. Backward through the sum
+        works once; without gradient mode only the loss is computed.
 
     Raises:
-        ValueError: as in `linear_logprob`; a `loss_fn` that does not return [C] tensors, that logs a name taken here,
-            whose loss of a token changes when other tokens leave the chunk (tried on the first one of several rows), or
-            that does not depend on logp or entropy; inputs of other lengths or with gradient.
+        ValueError: as in `linear_logprob`; `loss_fn` does not return [C] tensors, logs a reserved name, gives a token
+            another loss when other tokens leave the chunk (tried on the first chunk of several rows), or does not
+            depend on logp or entropy; inputs have another length or a gradient.
     """
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
     check_settings(softcap, {"chunk_tokens": chunk_tokens})
@@ -108,36 +109,36 @@ class _Caller:
 
     def __init__(self, loss_fn: LossFn, inputs: dict[str, torch.Tensor], entropy: bool, top: bool):
         self.loss_fn, self.inputs, self.entropy, self.top = loss_fn, inputs, entropy, top
-        # Of the columns that `_ChunkedLoss` returns.
         self.names: list[str] = []
+        """Names of the columns that `_ChunkedLoss` returns."""
 
     def __call__(self, logp_C, entropy_C, at) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """loss [C] and what to log, for rows `at`."""
+        """Return the loss [C] and the tensors to log, for rows `at`."""
         result = self.loss_fn(logp_C, entropy_C, {name: value[at] for name, value in self.inputs.items()})
         loss_C, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss_C, torch.Tensor) or not isinstance(extra, Mapping):
             raise ValueError(f"loss_fn must return loss [C], or (loss [C], dict of [C] tensors), got {type(result)}")
         if taken := {"logp", "entropy", "top", "loss"} & extra.keys():
-            raise ValueError(f"loss_fn logs {sorted(taken)}, which chunked_loss tells itself: take other names")
+            raise ValueError(f"loss_fn logs {sorted(taken)}, which chunked_loss returns itself: take other names")
         for name, value in {"loss": loss_C, **extra}.items():
             if value.shape != logp_C.shape:
                 raise ValueError(
-                    f"loss_fn must return one {name} per token, {tuple(logp_C.shape)}, got {tuple(value.shape)}: a "
-                    "loss that is a sum or a mean over tokens goes with linear_logprob"
+                    f"loss_fn must return one {name} per token, {tuple(logp_C.shape)}, got {tuple(value.shape)}: use "
+                    "linear_logprob for a loss that is a sum or a mean over tokens"
                 )
         return loss_C, dict(extra)
 
     @torch.no_grad()
     def check_separable(self, logp_C, entropy_C, rows: slice) -> None:
-        """Take every other token out of a chunk: the loss of those that stay must not change."""
+        """Check that the loss of tokens does not change if every other token leaves the chunk. Raises ValueError."""
         whole, _ = self(logp_C, entropy_C, rows)
         for first in (0, 1):
             at = torch.arange(rows.start, rows.stop, device=logp_C.device)[first::2]
             part, _ = self(logp_C[first::2], None if entropy_C is None else entropy_C[first::2], at)
             if not torch.allclose(part, whole[first::2], rtol=1e-4, atol=1e-12, equal_nan=True):
                 raise ValueError(
-                    "loss_fn gives a token another loss when other tokens are absent, so it looks at sequences or at "
-                    "the whole batch and cannot be taken chunk by chunk: use linear_logprob, whose logp has a graph"
+                    "loss_fn gives a token another loss when other tokens are absent, so it depends on sequences or on "
+                    "the whole batch and cannot be computed chunk by chunk: use linear_logprob, whose logp has a graph"
                 )
 
 
@@ -153,13 +154,13 @@ def _states(
     rounded: bool,
     second,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill the logits of a chunk; its states [4, C] over the whole vocabulary, from exact logits and from those kept.
+    """Fill the logits of a chunk; returns states [4, C] over the whole vocabulary, of exact and of kept logits.
 
     A logp from rounded logits would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp
-    from 1. So narrow logits are made in fp32, piece by piece, before they are rounded. The gradient is taken from the
-    rounded ones, with a logsumexp of their own.
+    from 1. So narrow logits are computed in fp32, piece by piece, before they are rounded. The gradient is computed
+    from the rounded logits, with their own logsumexp.
 
-    rounded: True where the logits kept are narrow and need a state of their own; else both states are the same one.
+    rounded: True if the kept logits are narrow and need their own state; else both states are the same tensor.
     """
     state_4C = kept_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
     n, vocab = logits_CV.shape
@@ -187,24 +188,24 @@ def _states(
 
 @torch.enable_grad()
 def _differentiated(caller: _Caller, logp_C, entropy_C, rows: slice, wanted: bool) -> tuple[torch.Tensor, dict, list]:
-    """The caller's loss [C], what it logs, and the loss's gradients by logp and entropy (None where there is none).
+    """Return the caller's loss [C], the tensors it logs, and the loss's gradients by logp and entropy (or None).
 
-    wanted: False for no gradients.
+    wanted: whether to compute gradients.
     """
-    given = [x.detach().requires_grad_(wanted) for x in (logp_C, entropy_C) if x is not None]
-    loss_C, extra = caller(given[0], given[1] if caller.entropy else None, rows)
+    leaves = [x.detach().requires_grad_(wanted) for x in (logp_C, entropy_C) if x is not None]
+    loss_C, extra = caller(leaves[0], leaves[1] if caller.entropy else None, rows)
     gradients = [None, None]
     if wanted:
         if not loss_C.requires_grad:
             raise ValueError("loss_fn's result depends on neither logp nor entropy: there is no gradient")
-        gradients = [*torch.autograd.grad(loss_C.sum(), given, allow_unused=True), None]
+        gradients = [*torch.autograd.grad(loss_C.sum(), leaves, allow_unused=True), None]
     return loss_C, extra, gradients
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, caller: _Caller, needed: bool):
-        """The sum, a scalar, then what the caller has logged, [T] each; gradients are kept for backward."""
+        """Return the sum, a scalar, then the logged tensors, [T] each; gradients are kept for backward."""
         need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
         dtype, vocabulary = job.dtype, job.vocabulary
         operations = row_operations(job.backend, hidden_TD.device, dtype)
@@ -212,7 +213,7 @@ class _ChunkedLoss(torch.autograd.Function):
         parts: list[dict[str, torch.Tensor]] = []
         checked = False
         buffer = hidden_TD.new_empty(min(job.blocks.rows, len(hidden_TD)) * vocabulary.size)
-        # Plain torch takes a chunk in pieces that stay in a cache.
+        # Plain torch processes a chunk in pieces that fit into a cache.
         step = (
             WORKSPACE_BYTES["cpu"] // 4 // BLOCK_ROWS["cpu"]
             if isinstance(operations, TorchRows)
@@ -234,23 +235,23 @@ class _ChunkedLoss(torch.autograd.Function):
                 caller.check_separable(logp_C, entropy_C, rows)
                 checked = True
             loss_C, extra, gradients = _differentiated(caller, logp_C, entropy_C, rows, any(need))
-            told = {"logp": logp_C} | ({} if entropy_C is None else {"entropy": entropy_C})
-            told |= {"top": is_top(state_4C)} if caller.top else {}
-            parts.append(told | {"loss": loss_C.detach()} | {name: value.detach() for name, value in extra.items()})
+            part = {"logp": logp_C} | ({} if entropy_C is None else {"entropy": entropy_C})
+            part |= {"top": is_top(state_4C)} if caller.top else {}
+            parts.append(part | {"loss": loss_C.detach()} | {name: value.detach() for name, value in extra.items()})
             if not any(need):
                 continue
             grad_logp_C = torch.zeros_like(norm_2C[0]) if gradients[0] is None else gradients[0]
             for columns in pieces:
                 block_CV, at_C = logits_CV[:, columns], targets_C - (vocabulary.start + columns.start)
-                given = (at_C, scale_C, job.softcap, norm_2C, flatness_C, grad_logp_C, gradients[1])
-                sums.add(rows, columns, operations.logit_gradient(operations.borrow(block_CV), *given), block_CV)
+                inputs = (at_C, scale_C, job.softcap, norm_2C, flatness_C, grad_logp_C, gradients[1])
+                sums.add(rows, columns, operations.logit_gradient(operations.borrow(block_CV), *inputs), block_CV)
         ctx.sums = sums
         if not parts:
-            # The caller's names and dtypes on a rank without tokens are those of the others.
+            # A rank without tokens returns the same names and dtypes as the others.
             none = [targets_T.new_zeros(0, dtype=dtype)] * (1 + caller.entropy)
             loss_C, extra = caller(none[0], none[1] if caller.entropy else None, slice(0, 0))
-            told = dict(zip(("logp", "entropy"), none, strict=False)) | ({"top": none[0]} if caller.top else {})
-            parts = [told | {"loss": loss_C} | extra]
+            part = dict(zip(("logp", "entropy"), none, strict=False)) | ({"top": none[0]} if caller.top else {})
+            parts = [part | {"loss": loss_C} | extra]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         caller.names = list(columns)
         total = columns["loss"].sum(dtype=torch.float64).to(columns["loss"].dtype)
@@ -260,9 +261,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, *_):
-        """Hands out the gradients [T, D] and [V, D] times that of the sum."""
+        """Return the gradients [T, D] and [V, D] times that of the sum."""
         if ctx.sums is None:
-            raise RuntimeError("backward through chunked_loss works once: its gradients were handed out")
+            raise RuntimeError("backward through chunked_loss works once: its gradients were freed")
         sums, ctx.sums = ctx.sums, None
-        # Where backward starts from the sum itself this multiplies by 1; a check would wait for the device.
+        # If backward starts from the sum itself, this multiplies by 1; a check would wait for the device.
         return *sums.finish(grad_total), None, None, None, None

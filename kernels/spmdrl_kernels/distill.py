@@ -1,7 +1,7 @@
-"""Distillation: a student's hidden states and output weight learn a teacher's distributions, chunk by chunk.
+"""Distillation: divergence of a student's next-token distributions from a teacher's, with gradients, chunk by chunk.
 
-Logits of student and teacher exist for one chunk of rows at a time, and the gradient is taken in the forward while they
-do, as in `chunked.py`. Plain torch on every device.
+Logits of student and teacher exist for one chunk of rows at a time, and the gradient is computed in forward while they
+exist, as in `chunked.py`. Plain torch on every device.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from spmdrl_kernels.blocks import Blocks, even, place_of
-from spmdrl_kernels.checks import DTYPES, check_settings, usable
+from spmdrl_kernels.checks import check_settings, check_states, usable
 from spmdrl_kernels.divergence import Teacher, log_probabilities, outside
 from spmdrl_kernels.gradients import Gradients
 from spmdrl_kernels.linear import wide
 from spmdrl_kernels.vocabulary import Vocabulary
 
 HELD = 6
-"""Tensors of a chunk's rows and all columns that exist at a time, of one teacher."""
+"""Number of tensors [C, V] of a chunk and one teacher that exist at a time."""
 BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
-"""Of all of them together."""
+"""Bytes of these tensors together."""
 
 
 def distillation_loss(
@@ -33,16 +33,16 @@ def distillation_loss(
     valid_vocab: int | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum over tokens and teachers of weight times divergence (`generalized_jsd`), with gradients taken in forward.
+    """Sum weight times divergence (`generalized_jsd`) over tokens and teachers, with gradients computed in forward.
 
     Args:
         hidden_TD: of the student: float16, bfloat16, float32 or float64.
         weight_VD: same dtype and device.
-        teachers: each with the weight of its divergence in each row [T], which holds 1 / global count, say.
+        teachers: each with the weight of its divergence in each row [T], which includes 1 / global count.
         beta: 0 is forward KL, 1 reverse KL.
-        divisor: the student's logits are divided by it: the temperature times what the family divides them by.
+        divisor: the student's logits are divided by it: the temperature times the family's own divisor.
         softcap: logits stay within +-softcap, before the divisor; None for no cap.
-        valid_vocab: the first so many tokens count. Vocabularies of different lengths are cut to the shortest.
+        valid_vocab: number of first tokens that count. Vocabularies of different lengths are cut to the shortest.
         chunk_tokens: rows of logits held at a time. It changes speed, memory and rounding only.
 
     Returns:
@@ -50,15 +50,10 @@ def distillation_loss(
         [T, teachers] and the student's entropy [T]. Backward through the sum works once.
 
     Raises:
-        ValueError: shapes that do not fit, or a setting out of its range.
+        ValueError: shapes do not fit, or a setting is out of its range.
     """
     tokens, sizes = len(hidden_TD), [len(weight_VD), *filter(None, (t.vocab for t, _ in teachers))]
-    if hidden_TD.ndim != 2 or weight_VD.ndim != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
-        raise ValueError(
-            f"expected hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}"
-        )
-    if hidden_TD.dtype not in DTYPES or weight_VD.dtype != hidden_TD.dtype:
-        raise ValueError(f"hidden and weight must share one float dtype, got {hidden_TD.dtype} and {weight_VD.dtype}")
+    check_states(hidden_TD, weight_VD)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
     if not usable(divisor):
@@ -82,10 +77,10 @@ def top_logprobs(
     valid_vocab: int | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The k likeliest tokens of each row: ids [T, k], log-probabilities [T, k], log of the others' sum [T].
+    """Return the k likeliest tokens of each row: ids [T, k], log-probabilities [T, k], log of the others' sum [T].
 
-    Arguments as in `distillation_loss`. A student with the same states and weight, and the same `valid_vocab` and
-    number of rows, finds the same numbers to the bit.
+    Arguments are as in `distillation_loss`. A student with the same states, weight, `valid_vocab` and number of rows
+    gets the same numbers to the bit.
 
     Raises:
         ValueError: k is not below the number of tokens.
@@ -106,7 +101,7 @@ def top_logprobs(
 
 
 def plan(tokens: int, vocab: int, like: torch.Tensor, rows: int | None) -> Blocks:
-    """Blocks of whole rows, of the number given or as many as suit the device."""
+    """Return blocks of whole rows: of `rows` rows, by default of the device's number."""
     most = BYTES[place_of(like.device)] // (HELD * wide(like).itemsize * max(1, vocab))
     return Blocks(tokens, vocab, rows or even(tokens, most), vocab)
 
@@ -117,11 +112,11 @@ class _Job:
     def __init__(self, teachers: list, beta: float, divisor: float, softcap: float | None, blocks: Blocks):
         self.teachers, self.beta, self.divisor, self.softcap, self.blocks = teachers, beta, divisor, softcap, blocks
 
-    def chunk(self, rows: slice, given: tuple, logp_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Divergences [C, teachers], and the gradient [C, V] of the weighted sum by the logits over the divisor."""
+    def chunk(self, rows: slice, blocks: tuple, logp_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergences [C, teachers] and the gradient [C, V] of their weighted sum by logits / divisor."""
         divergences, total_CV = [], None
-        for (teacher, weight_T), one in zip(self.teachers, given, strict=True):
-            divergence_C, gradient_CV = teacher.compare(one, logp_CV, self.beta)
+        for (teacher, weight_T), block in zip(self.teachers, blocks, strict=True):
+            divergence_C, gradient_CV = teacher.compare(block, logp_CV, self.beta)
             divergences.append(divergence_C)
             gradient_CV.mul_(weight_T[rows].to(gradient_CV.dtype)[:, None])
             total_CV = gradient_CV if total_CV is None else total_CV.add_(gradient_CV)
@@ -132,18 +127,20 @@ class _Job:
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, job: _Job, needed: bool):
-        """The sum, the divergences [T, teachers] and the entropy [T]; gradients are kept for backward."""
+        """Return the sum, the divergences [T, teachers] and the entropy [T]; gradients are kept for backward."""
         need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
         dtype, blocks, tokens = wide(hidden_TD), job.blocks, len(hidden_TD)
         sums = Gradients(blocks, hidden_TD, weight_VD, need, Vocabulary(0, blocks.vocab, blocks.vocab, None), dtype)
         divergence_TK = torch.zeros(tokens, len(job.teachers), dtype=dtype, device=hidden_TD.device)
         entropy_T = torch.zeros(tokens, dtype=dtype, device=hidden_TD.device)
         theirs = [teacher.blocks(blocks, dtype) for teacher, _ in job.teachers]
-        for (rows, columns, logits_CV), *given in zip(blocks.products(hidden_TD, weight_VD), *theirs, strict=True):
-            spare_CV = sums.room(logits_CV) if any(need) else logits_CV
+        for (rows, columns, logits_CV), *of_teachers in zip(
+            blocks.products(hidden_TD, weight_VD), *theirs, strict=True
+        ):
+            spare_CV = sums.workspace(logits_CV) if any(need) else logits_CV
             logp_CV, slope_CV = log_probabilities(logits_CV, job.divisor, job.softcap, dtype)
             entropy_T[rows] = -(logp_CV.exp() * logp_CV).sum(1)
-            divergence_TK[rows], gradient_CV = job.chunk(rows, tuple(given), logp_CV)
+            divergence_TK[rows], gradient_CV = job.chunk(rows, tuple(of_teachers), logp_CV)
             if any(need):
                 if job.divisor != 1.0:
                     gradient_CV.div_(job.divisor)
@@ -158,8 +155,8 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, *_):
-        """Hands out the gradients [T, D] and [V, D] times that of the sum."""
+        """Return the gradients [T, D] and [V, D] times that of the sum."""
         if ctx.sums is None:
-            raise RuntimeError("backward through distillation_loss works once: its gradients were handed out")
+            raise RuntimeError("backward through distillation_loss works once: its gradients were freed")
         sums, ctx.sums = ctx.sums, None
         return *sums.finish(grad_total), None, None

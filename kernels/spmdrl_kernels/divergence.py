@@ -1,6 +1,6 @@
 """Divergences between a student's and a teacher's next-token distributions, with their gradient by the logits.
 
-C rows; N outcomes: the V tokens of the vocabulary, or K of them and one more that stands for all others.
+C rows; N outcomes: the V tokens of the vocabulary, or K of them and one outcome for all other tokens.
 """
 
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ from spmdrl_kernels.blocks import Blocks
 from spmdrl_kernels.reference import LOWEST
 
 LEAST_REST = -1e-7
-"""Largest log of the sum of K probabilities: a teacher's rounded ones may sum to 1 and more (as trl 1.16)."""
+"""Largest log of the sum of K probabilities: rounded probabilities may sum to 1 or more (as in trl 1.16)."""
 
 
 def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized Jensen-Shannon divergence of each row [C], and its gradient by the student's logits [C, N].
+    """Return the generalized Jensen-Shannon divergence of each row [C] and its gradient by the student's logits [C, N].
 
-    s, t: log-probabilities of student and teacher, finite. beta 0: KL(t || s), the forward one. beta 1: KL(s || t), the
-    reverse one. Between: beta KL(t || m) + (1 - beta) KL(s || m) with m = (1 - beta) s + beta t, as GKD
-    (https://arxiv.org/abs/2306.13649) and trl's `generalized_jsd_loss` have it.
+    s, t: finite log-probabilities of student and teacher. beta 0: forward KL(t || s). beta 1: reverse KL(s || t).
+    Between: beta KL(t || m) + (1 - beta) KL(s || m) with m = (1 - beta) s + beta t, as in GKD
+    (https://arxiv.org/abs/2306.13649) and trl's `generalized_jsd_loss`.
 
-    Each gradient is a product or difference that is exactly 0 where s and t are the same to the bit.
+    Each gradient is a product or difference that is exactly 0 if s and t are equal to the bit.
     """
     p_CN = s_CN.exp()
     if beta == 0:
@@ -33,7 +33,7 @@ def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tupl
         kl_C = (p_CN * gap_CN).sum(1)
         return kl_C, p_CN.mul_(gap_CN.sub_(kl_C[:, None]))
     gap_CN = t_CN - s_CN
-    # log(m / s) from the gap, by the branch whose exponential is at most 1: no overflow, and 0 for a gap of 0.
+    # log(m / s) from the gap, by the branch whose exponential is at most 1: without overflow, and 0 for a gap of 0.
     share_CN = torch.full_like(gap_CN, beta).masked_fill_(gap_CN > 0, 1 - beta)
     mixed_CN = torch.expm1(-gap_CN.abs()).mul_(share_CN).log1p_().add_(gap_CN.clamp(min=0))
     kl_s_C = -(p_CN * mixed_CN).sum(1)
@@ -45,7 +45,7 @@ def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tupl
 def log_probabilities(
     logits_CV: torch.Tensor, divisor: float, softcap: float | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities [C, V] of a block of whole rows, and the slope of the cap (None: there is none).
+    """Return the log-probabilities [C, V] of a block of whole rows, and the slope of the softcap (None without one).
 
     The logits may be overwritten.
     """
@@ -62,62 +62,62 @@ def log_probabilities(
 
 
 def outside(logp_CV: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities without those of some tokens (-inf), [C, V], and the log of their sum, [C]."""
+    """Return the log-probabilities [C, V] with -inf for some tokens, and the log of the other tokens' sum [C]."""
     others_CV = logp_CV.scatter(1, ids_CK, -torch.inf)
     return others_CV, torch.logsumexp(others_CV, 1)
 
 
 def log_of_rest(logp_CK: torch.Tensor) -> torch.Tensor:
-    """Log of the probability of all other tokens, [C]: of 1 less those of K tokens."""
+    """Return the log of the probability of all other tokens [C]: 1 minus the sum over K tokens."""
     return torch.logsumexp(logp_CK, 1).clamp(max=LEAST_REST).expm1().neg().log()
 
 
 @dataclass(frozen=True)
 class StatesTeacher:
-    """A teacher given by its hidden states and its output weight: all of its logits are compared."""
+    """A teacher given by its hidden states and output weight: all of its logits are compared."""
 
     states_TE: torch.Tensor
     weight_UE: torch.Tensor
     divisor: float = 1.0
-    """Logits are divided by it: the temperature times what the family divides them by."""
+    """Its logits are divided by it: the temperature times the family's own divisor."""
     softcap: float | None = None
 
     @property
     def vocab(self) -> int:
-        """Tokens that it knows."""
+        """Size of its vocabulary."""
         return len(self.weight_UE)
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Log-probabilities [C, V] of each block of whole rows."""
+        """Yield the log-probabilities [C, V] of each block of whole rows."""
         for _, _, logits_CV in blocks.products(self.states_TE, self.weight_UE):
             yield log_probabilities(logits_CV, self.divisor, self.softcap, dtype)[0]
 
-    def compare(self, given: torch.Tensor, logp_CV: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Divergence [C] and gradient [C, V] of a block of the student's. given: an item of `blocks`."""
-        return generalized_jsd(logp_CV, given, beta)
+    def compare(self, block: torch.Tensor, logp_CV: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return divergence [C] and gradient [C, V] of a block of the student's rows. block: an item of `blocks`."""
+        return generalized_jsd(logp_CV, block, beta)
 
 
 @dataclass(frozen=True)
 class TopTeacher:
     """A teacher given by log-probabilities of K tokens in each row.
 
-    All other tokens count as one outcome, or, `renormalized`, both distributions are conditional on the K tokens.
+    All other tokens count as one outcome, or, if `renormalized`, both distributions are conditional on the K tokens.
     """
 
     ids_TK: torch.Tensor
     """int64, distinct in each row."""
     logp_TK: torch.Tensor
     rest_T: torch.Tensor | None = None
-    """Log of the probability of all other tokens. None: 1 less those of the K tokens."""
+    """Log of the probability of all other tokens; None for 1 minus the sum over the K tokens."""
     renormalized: bool = False
 
     @property
     def vocab(self) -> None:
-        """It does not say how many tokens it knows."""
+        """None: the size of its vocabulary is not known."""
         return None
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Ids [C, K] and log-probabilities of the outcomes [C, K] or [C, K + 1] of each block of rows."""
+        """Yield ids [C, K] and log-probabilities of the outcomes [C, K] or [C, K + 1] of each block of rows."""
         for start in range(0, blocks.tokens, blocks.rows):
             rows = slice(start, min(start + blocks.rows, blocks.tokens))
             logp_CK = self.logp_TK[rows].to(dtype)
@@ -131,17 +131,17 @@ class TopTeacher:
             yield self.ids_TK[rows], torch.cat([logp_CK, rest_C[:, None]], 1)
 
     def compare(
-        self, given: tuple[torch.Tensor, torch.Tensor], logp_CV: torch.Tensor, beta: float
+        self, block: tuple[torch.Tensor, torch.Tensor], logp_CV: torch.Tensor, beta: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StatesTeacher`."""
-        ids_CK, t_CN = given
+        ids_CK, t_CN = block
         s_CK = logp_CV.gather(1, ids_CK)
         if self.renormalized:
             divergence_C, gradient_CK = generalized_jsd(torch.log_softmax(s_CK, 1), t_CN, beta)
             return divergence_C, torch.zeros_like(logp_CV).scatter_(1, ids_CK, gradient_CK)
         others_CV, rest_C = outside(logp_CV, ids_CK)
         divergence_C, gradient_CN = generalized_jsd(torch.cat([s_CK, rest_C[:, None]], 1), t_CN, beta)
-        # The gradient by the logit of "all others" is shared out by each one's part in them.
+        # Each other token gets the gradient of their common outcome in proportion to its probability.
         spread_CV = others_CV.sub_(rest_C[:, None]).exp_().mul_(gradient_CN[:, -1:])
         return divergence_C, spread_CV.scatter_(1, ids_CK, gradient_CN[:, :-1])
 

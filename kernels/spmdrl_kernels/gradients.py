@@ -1,4 +1,4 @@
-"""Gradients of hidden and weight, from those of the logits' blocks."""
+"""Gradients of hidden states and output weight, from gradients of blocks of logits."""
 
 import torch
 
@@ -7,7 +7,7 @@ from spmdrl_kernels.vocabulary import Vocabulary
 
 
 class Gradients:
-    """Sums gradients over blocks; a sum over several blocks is held in fp32 (fp64)."""
+    """Sums gradients over blocks; sums over several blocks are in fp32 (fp64)."""
 
     def __init__(
         self,
@@ -18,10 +18,10 @@ class Gradients:
         vocabulary: Vocabulary,
         dtype: torch.dtype,
     ):
-        """need: True where the gradient is needed, for hidden and for weight. dtype: that of sums over blocks."""
+        """need: whether the gradients of hidden and of weight are needed. dtype: type of sums over blocks."""
         self.hidden_TD, self.weight_VD, self.vocabulary = hidden_TD, weight_VD, vocabulary
-        # Where all rows are in one block, the matmul's own registers sum over the tokens: no fp32 copy of the weight's
-        # gradient, which is the largest tensor here. So it is with hidden where all columns are.
+        # If all rows are in one block, the matmul itself sums over tokens, and the weight's gradient, the largest
+        # tensor here, needs no fp32 copy. The same holds for hidden if all columns are in one block.
         empty = blocks.tokens == 0 or blocks.vocab == 0
         whole = blocks.columns >= blocks.vocab and vocabulary.group is None
         self.hidden_sum = self.weight_sum = None
@@ -35,8 +35,8 @@ class Gradients:
             self.weight_sum[0 if empty else blocks.vocab :] = 0
         self.buffer = hidden_TD.new_empty(0)
 
-    def room(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Buffer for the gradient of a block in the inputs' dtype: over its logits, or beside wider ones."""
+    def workspace(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """Return a buffer in the inputs' dtype for a block's gradient: the logits themselves unless they are wider."""
         if logits_CV.dtype == self.hidden_TD.dtype:
             return logits_CV
         if self.buffer.numel() < logits_CV.numel():
@@ -44,9 +44,9 @@ class Gradients:
         return self.buffer[: logits_CV.numel()].view(logits_CV.shape)
 
     def add(self, rows: slice, columns: slice, gradient_CV: torch.Tensor, spare_CV: torch.Tensor) -> None:
-        """Take in the gradient of one block of logits; blocks come in the order of `Blocks.products`.
+        """Add the gradient of one block of logits; blocks come in the order of `Blocks.products`.
 
-        spare_CV: the buffer of `room`, which may be overwritten, or the gradient itself.
+        spare_CV: the buffer of `workspace`, which may be overwritten, or the gradient itself.
         """
         low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
         if self.weight_sum is not None:
@@ -55,7 +55,7 @@ class Gradients:
             product_(self.hidden_sum[rows], low_CV, self.weight_VD[columns], columns.start > 0)
 
     def finish(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both gradients in the inputs' dtype, that of hidden summed over the whole vocabulary; works once.
+        """Return both gradients in the inputs' dtype, hidden's summed over the whole vocabulary; works once.
 
         factor: a scalar that multiplies both.
         """

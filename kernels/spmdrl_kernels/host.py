@@ -1,15 +1,15 @@
-"""Matmuls on a CPU: float32 by oneDNN where MKL uses half of its width, bfloat16 in float32 where it is slow.
+"""Matmuls on a CPU: float32 by oneDNN if MKL uses half of the vector width, bfloat16 as float32 if bfloat16 is slow.
 
-torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU uses vectors of 256 bits. Where a core has
-twice that width (Zen 5), oneDNN takes half the time: a product of 2104 x 128 x 512 took 2.8 ms by MKL and 1.2 ms by
-oneDNN. On Zen 4 torch's own products are taken: for a micro-batch of 471 tokens, which are no whole tiles, MKL needed
-0.62 ms and oneDNN 0.73 (128 x 512), for one of 1024 tokens 18.6 and 17.4 (576 x 1536).
+torch 2.13 multiplies float32 matrices on x86 by MKL, which uses vectors of 256 bits on an AMD CPU. If a core has twice
+that width (Zen 5), oneDNN takes half the time: 1.2 ms instead of 2.8 ms for a product of 2104 x 128 x 512. On Zen 4
+torch's own products are used: for a micro-batch of 471 tokens, not a multiple of a tile, MKL took 0.62 ms and oneDNN
+0.73 ms (128 x 512), for 1024 tokens 18.6 and 17.4 ms (576 x 1536).
 
 oneDNN compiles a kernel of about 1 MiB for every shape and keeps a thousand of them, so products are cut into tiles of
-few sizes; torch does the rest.
+few sizes; torch multiplies the rest.
 
 Without AVX-512 torch multiplies bfloat16 matrices by plain loops: a product of 512 x 1536 x 576 took 462 ms on one core
-with AVX2, and 14 ms as a float32 product of widened copies, rounded once as before.
+with AVX2, and 14 ms as a float32 product of widened copies, which is rounded once as well.
 """
 
 import re
@@ -19,49 +19,49 @@ from pathlib import Path
 import torch
 
 TILES = (1024, 256, 64, 32)
-"""Rows of a tile, in the order in which they are taken."""
+"""Rows of a tile, in the order of use."""
 SUMMED = (128, 64, 32)
-"""Rows of a tile where rows are summed over: oneDNN adds a tile's rows in one chain, whose error grows with its length
-(4e-7 for 1024 rows, 2e-7 for 128, as MKL's)."""
+"""Rows of a tile in sums over rows: oneDNN adds a tile's rows one by one, and the error grows with their number (4e-7
+for 1024 rows, 2e-7 for 128 rows, as with MKL)."""
 LEAST = 1 << 20
-"""Fewest multiplications of a tile: smaller ones are quicker by MKL, whose calls cost less."""
+"""Smallest number of multiplications of a tile: smaller ones are faster by MKL, whose calls cost less."""
 WORTH_IT = 1 << 22
-"""Fewest multiplications of a product that is cut into tiles."""
+"""Smallest number of multiplications of a product that is cut into tiles."""
 WIDE_FAMILY = 26
-"""Family of the first CPUs of AMD that multiply 512 bits at a time (Zen 5)."""
+"""Family of AMD's first CPUs that multiply 512 bits at a time (Zen 5)."""
 
 
 def _is_halved(about: str) -> bool:
-    """True for a CPU half of whose width MKL leaves unused. about: the text of /proc/cpuinfo."""
+    """Return True for a CPU on which MKL uses half of the vector width. about: the text of /proc/cpuinfo."""
     family = re.search(r"^vendor_id\s*: AuthenticAMD\n(?:.+\n)*?cpu family\s*: (\d+)", about, re.MULTILINE)
     return bool(family) and int(family[1]) >= WIDE_FAMILY
 
 
 _CPU = Path("/proc/cpuinfo")
 HALVED = _is_halved(_CPU.read_text() if _CPU.exists() else "")
-"""True where oneDNN takes half of MKL's time."""
+"""True if oneDNN takes half of MKL's time."""
 AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 WIDENS = AVAILABLE and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""True where this CPU multiplies bfloat16 matrices faster as float32 ones."""
+"""True if this CPU multiplies bfloat16 matrices faster as float32."""
 
 
 def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
-    """True where this module multiplies x @ weight.T faster than torch does."""
+    """Return True if this module multiplies x @ weight.T faster than torch does."""
     if not (x.is_cpu and x.dtype == weight_NK.dtype and AVAILABLE):
         return False
     if x.dtype == torch.bfloat16:
-        # Reading a single row takes less time than widening the weight for it.
+        # Multiplying a single row takes less time than widening the weight.
         return WIDENS and x.numel() > x.shape[-1]
     return HALVED and x.dtype == torch.float32 and x.numel() * len(weight_NK) >= WORTH_IT
 
 
 def widened(*matrices: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The matrices in float32, so that a product is rounded once."""
+    """Return the matrices in float32, so that a product is rounded only once."""
     return tuple(x if x is None else x.float() for x in matrices)
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias, [T, N], of float32 or bfloat16 matrices on the host; without gradient."""
+    """Return x @ weight.T + bias, [T, N], of float32 or bfloat16 matrices on the host, without gradient."""
     if x_TK.dtype == torch.bfloat16:
         return linear(*widened(x_TK, weight_NK, bias_N)).to(x_TK.dtype)  # type: ignore[arg-type]
     if not HALVED:
@@ -76,7 +76,7 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
 
 
 def outer(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
-    """a.T @ b, [M, N], by oneDNN summed over T in the order of its tiles; as `linear`."""
+    """Return a.T @ b, [M, N], like `linear`; oneDNN sums over T tile by tile."""
     if a_TM.dtype == torch.bfloat16:
         return outer(*widened(a_TM, b_TN)).to(a_TM.dtype)  # type: ignore[arg-type]
     if not HALVED:
@@ -91,7 +91,7 @@ def outer(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(length: int, others: int, sizes: tuple[int, ...] = TILES) -> Iterator[tuple[slice, bool]]:
-    """Slices of `length` rows, each with whether it is a tile; others: the product of the other two sizes."""
+    """Yield slices of `length` rows, and True for a tile. others: the product of the other two sizes."""
     at = 0
     for size in sizes:
         while size * others >= LEAST and length - at >= size:
@@ -110,7 +110,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Gradients of those that want one."""
+        """Return the gradients of the inputs that need one."""
         x, weight_NK = ctx.saved_tensors
         grad_TN = grad.reshape(-1, grad.shape[-1]).contiguous()
         need_x, need_weight, need_bias = ctx.needs_input_grad
@@ -122,7 +122,7 @@ class _Linear(torch.autograd.Function):
 
 
 def host_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear`, [..., K] to [..., N], by this module where it takes the product."""
+    """Compute `F.linear`, [..., K] to [..., N], by this module if that is faster."""
     if takes(x, weight_NK):
         return _Linear.apply(x, weight_NK, bias_N)  # type: ignore[return-value]
     return torch.nn.functional.linear(x, weight_NK, bias_N)
@@ -132,7 +132,7 @@ class HostLinear(torch.nn.Linear):
     """`nn.Linear` by `host_linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., K] to [..., N]."""
+        """Map [..., K] to [..., N]."""
         return host_linear(input, self.weight, self.bias)
 
 

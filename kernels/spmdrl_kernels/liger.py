@@ -1,7 +1,7 @@
-"""LinkedIn's Liger kernels (the package liger-kernel) behind the interface of `linear_logprob`, for comparison.
+"""LinkedIn's Liger kernels (the package liger-kernel) with the interface of `linear_logprob`, for comparison.
 
-Source: https://github.com/linkedin/Liger-Kernel. Its fused linear cross-entropy gives no entropy and knows no
-vocabulary over ranks.
+Source: https://github.com/linkedin/Liger-Kernel. Its fused linear cross-entropy returns no entropy and does not divide
+the vocabulary over ranks.
 """
 
 import torch
@@ -21,14 +21,14 @@ def liger_logprob(
     group: dist.ProcessGroup | None,
     valid_vocab: int | None,
 ) -> tuple[torch.Tensor, None]:
-    """logp_T and None; arguments as in `linear_logprob`. ValueError: an argument that Liger does not support."""
+    """Return logp_T and None; arguments as in `linear_logprob`. ValueError: Liger does not support an argument."""
     plain = not isinstance(temperature, torch.Tensor) and temperature == 1.0
-    wishes = {
+    unsupported = {
         "entropy=True": entropy,
         "group": group is not None,
         "softcap together with a temperature": softcap is not None and not plain,
     }
-    if missing := [name for name, wished in wishes.items() if wished]:
+    if missing := [name for name, requested in unsupported.items() if requested]:
         raise ValueError(f"backend='liger' has no {', '.join(missing)}: use backend='triton' or 'torch'")
     if valid_vocab is not None and not 1 <= valid_vocab <= len(weight_VD):
         raise ValueError(f"valid_vocab must lie in [1, {len(weight_VD)}], the rows of the weight: {valid_vocab}")
@@ -41,7 +41,7 @@ def liger_logprob(
     except ImportError as error:
         raise ValueError(f"backend='liger' needs the package liger-kernel: {error}") from error
     if not plain:
-        # Without a cap a temperature of the logits is one of the hidden states; in bf16 it rounds once more.
+        # Without a softcap, dividing hidden states equals dividing logits, but in bf16 it rounds once more.
         by = temperature[:, None] if isinstance(temperature, torch.Tensor) and temperature.ndim else temperature
         hidden_TD = (hidden_TD / by).to(hidden_TD.dtype)
     if mask is not None:

@@ -1,7 +1,7 @@
-"""logp and entropy from hidden states and the output weight, without the logits of all tokens.
+"""Computes logp and entropy from hidden states and the output weight, without the logits of all tokens.
 
-T tokens, D hidden, V vocabulary (this rank's part of it), C x V one block of logits. Nothing of shape [T, V] exists:
-logits live for one block, and the backward computes them again. That costs one more matmul and saves T * V numbers
+T tokens, D hidden, V vocabulary (this rank's part of it), C x V one block of logits. No tensor has shape [T, V]: logits
+exist for one block at a time, and backward computes them again. That costs one more matmul and saves T * V numbers
 (4.6 GiB in fp32 at T=8192, V=151936).
 """
 
@@ -36,7 +36,7 @@ def linear_logprob(
     chunk_vocab: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each target and entropy of its distribution, from hidden states and the output weight.
+    """Return the log-probability of each target and the entropy, from hidden states and the output weight.
 
     The distribution is softmax(logits / temperature) with logits = hidden @ weight.T, soft-capped to
     softcap * tanh(logits / softcap) if softcap is given (gemma2's final_logit_softcapping), before the temperature.
@@ -46,23 +46,23 @@ def linear_logprob(
         weight_VD: same dtype and device.
         targets_T: int64 in [0, vocabulary).
         temperature: a number, or floats [T]; without gradient.
-        entropy: also the entropy.
-        top: in place of the entropy, without gradient: 1 where no token has a larger logit than the target, else 0.
+        entropy: whether to return the entropy.
+        top: return, instead of the entropy and without gradient, 1 if no token has a larger logit than the target, else
+            0.
         softcap: logits stay within +-softcap; None for no cap.
-        mask: bool [T]. Rows where it is False are dropped before any work: both results are 0 there, their targets
-            may be anything.
-        group: ranks that divide the vocabulary. `weight_VD` is then this rank's consecutive rows, the ranks' parts in
-            the order of the group, of any sizes, 0 too; targets are global; hidden, targets, temperature, mask and the
-            upstream gradients must be the same on all of them. Collective: three small ones, and one of [T, D] in
-            backward, which gives every rank the full gradient of hidden. The weight's is this rank's part.
+        mask: bool [T]. Rows with False are dropped before any work: their results are 0, their targets arbitrary.
+        group: ranks that divide the vocabulary. `weight_VD` is then this rank's consecutive rows, in the order of the
+            group's ranks and of any number, 0 included; targets are global; hidden, targets, temperature, mask and the
+            upstream gradients must be the same on all ranks. Three small collectives, and one of [T, D] in backward,
+            which gives every rank the full gradient of hidden. The weight's gradient is this rank's part.
         valid_vocab: rows of the whole weight that count, for vocabularies padded at the end.
-        batch_invariant: every row's results and its gradient of hidden are the same to the bit whichever other rows
-            are in the call. Blocks then have one fixed number of rows, the last filled up with zeros; see
-            kernels/README.md for the cost.
+        batch_invariant: make a row's results and its gradient of hidden independent, to the bit, of the other rows in
+            the call. All blocks then have the same number of rows, the last one padded with zeros; kernels/README.md
+            has the cost.
         chunk_tokens: rows of a block of logits. Like `chunk_vocab` it changes speed, memory and rounding only.
-        chunk_vocab: columns of a block. By default a block has as many numbers as suit the device.
-        backend: `triton` or `torch`; by default the environment's SPMDRL_KERNELS, else triton where the tensors are on
-            a GPU and torch elsewhere. `liger`: see `liger.py`.
+        chunk_vocab: columns of a block. By default the size of a block depends on the device.
+        backend: `triton` or `torch`; by default the environment's SPMDRL_KERNELS, else triton on a GPU and torch
+            elsewhere. `liger`: see `liger.py`.
 
     Returns:
         logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. Logits of bf16
@@ -70,8 +70,8 @@ def linear_logprob(
         Differentiable once in hidden and weight, through both outputs; gradients sum over T or V in fp32 (fp64).
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a target outside the vocabulary, a setting out of its
-            range, ranks of the group with different targets.
+        ValueError: shapes, dtypes or devices do not fit, a target is outside the vocabulary, a setting is out of its
+            range, or ranks of the group have different targets.
     """
     tokens, sizes = len(hidden_TD), {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
@@ -85,7 +85,7 @@ def linear_logprob(
     vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, batch_invariant)
     check_values(targets_T, temperature, vocabulary.total)
     if batch_invariant:
-        hidden_TD, targets_T, temperature, chunk_tokens = _filled_up(hidden_TD, targets_T, temperature, chunk_tokens)
+        hidden_TD, targets_T, temperature, chunk_tokens = _padded(hidden_TD, targets_T, temperature, chunk_tokens)
     blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
     logp_T, entropy_T = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy and not top, top)
@@ -94,15 +94,15 @@ def linear_logprob(
 
 
 def _refuse_for_liger(sizes: dict[str, Any]) -> None:
-    """ValueError where a setting is given that the backend `liger` does not have."""
-    if asked := [name for name, value in sizes.items() if value is not None]:
-        raise ValueError(f"backend='liger' has no {', '.join(asked)}: leave it out, or use 'triton' or 'torch'")
+    """Raise ValueError for a setting that the backend `liger` does not have."""
+    if names := [name for name, value in sizes.items() if value is not None]:
+        raise ValueError(f"backend='liger' has no {', '.join(names)}: leave it out, or use 'triton' or 'torch'")
 
 
 def kept_rows(
     mask: torch.Tensor | None, hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float | torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, float | torch.Tensor]:
-    """Indices of the rows under the mask (None for all), and those rows of the inputs."""
+    """Return the indices of the rows under the mask (None for all), and those rows of the inputs."""
     if mask is None:
         return None, hidden_TD, targets_T, temperature
     kept = torch.nonzero(mask).flatten()
@@ -111,12 +111,14 @@ def kept_rows(
     return kept, hidden_TD.index_select(0, kept), targets_T[kept], temperature
 
 
-def _filled_up(
+def _padded(
     hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float | torch.Tensor, rows: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor, int]:
-    """The inputs with zeros added up to a multiple of a block's rows, and those rows; None for the device's.
+    """Return the inputs padded with zeros to a multiple of a block's rows, and these rows.
 
-    Every matmul then has one shape, so that one kernel of the library's does it, whatever the number of tokens.
+    All matmuls then have the same shape, and the library uses the same kernel for any number of tokens.
+
+    rows: rows of a block; None for the device's.
     """
     rows = rows or INVARIANT_ROWS[place_of(hidden_TD.device)]
     more = -len(hidden_TD) % rows
@@ -126,7 +128,7 @@ def _filled_up(
 
 
 def spread(values: torch.Tensor, kept: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """[T]: values of the rows that were kept, zeros elsewhere. Values behind those, of rows filled up, are dropped."""
+    """Return values of kept rows at their positions in [T], and zeros elsewhere; drops values of padded rows."""
     if kept is None:
         return values[:tokens]
     return values.new_zeros(tokens).index_copy(0, kept, values[: len(kept)])
@@ -145,10 +147,10 @@ def collision_probability(
     chunk_vocab: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Sum over the vocabulary of squared probabilities, [T], without gradient; arguments as in `linear_logprob`.
+    """Sum squared probabilities over the vocabulary, [T], without gradient; arguments as in `linear_logprob`.
 
-    It is exp of minus the Renyi entropy of order 2, and with logp it gives the squared norm of the gradient of logp by
-    the logits: 1 - 2 p + sum p^2.
+    The sum is exp(-H2) with the Renyi entropy H2 of order 2. With logp it gives the squared norm of the gradient of
+    logp by the logits: 1 - 2 p + sum p^2.
     """
     targets_T = torch.zeros(len(hidden_TD), dtype=torch.int64, device=hidden_TD.device)
     check_linear(hidden_TD, weight_VD, targets_T, temperature, None)
@@ -170,15 +172,15 @@ class Job:
         self.scale_T = scale_of(temperature, len(hidden_TD), self.dtype, hidden_TD.device)
 
     def operations(self, hidden_TD: torch.Tensor) -> Any:
-        """Row operations with buffers of their own."""
+        """Return row operations with their own buffers."""
         return row_operations(self.backend, hidden_TD.device, self.dtype)
 
     def scale(self, rows: slice) -> torch.Tensor | None:
-        """1 / temperature of some rows; None where that is 1."""
+        """Return 1 / temperature of some rows; None if that is 1 for all rows."""
         return None if self.scale_T is None else self.scale_T[rows]
 
     def stats(self, hidden_TD, weight_VD, targets_T, second: str) -> torch.Tensor:
-        """The state of all rows over the whole vocabulary, [4, T]."""
+        """Return the state of all rows over the whole vocabulary, [4, T]."""
         state_4T = new_state(len(hidden_TD), self.dtype, hidden_TD.device)
         operations = self.operations(hidden_TD)
         for rows, columns, logits_CV in self.blocks.products(hidden_TD, weight_VD):
@@ -189,30 +191,30 @@ class Job:
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """Dtype of everything but the matmuls' inputs."""
+    """Return the dtype of all results and sums: fp64 for fp64 inputs, else fp32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def results_of(state_4T: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """logp and entropy of finished states, [T] each, and their normalisers m and s, [2, T], with p = s e^(y - m).
+    """Return logp and entropy of finished states, [T] each, and normalisers m and s, [2, T], with p = s e^(y - m).
 
-    m is the maximum. A logsumexp in their place would be rounded at the size of the logits, and a likely token's
-    gradient is 1 - p: with logits of 16 that would be wrong by 1e-6, instead of 1e-7.
+    m is the maximum. A logsumexp instead would be rounded at the size of the logits: with logits of 16 the gradient of
+    a likely token, 1 - p, would be off by 1e-6 instead of 1e-7.
     """
     log_sum_T = state_4T[SUM].log()
     logp_T = (state_4T[TARGET] - state_4T[MAX]).sub_(log_sum_T)
-    # H = log sum e^z - sum e^z z / sum e^z, all of it after the shift by the maximum
+    # H = log sum e^z - sum e^z z / sum e^z, with z relative to the maximum
     entropy_T = log_sum_T - state_4T[SECOND] / state_4T[SUM] if entropy else None
     return logp_T, entropy_T, torch.stack([state_4T[MAX], state_4T[SUM].reciprocal()])
 
 
 def is_top(state_4T: torch.Tensor) -> torch.Tensor:
-    """1 where the target's logit is the largest, else 0, of finished states; [T]."""
+    """Return, from finished states, 1 if the target's logit is the largest, else 0; [T]."""
     return (state_4T[TARGET] >= state_4T[MAX]).to(state_4T.dtype)
 
 
 def scale_of(temperature, tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """1 / temperature of each token, or None where it is 1 for all."""
+    """Return 1 / temperature of each token; None if it is 1 for all."""
     if not isinstance(temperature, torch.Tensor):
         if temperature == 1.0:
             return None
@@ -221,7 +223,7 @@ def scale_of(temperature, tokens: int, dtype: torch.dtype, device: torch.device)
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """Saves the inputs and two or three numbers a token (normalisers, entropy), nothing of size V beyond the weight."""
+    """Saves the inputs and at most three numbers per token (normalisers, entropy), nothing of size V but the weight."""
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, with_entropy: bool, top: bool):
@@ -229,7 +231,7 @@ class _LinearLogprob(torch.autograd.Function):
         logp_T, entropy_T, norm_2T = results_of(state_4T, with_entropy)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, norm_2T, entropy_T)
         ctx.job = job
-        ctx.set_materialize_grads(False)  # an unused output then has gradient None, and its terms are skipped
+        ctx.set_materialize_grads(False)  # the gradient of an unused output is then None, and its terms are skipped
         if top:
             top_T = is_top(state_4T)
             ctx.mark_non_differentiable(top_T)
@@ -239,7 +241,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
-        """Gradients of hidden [T, D] and weight [V, D], each where it is asked for; logits are computed again."""
+        """Return the gradients of hidden [T, D] and weight [V, D] that are needed; computes the logits again."""
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if (grad_logp_T is None and grad_entropy_T is None) or not (need_hidden or need_weight):
             return (None,) * 6
@@ -249,9 +251,9 @@ class _LinearLogprob(torch.autograd.Function):
             grad_logp_T = torch.zeros_like(norm_2T[0])
         sums = Gradients(job.blocks, hidden_TD, weight_VD, (need_hidden, need_weight), job.vocabulary, job.dtype)
         operations = job.operations(hidden_TD)
-        # As exact as the forward, or probabilities would not sum to 1: to e^0.06 for a logit of 30 rounded to bf16.
+        # Logits are as exact as in forward; rounded to bf16, probabilities would sum to e^0.06 for a logit of 30.
         for rows, columns, logits_CV in job.blocks.products(hidden_TD, weight_VD):
-            room_CV = sums.room(logits_CV)
+            spare_CV = sums.workspace(logits_CV)
             gradient_CV = operations.logit_gradient(
                 logits_CV,
                 targets_T[rows] - (job.vocabulary.start + columns.start),
@@ -261,7 +263,7 @@ class _LinearLogprob(torch.autograd.Function):
                 None if entropy_T is None else entropy_T[rows],
                 grad_logp_T[rows],
                 None if grad_entropy_T is None else grad_entropy_T[rows],
-                room_CV,
+                spare_CV,
             )
-            sums.add(rows, columns, gradient_CV, room_CV)
+            sums.add(rows, columns, gradient_CV, spare_CV)
         return *sums.finish(), None, None, None, None

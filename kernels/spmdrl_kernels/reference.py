@@ -1,4 +1,4 @@
-"""The kernels' row operations in plain torch: they run on a CPU, and the Triton ones are tested against them.
+"""The kernels' row operations in plain torch, for CPUs and as the reference for tests of the Triton kernels.
 
 C rows and V columns of one block of logits; `state` and its rows are described in `vocabulary.py`.
 """
@@ -8,24 +8,24 @@ import torch
 from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, rescale_
 
 LOWEST = -1e30
-"""Stands for a logit of -inf."""
+"""Value in place of a logit of -inf."""
 
 
 class TorchRows:
-    """Row operations over blocks of logits, in buffers that every block uses again.
+    """Row operations over blocks of logits, in buffers that all blocks share.
 
-    Large fresh allocations cost page faults on a CPU; `out=` and in-place calls are also left alone by autocast.
+    Large new allocations cost page faults on a CPU; autocast also leaves `out=` and in-place calls unchanged.
     """
 
     def __init__(self, dtype: torch.dtype):
-        """dtype: that of everything but matmuls."""
+        """dtype: type of all computations but matmuls."""
         self.dtype = dtype
         self.buffers: dict[str, torch.Tensor] = {}
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """A copy that `add_stats_` and `logit_gradient` may overwrite where the logits themselves must stay.
+        """Return a copy of logits that must stay, for `add_stats_` and `logit_gradient` to overwrite.
 
-        A logit of -inf, which rules a token out, becomes one so low that its probability is 0: 0 * -inf is nan.
+        A logit of -inf, which excludes a token, becomes one so low that its probability is 0, because 0 * -inf is nan.
         """
         return self._buffer("logits", logits_CV).copy_(logits_CV).clamp_(min=LOWEST)
 
@@ -38,10 +38,10 @@ class TorchRows:
         softcap: float | None,
         second: str,
     ) -> None:
-        """Take a block of columns into the state of its rows; overwrites the logits.
+        """Add a block of columns to the state of its rows; overwrites the logits.
 
-        targets_C: the target's column in this block, anything outside [0, V) if it has none here. scale_C: 1 /
-        temperature. second: `entropy`, `collision` or `` for neither.
+        targets_C: the target's column in this block, or any number outside of [0, V) if the target is elsewhere.
+        scale_C: 1 / temperature. second: `entropy`, `collision` or `` for neither.
         """
         z_CV = self._scaled(logits_CV, scale_C, softcap)
         here_C = (targets_C >= 0) & (targets_C < z_CV.shape[1])
@@ -68,7 +68,7 @@ class TorchRows:
         softcap: float | None,
         second: str,
     ) -> None:
-        """Round a block of logits into kept_CV; take the exact ones into state_4C, and the rounded ones into kept_4C.
+        """Round a block of logits into kept_CV, and add exact logits to state_4C and rounded ones to kept_4C.
 
         The other arguments are those of `add_stats_`. kept_4C may lack the target's logit.
         """
@@ -88,11 +88,11 @@ class TorchRows:
         grad_entropy_C: torch.Tensor | None,
         out_CV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Gradient of a block of logits in `dtype`, in a buffer or in their own storage; out_CV is for other devices.
+        """Return the gradient of a block of logits in `dtype`, in a buffer or in the logits' storage; ignores out_CV.
 
         norm_2C: see `results_of`.
         With q = log p: dz = g (onehot - p) - e p (q + H), for g, e the gradients of logp and entropy, times scale and
-        the slope of the cap.
+        the slope of the softcap.
         """
         z_CV = self._scaled(logits_CV, scale_C, softcap)
         slope_CV = None
@@ -104,7 +104,7 @@ class TorchRows:
         g_C1 = (grad_logp_C if scale_C is None else grad_logp_C * scale_C)[:, None]
         z_CV.sub_(norm_2C[0][:, None])
         share_C1 = norm_2C[1][:, None]  # p is this times e^z; q is z + log share
-        if grad_entropy_C is None or entropy_C is None:  # the two go together
+        if grad_entropy_C is None or entropy_C is None:  # either both or none
             z_CV.exp_().mul_(-g_C1 * share_C1)
         else:
             e_C1 = (grad_entropy_C if scale_C is None else grad_entropy_C * scale_C)[:, None]
@@ -116,7 +116,7 @@ class TorchRows:
         return z_CV if slope_CV is None else z_CV.mul_(slope_CV)
 
     def _scaled(self, logits_CV, scale_C, softcap) -> torch.Tensor:
-        """Soft-capped logits / temperature, in `dtype`."""
+        """Return soft-capped logits / temperature, in `dtype`."""
         same = logits_CV.dtype == self.dtype
         z_CV = logits_CV if same else self._buffer("logits", logits_CV).copy_(logits_CV)
         if softcap is not None:

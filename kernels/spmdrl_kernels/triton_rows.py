@@ -1,9 +1,9 @@
-"""The row operations as two Triton kernels; `reference.py` is their twin and has the formulas.
+"""The row operations as two Triton kernels; `reference.py` has the same operations in plain torch, and the formulas.
 
-A block of logits [C, V] stands in memory in the matmul's dtype, row after row. Both kernels read each logit once and
-compute in fp32 (fp64 for fp64). Nothing here is particular to CUDA: no inline assembly, no vendor library, no warp
-specialization, no autotuning (a kernel that works in place gives garbage when it is tried several times), and only
-exp, max and sum of tl. Offsets are int64, because rows * columns may pass 2^31.
+A block of logits [C, V] is in memory in the matmul's dtype, row after row. Both kernels read each logit once and
+compute in fp32 (fp64 for fp64). Nothing here is specific to CUDA: no inline assembly, vendor library or warp
+specialization, and only exp, max and sum of tl. There is no autotuning, because a kernel that works in place is wrong
+when run several times. Offsets are int64, because rows * columns may exceed 2^31.
 """
 
 import os
@@ -21,13 +21,13 @@ GRADIENT_BLOCK = 2048
 """Columns that one program of the gradient holds at a time."""
 STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 2, 4
 STATS_LANES_FP64, STATS_STEPS_FP64 = 256, 2
-"""Columns that one program of the states holds at a time: lanes times steps. A lane's steps are in one thread."""
+"""Columns that one program of the states holds at a time are lanes times steps. A lane's steps are in one thread."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
 def _distribution_logits(raw, scale, SOFTCAP: tl.constexpr):
-    """y = softcap * tanh(raw / softcap) * scale, and tanh itself (without a cap anything).
+    """Return y = softcap * tanh(raw / softcap) * scale, and this tanh (undefined without a softcap).
 
     tanh(x) = sign(x) (1 - e^(-2|x|)) / (1 + e^(-2|x|)): the exponent is never positive, so nothing overflows.
     """
@@ -66,7 +66,7 @@ def _fold(y, tops, totals, seconds, SECOND: tl.constexpr):
 
 @triton.jit
 def _join(state, state_stride, row, tops, totals, seconds, SECOND: tl.constexpr):
-    """Join the lanes' states with the row's own in memory, which holds what earlier columns left."""
+    """Join the lanes' states with the row's state in memory, which covers earlier columns."""
     top = tl.load(state + row)
     total = tl.load(state + state_stride + row)
     second = tl.load(state + 2 * state_stride + row)
@@ -102,11 +102,11 @@ def _stats_kernel(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """One program a row: fold the row's columns into its state (max, sum, second, target), see `vocabulary.py`.
+    """Fold a row's columns into its state (max, sum, second, target; see `vocabulary.py`); one program for each row.
 
-    Each lane has a state of its own, so that threads speak to each other once a row and not once a block: a maximum and
-    sums over a block of threads at every step took half of the time. Lanes start at the maximum that earlier columns
-    left, or at a number so low that its e^x is 0; never at -inf, whose difference to itself is nan.
+    Each lane has its own state, so that threads communicate once for each row and not for each block: a maximum and
+    sums over a block of threads at every step took half of the time. Lanes start at the maximum of earlier columns, or
+    at a number so low that its e^x is 0; never at -inf, whose difference to itself is nan.
 
     With `kept` the logits are also rounded into it, and the rounded ones are folded into `kept_state`.
     """
@@ -167,11 +167,11 @@ def _gradient_kernel(
     FP64: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for BLOCK columns of a row: the logits' gradient, into out, which may be the logits themselves.
+    """Write the gradient of BLOCK columns of a row into out, which may be the logits; one program for each such block.
 
     z = y - max, p = share e^z; dy = g (onehot - p) - e p (z + H'), where H' is the entropy + log share;
     draw = dy * scale * (1 - tanh^2).
-    Every element is read and written by one program only, so in place is safe.
+    Only one program reads and writes an element, so working in place is safe.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -199,21 +199,21 @@ class TritonRows:
     """Row operations by Triton, with the interface of `TorchRows`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        """Check the device. ValueError: Triton has no compiler for it, outside of its interpreter."""
+        """Check the device. ValueError: it is a CPU, without Triton's interpreter."""
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("Triton needs a GPU: use backend='torch', or its interpreter (TRITON_INTERPRET=1)")
         self.fp64 = dtype == torch.float64
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """The logits themselves: `add_stats_` leaves them as they are, and `logit_gradient` has to overwrite them."""
+        """Return the logits themselves: `add_stats_` leaves them unchanged, and `logit_gradient` may overwrite them."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, targets_C, scale_C, softcap, second) -> None:
-        """As `TorchRows.add_stats_`, but leaves the logits as they are."""
+        """Do as `TorchRows.add_stats_`, but leave the logits unchanged."""
         self._stats(logits_CV, state_4C, None, None, targets_C, scale_C, softcap, second)
 
     def add_rounded_(self, exact_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second) -> None:
-        """As `TorchRows.add_rounded_`, in one pass."""
+        """Do as `TorchRows.add_rounded_`, in one pass."""
         assert kept_CV.shape == exact_CV.shape and kept_CV.stride(1) == 1 and kept_4C.stride() == state_4C.stride()
         self._stats(exact_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second)
 
@@ -247,7 +247,7 @@ class TritonRows:
     def logit_gradient(
         self, logits_CV, targets_C, scale_C, softcap, norm_2C, entropy_C, grad_logp_C, grad_entropy_C, out_CV=None
     ) -> torch.Tensor:
-        """As `TorchRows.logit_gradient`, in out_CV and its dtype; by default over the logits."""
+        """Do as `TorchRows.logit_gradient`, in out_CV and its dtype; by default over the logits."""
         rows, columns = logits_CV.shape
         out_CV = logits_CV if out_CV is None else out_CV
         if not rows or not columns:

@@ -1,4 +1,4 @@
-"""The part of the vocabulary that this rank holds, and sums over the parts of all ranks."""
+"""The part of the vocabulary that a rank holds, and sums over the parts of all ranks."""
 
 from dataclasses import dataclass
 
@@ -6,37 +6,34 @@ import torch
 import torch.distributed as dist
 
 MAX, SUM, SECOND, TARGET = range(4)
-"""Rows of a state [4, T], sums over the columns seen so far of logits y (capped, over temperature): their maximum m;
-sum of e^(y-m); sum of e^(y-m) (y-m) for the entropy, or of e^(2(y-m)) for the collision probability; y of the target.
-"""
-
-
+"""Rows of a state [4, T], over the columns so far of logits y (capped, over temperature): their maximum m; sum of
+e^(y-m); sum of e^(y-m) (y-m) for the entropy, or of e^(2(y-m)) for the collision probability; y of the target."""
 GATHERED = 4 * 2**20
-"""Most numbers that are gathered at a time."""
+"""Largest number of elements that are gathered at a time."""
 
 
 def new_state(tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """State [4, tokens] before any column."""
+    """Return the state [4, tokens] before the first column."""
     state_4T = torch.zeros(4, tokens, dtype=dtype, device=device)
-    # Half of the lowest number: differences to it stay finite, and their exp is 0.
+    # At half of the lowest number differences stay finite, and their exp is 0.
     state_4T[MAX] = torch.finfo(dtype).min / 2
     return state_4T
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Columns [start, start + size) of `total`, the first `size` rows of this rank's weight; the rest never counts."""
+    """Columns [start, start + size) of `total`: the first `size` rows of this rank's weight; others do not count."""
 
     start: int
     size: int
     total: int
     group: dist.ProcessGroup | None
     ordered: bool = False
-    """Sums over ranks run in the order of ranks: an all_reduce of three ranks and more takes an order that depends on
-    the place in its buffer."""
+    """True to sum in the order of ranks: with three or more ranks the order of an all-reduce depends on the position in
+    its buffer."""
 
     def merge_(self, state_4T: torch.Tensor, second: str) -> None:
-        """Merge the ranks' states into that of the whole vocabulary. Two collectives, however many tokens."""
+        """Merge the ranks' states into that of the whole vocabulary, by two collectives for any number of tokens."""
         if self.group is None or not state_4T.shape[1]:
             return
         top_T = state_4T[MAX].clone()
@@ -79,11 +76,12 @@ def open_vocabulary(
     group: dist.ProcessGroup | None,
     ordered: bool = False,
 ) -> Vocabulary:
-    """The part of a rank that holds `rows` rows; parts are in the order of the group's ranks. Collective.
+    """Return the part of a rank with `rows` rows of the weight; parts are in the order of ranks. Collective.
 
     ordered: see `Vocabulary`.
 
-    ValueError where ranks of the group hold different targets, or valid_vocab does not fit.
+    Raises:
+        ValueError: ranks of the group have different targets, or valid_vocab does not fit.
     """
     sizes, rank = [rows], 0
     if group is not None:

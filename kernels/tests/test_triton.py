@@ -193,12 +193,12 @@ def test_kernel_triton_chunked_loss():
     def loss(logp, entropy, inputs):
         return -inputs["a"] * logp.exp() - 0.1 * entropy
 
-    got, told = chunked_loss(hidden, weight, targets, loss, {"a": advantages}, 0.9, chunk_tokens=4, backend="triton")
+    got, columns = chunked_loss(hidden, weight, targets, loss, {"a": advantages}, 0.9, chunk_tokens=4, backend="triton")
     logp, entropy, _ = plain(hidden @ weight.t(), targets, 0.9)
     want = loss(logp, entropy, {"a": advantages}).sum()
     results = [[x.detach(), *torch.autograd.grad(x, (hidden, weight))] for x in (got, want)]
     close(*results, 1e-10, "loss dhidden dweight")
-    close([told["logp"], told["entropy"]], [logp.detach(), entropy.detach()], 1e-10, "logp entropy")
+    close([columns["logp"], columns["entropy"]], [logp.detach(), entropy.detach()], 1e-10, "logp entropy")
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)

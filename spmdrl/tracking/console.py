@@ -1,7 +1,7 @@
-"""Output of rank 0 on the console: a live panel on a terminal, else one line a step.
+"""Shows a run on the console of rank 0: a live panel on a terminal, else one line for each step.
 
-Text of the model is data, not layout: it is shown without markup and without control characters, so that a completion
-can neither colour the screen nor move the cursor.
+Model text is shown without markup and control characters, so that a completion can neither colour the screen nor move
+the cursor.
 """
 
 import atexit
@@ -34,13 +34,13 @@ LABELS = {
     "calibration/error": "calib",
     "rewards/margin": "margin",
 }
-"""Metric -> its label; that of others is the first part of their names."""
+"""Metric -> its label, for those whose label is not the first part of their name."""
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Console:
-    """The screen of a run. Make one on rank 0 only; `finish` (or `close`) gives the terminal back."""
+    """The screen of a run, for rank 0 only; `finish` (or `close`) releases the terminal."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Console:
         Args:
             kind: `live`, `plain`, or `auto`: live when the stream is a terminal.
             total_steps: length of the run.
-            first_step: steps done before (a resumed run), for the progress and its ETA.
-            stream: where to write; None is stdout.
-            columns: the metrics that are shown; those of an evaluation only where it was measured.
-            phases: those of a step in their order; others stand behind them.
+            first_step: steps finished before (in a resumed run), for the progress bar and its ETA.
+            stream: output stream; None for stdout.
+            columns: the metrics to show; those of an evaluation are shown once measured.
+            phases: the phases of a step, in order; other phases are shown after them.
         """
         if kind not in ("auto", "live", "plain"):
             raise ValueError(f"--tracking.console {kind}: must be auto, live or plain")
@@ -92,7 +92,7 @@ class Console:
         self._live = Live(console=screen, get_renderable=self._panel, refresh_per_second=4, transient=False)
         self._live.start()
         atexit.register(self.close)
-        # A breakpoint on rank 0 needs the terminal: the panel leaves, and the run goes on with plain lines.
+        # A breakpoint on rank 0 needs the terminal, so the panel closes and the run continues with plain lines.
         self._breakpointhook = sys.breakpointhook
 
         def breakpoint_without_panel(*args: Any, **kwargs: Any) -> Any:
@@ -111,15 +111,15 @@ class Console:
         return self._live is not None
 
     def phase(self, name: str) -> None:
-        """Show the phase in progress; "" between phases. A plain console has no place for it."""
+        """Show the phase in progress, "" between phases, in the panel."""
         self._phase, self._phase_since = name, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Show a finished step.
 
         Args:
-            step: how many steps are done, 1 for the first.
-            metrics: by the names of metrics.jsonl; those that are missing show as `-`.
+            step: number of finished steps, 1 for the first.
+            metrics: by their names in metrics.jsonl; missing ones are shown as `-`.
             samples: dicts with `prompt`, `completion` and `reward`.
         """
         self._metrics = dict(metrics)
@@ -153,7 +153,7 @@ class Console:
             self._print(line)
 
     def close(self) -> None:
-        """Give the terminal back; later output is shown as plain lines. May be called twice."""
+        """Release the terminal; later output is shown as plain lines. May be called twice."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -198,14 +198,14 @@ class Console:
 
 
 def label(metric: str) -> str:
-    """Return the word by which the console names a metric."""
+    """Return the label of a metric."""
     return LABELS.get(metric, metric.partition("/")[0])
 
 
 def plain_line(
     step: int, total_steps: int, metrics: Mapping[str, float], columns: Sequence[str], phases: Sequence[str]
 ) -> str:
-    """One aligned line: `step 12/60 reward 0.61 kl 0.0012 ... time 0.8s (rollout .3 logp .0 update .4 push .0)`."""
+    """Return an aligned line: `step 12/60 reward 0.61 kl 0.0012 ... time 0.8s (rollout .3 logp .0 update .4)`."""
     words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for name in columns:
         if name.startswith("eval/") and name not in metrics:
@@ -222,21 +222,21 @@ def plain_line(
 
 
 def phase_times(metrics: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:
-    """Seconds by phase, `phases` first and in their order; without the step as a whole."""
+    """Return phase -> seconds, `phases` first and in their order, without the whole step."""
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     times.pop("step", None)
     return {name: times[name] for name in [*phases, *times] if name in times}
 
 
 def number(value: float | None, name: str = "") -> str:
-    """Three significant digits; whole numbers for rates; `-` for nothing."""
+    """Format a number with three significant digits; rates as whole numbers, None as `-`."""
     if value is None:
         return "-"
     return f"{value:.0f}" if name.endswith("/s") else f"{value:.3g}"
 
 
 def sparkline(values: Sequence[float] | deque[float], width: int = 40) -> str:
-    """A curve in one line of text, each character the mean of its share of the values."""
+    """Return a curve as one line of text, in which each character is the mean of an equal share of the values."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
@@ -250,7 +250,7 @@ def sparkline(values: Sequence[float] | deque[float], width: int = 40) -> str:
 
 
 def clean(text: Any, width: int) -> str:
-    """Model text on one line: newlines as ⏎, control characters as ·, the middle left out beyond `width` characters."""
+    """Return model text on one line of at most `width` characters: newlines as ⏎, control characters as ·."""
     text = str(text)
     # Cut before cleaning: a completion may have thousands of tokens, and only its ends are shown.
     if len(text) > width:

@@ -1,4 +1,4 @@
-"""One log file per rank. The console belongs to rank 0, because lines of many ranks interleave in the middle."""
+"""Sets up one log file for each rank. The console is rank 0's, because lines of many ranks would interleave."""
 
 import logging
 import os
@@ -11,14 +11,11 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
-    """Send logging and Python warnings of this rank to `<run_dir>/logs/rank_<rank>.log`.
+    """Send logging and Python warnings of this rank to `<run_dir>/logs/rank_<rank>.log`; returns the `spmdrl` logger.
 
-    The file takes the `spmdrl` logger from INFO and all others from WARNING. Rank 0 also shows warnings of `spmdrl` on
-    stderr; other ranks show nothing (an uncaught exception still prints, as it must). May be called again, for another
+    The file has messages of the `spmdrl` logger from INFO on and of all others from WARNING on. Rank 0 also shows
+    warnings of `spmdrl` on stderr; other ranks show nothing but uncaught exceptions. May be called again, for another
     folder.
-
-    Returns:
-        The `spmdrl` logger.
     """
     path = Path(run_dir) / "logs" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,27 +36,27 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
     root.addHandler(file)
     warnings_logger.addHandler(file)
     ours.setLevel(logging.INFO)
-    # Not on to root: the file would get each line twice, and root may have a console handler of someone else's.
+    # With propagation to root the file would get each line twice, and root may have another library's console handler.
     ours.propagate = warnings_logger.propagate = False
     logging.captureWarnings(True)
     if rank != 0:
-        # These two write to stderr by handlers of their own, made when they are imported.
+        # These two libraries write to stderr by their own handlers, made at import.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return ours
 
 
 class _Redacting(logging.Formatter):
-    """Formatter that removes secrets, from tracebacks too: they may show a URL with its password."""
+    """Formatter that removes secrets, also from tracebacks, which may show a URL with its password."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact_text(super().format(record))
 
 
 class _Stderr(logging.Handler):
-    """Writes to the sys.stderr that is set at the moment, as the live panel puts its own in place while it is on.
+    """Handler that writes to the current sys.stderr, which the live panel replaces while it is shown.
 
-    Records made with `extra={"file_only": True}` are left to the log file.
+    Records with `extra={"file_only": True}` go to the log file only.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

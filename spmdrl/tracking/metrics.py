@@ -1,6 +1,6 @@
-"""Numbers of one step, gathered on every rank and reduced with two collectives, and the clock of its phases.
+"""Metrics of one step, accumulated on every rank and reduced by two collectives, and a timer of its phases.
 
-No process group here: `Metrics.reduce` is given the all_reduce to use.
+The module knows no process group: `Metrics.reduce` takes the all-reduce to use.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 MOST_MAXIMA = 62
-"""Maxima travel in a tensor of fixed size, together with the digest of the names."""
+"""Largest number of maxima: they are all-reduced in a tensor of fixed size, together with the digest of the names."""
 
 AllReduce = Callable[[torch.Tensor, str], object]
 """`all_reduce(tensor, op)`, op "sum" or "max", in place; its return value is not used."""
@@ -21,9 +21,9 @@ AllReduce = Callable[[torch.Tensor, str], object]
 class Metrics:
     """Weighted means, sums and maxima of named numbers.
 
-    Every rank must add the same names between two calls of `reduce`; a rank with nothing to say adds with weight 0 (or
-    adds a sum of 0, or a maximum of -inf). Values are floats or 0-d tensors; tensors are not read before `reduce`, so
-    that adding them does not wait for the device.
+    Every rank must add the same names between two calls of `reduce`; a rank without a value adds with weight 0 (or a
+    sum of 0, or a maximum of -inf). Values are floats or 0-d tensors; tensors are read only in `reduce`, so adding does
+    not wait for the device.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Metrics:
         self._entries: dict[str, tuple[str, float | torch.Tensor, float | torch.Tensor]] = {}
 
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
-        """Add to a mean: the result is sum(value * weight) / sum(weight) over all calls and ranks."""
+        """Add to a weighted mean: sum(value * weight) / sum(weight) over all calls and ranks."""
         value, weight = _double(value), _double(weight)
-        # A value without weight may be nan (the mean of nothing), and 0 * nan is nan.
+        # A value of weight 0 may be nan (the mean of no numbers), and 0 * nan is nan.
         if isinstance(weight, torch.Tensor):
             product = torch.where(weight == 0, torch.zeros_like(weight), value * weight)
         else:
@@ -47,7 +47,7 @@ class Metrics:
         self._entries[name] = ("sum", total + _double(value), 0.0)
 
     def add_max(self, name: str, value: float | torch.Tensor) -> None:
-        """Take the largest over all calls and ranks. A nan counts as inf, as a maximum over ranks may lose it."""
+        """Add to a maximum over all calls and ranks. A nan counts as inf, because a maximum over ranks may drop nan."""
         _, most, _ = self._entry(name, "max", -math.inf)
         value = _double(value)
         if isinstance(value, torch.Tensor) or isinstance(most, torch.Tensor):
@@ -70,7 +70,7 @@ class Metrics:
                 self._entries[name] = (kind, mine + total, my_weight + weight)
 
     def dump(self) -> list[tuple[str, str, float, float]]:
-        """(name, kind, total, weight) of all entries, read off the device, for `load`."""
+        """Return (name, kind, total, weight) of all entries for `load`; waits for the device."""
         return [(name, kind, float(total), float(weight)) for name, (kind, total, weight) in self._entries.items()]
 
     def load(self, rows: list[tuple[str, str, float, float]]) -> None:
@@ -80,13 +80,13 @@ class Metrics:
         self.merge(other)
 
     def scale_sum(self, name: str, factor: float) -> None:
-        """Multiply a sum as far as it is added up; does nothing where nothing was added."""
+        """Multiply a sum so far by a factor, if it was added to."""
         if name in self._entries:
             _, total, _ = self._entry(name, "sum", 0.0)
             self._entries[name] = ("sum", total * factor, 0.0)
 
     def prefixed(self, prefix: str) -> "Metrics":
-        """The same numbers under longer names."""
+        """Return the same numbers under longer names."""
         out = Metrics()
         out._entries = {prefix + name: entry for name, entry in self._entries.items()}
         return out
@@ -98,18 +98,18 @@ class Metrics:
         return entry
 
     def reduce(self, all_reduce: AllReduce, device: torch.device | str = "cpu") -> dict[str, float]:
-        """Results over all ranks, alike on every rank, names sorted; then start empty. Collective.
+        """Return the results over all ranks, names sorted, and start empty. Collective.
 
-        The first all_reduce (max) has a fixed size and carries a digest of the names with the maxima; the second (sum)
-        has the size of the names and runs only where the digests agree, so ranks that differ fail instead of adding one
-        number to another. Means of no weight and maxima of nothing are left out.
+        The first all-reduce (max) has a fixed size and holds the maxima and a digest of the names; the second (sum)
+        depends on the names and runs only if the digests agree, so that ranks with different names fail instead of
+        adding unrelated numbers. Means without weight and maxima without values are left out.
 
         Args:
             all_reduce: in place over all ranks, see AllReduce.
-            device: where the tensors that travel live.
+            device: device of the all-reduced tensors.
 
         Raises:
-            ValueError: on every rank, when ranks added different names; or for more than MOST_MAXIMA maxima.
+            ValueError: on every rank, if ranks added different names; or for more than MOST_MAXIMA maxima.
         """
         entries, self._entries = self._entries, {}
         names = sorted(entries)
@@ -118,7 +118,7 @@ class Metrics:
         if len(maxima) > MOST_MAXIMA:
             raise ValueError(f"{len(maxima)} maxima in one step; at most {MOST_MAXIMA} fit, make some of them means")
 
-        # 48 bits, which fp64 holds exactly. Largest and smallest digest in one maximum: equal if all ranks agree.
+        # A digest of 48 bits is exact in fp64. Its largest and smallest value over ranks are equal if all ranks agree.
         text = "\n".join(f"{entries[name][0]} {name}" for name in names)
         digest = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
         head = [digest, -digest, *(float(entries[name][1]) for name in maxima)]
@@ -157,16 +157,16 @@ def _double(value: float | torch.Tensor) -> float | torch.Tensor:
 
 
 class Timer:
-    """Seconds spent in named phases: `with timer("rollout"): ...`. Phases may nest; each counts its own full time.
+    """Seconds spent in named phases: `with timer("rollout"): ...`. Phases may nest; each counts its full time.
 
-    After an exception `phase` still names the phase that failed, for the last line a dying rank writes.
+    After an exception `phase` still names the phase that failed, for the last line of a failing rank.
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
         """Start empty.
 
         Args:
-            on_phase: called with the phase in progress whenever it changes, "" for none (a console shows it).
+            on_phase: called with the phase in progress whenever it changes, "" for none.
         """
         self.phase = ""
         self._on_phase = on_phase
@@ -175,7 +175,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the block's seconds under `name`."""
+        """Add the seconds of the block to the phase `name`."""
         outer = self.phase if self._open else ""
         self._open += 1
         self._enter(name)
@@ -193,6 +193,6 @@ class Timer:
             self._on_phase(name)
 
     def flush(self) -> dict[str, float]:
-        """`{"time/<phase>": seconds}` of the phases that ended since the last flush, in the order they first ended."""
+        """Return `{"time/<phase>": seconds}` of the phases since the last flush, in the order of their first ends."""
         seconds, self._seconds = self._seconds, {}
         return {f"time/{name}": value for name, value in seconds.items()}

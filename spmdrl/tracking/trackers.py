@@ -1,7 +1,6 @@
-"""Trackers that keep the numbers of a run: metrics.jsonl, TensorBoard, wandb. Rank 0 alone opens them.
+"""Trackers record the metrics of a run in metrics.jsonl, TensorBoard or wandb. Only rank 0 opens them.
 
-A tracker has `log(step, metrics)` and `close()`; steps count from 1. TensorBoard and wandb are imported when they are
-asked for.
+A tracker has `log(step, metrics)` and `close()`; steps count from 1. TensorBoard and wandb are imported only if used.
 """
 
 import json
@@ -17,16 +16,16 @@ class Tracker(Protocol):
     """Interface of a tracker."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the numbers of one step."""
+        """Record the metrics of one step."""
 
     def close(self) -> None:
-        """Write what is left; may be called twice."""
+        """Write buffered metrics; may be called twice."""
 
 
 def cut_lines(path: Path, resume_step: int) -> list[str]:
     """Keep the lines of a JSONL file whose `step` is before resume_step, and return them.
 
-    A file of which nothing stays is set aside as `<name>.old`, or `.old-1`, `.old-2`, ... where that name is taken.
+    A file without such a line is renamed to `<name>.old`, or `.old-1`, `.old-2`, ... if that name is taken.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -34,11 +33,11 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
             if json.loads(line)["step"] < resume_step:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            continue  # a line cut short by a kill
+            continue  # a killed job left an incomplete line
     if not kept:
         set_aside(path)
         return kept
-    # Beside it and then over it: a kill in between leaves the old file, not half of it.
+    # Replaced by a rename, so that a kill in between leaves the old file and not half of it.
     part = Path(f"{path}.part")
     part.write_text("".join(kept), encoding="utf-8")
     os.replace(part, path)
@@ -46,7 +45,7 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
 
 
 def set_aside(path: Path) -> str:
-    """Rename a file to `<name>.old`, or `.old-1`, ... where that is taken; returns its new name without the folder."""
+    """Rename a file to `<name>.old`, or `.old-1`, ... if that is taken; returns the new name without the folder."""
     taken, name = 0, f"{path.name}.old"
     while os.path.lexists(path.with_name(name)):
         taken += 1
@@ -56,10 +55,10 @@ def set_aside(path: Path) -> str:
 
 
 class JsonlTracker:
-    """One JSON object a line and step: `{"step": 3, "reward/mean": 0.5, ...}`. A number that is not finite is null.
+    """Writes one JSON object for each step: `{"step": 3, "reward/mean": 0.5, ...}`. A non-finite number is null.
 
-    Each line is written whole and flushed, so a reader of a running or killed job sees complete steps. Numbers logged
-    for the step of the last line (the evaluation at the end) join that line, so that no step stands twice.
+    Each line is written at once and flushed, so a reader of a running or killed job sees complete steps. Metrics logged
+    for the step of the last line (the evaluation at the end) are added to that line, so that each step has one line.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
@@ -67,9 +66,8 @@ class JsonlTracker:
 
         Args:
             path: the file; folders are made.
-            resume_step: first step that will be logged. Lines from that step on are dropped, with a line that a killed
-                job left unfinished. A file of which nothing would be kept is an older run's: it moves to `<path>.old`
-                (or `.old-1`, ... where that is taken).
+            resume_step: first step that will be logged. Lines from that step on and incomplete lines are dropped. A
+                file without other lines is an older run's, and is renamed by `set_aside`.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +81,7 @@ class JsonlTracker:
         kept = cut_lines(self.path, resume_step)
         if not kept:
             return
-        # A finished run that is started again evaluates once more: that joins the line it has.
+        # A finished run that is started again evaluates again, and adds the result to its last line.
         self._last = json.loads(kept[-1])
         self._last_at = self.path.stat().st_size - len(kept[-1].encode())
 
@@ -103,10 +101,10 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Event files in `<run_dir>/tensorboard`."""
+    """Writes event files into `<run_dir>/tensorboard`."""
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open; TensorBoard is told to forget the steps from `resume_step` on, all of an older run's if it is 0 or 1.
+        """Open, and make TensorBoard drop the steps from `resume_step` on: all steps if it is 0 or 1.
 
         Raises:
             ValueError: tensorboard is not installed.
@@ -134,32 +132,32 @@ def _id_file(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def wandb_id(run_dir: str | os.PathLike[str]) -> str:
-    """The id under which wandb knows the run in this folder; empty if it does not."""
+    """Return the wandb id of the run in this folder; empty if it has none."""
     file = _id_file(run_dir)
     return file.read_text().strip() if file.exists() else ""
 
 
 def keep_wandb_id(run_dir: str | os.PathLike[str], run_id: str) -> None:
-    """Have the run in this folder go on under an id."""
+    """Record the wandb id under which the run in this folder continues."""
     _id_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
     _id_file(run_dir).write_text(run_id)
 
 
 class WandbTracker:
-    """A wandb run in `<run_dir>/wandb`. Without an account it is kept offline, for `wandb sync` to send later."""
+    """A wandb run in `<run_dir>/wandb`. Without an account it stays offline, for a later `wandb sync`."""
 
     def __init__(
         self, run_dir: str | os.PathLike[str], project: str, name: str, config: Mapping[str, Any], resume_step: int = 0
     ) -> None:
-        """Open, or continue the run whose id is in `<run_dir>/wandb/spmdrl_id`. WANDB_MODE, where set, is the mode.
+        """Open a run, or continue the run whose id is in `<run_dir>/wandb/spmdrl_id`; WANDB_MODE sets the mode.
 
         Args:
             run_dir: the run folder.
             project: wandb project.
-            name: name shown.
+            name: displayed name.
             config: settings without secrets (`dump.to_dict`).
-            resume_step: first step that will be logged; above 1 the run is continued. wandb keeps the first value it
-                got for a step, so repeated steps show the values from before the stop.
+            resume_step: first step that will be logged; above 1 the run is continued. wandb keeps the first value of
+                each step, so repeated steps show the values from before the stop.
 
         Raises:
             ValueError: wandb is not installed.
@@ -179,16 +177,16 @@ class WandbTracker:
             dir=str(run_dir),
             mode=mode,  # type: ignore[arg-type]
             resume="allow" if mode == "online" else None,
-            # wandb would otherwise wrap stdout, and write over the live panel.
+            # By default wandb wraps stdout, and would write over the live panel.
             settings=wandb.Settings(console="off", silent=True),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step."""
+        """Send the metrics of one step."""
         self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
 
     def close(self) -> None:
-        """Finish the run: waits until it is sent or written."""
+        """Finish the run, and wait until it is sent or written."""
         self._run.finish()
 
 
@@ -204,11 +202,11 @@ def open_trackers(
 
     Args:
         names: any of `jsonl`, `tensorboard`, `wandb`.
-        run_dir: the run folder; `metrics.jsonl` stands in it.
+        run_dir: the run folder, in which `metrics.jsonl` is written.
         project: wandb project.
         name: name of the run.
         config_dict: settings without secrets (`dump.to_dict`).
-        resume_step: first step that will be logged, 0 or 1 for a fresh run; what was kept from there on is dropped.
+        resume_step: first step that will be logged, 0 or 1 for a new run; recorded steps from there on are dropped.
 
     Raises:
         ValueError: an unknown name, or a package that is not installed.
@@ -227,7 +225,7 @@ def open_trackers(
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can say it: it has no nan, and not only Python reads it."""
+    """Return a value for JSON, which has no nan and infinity: None in their place."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

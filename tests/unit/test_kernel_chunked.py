@@ -179,14 +179,14 @@ def test_kernel_loss_in_chunks_refuses_what_is_not_token_by_token():
 def test_kernel_loss_in_chunks_names_no_rows_and_bad_results():
     hidden, weight, targets, inputs = case()
     for name in ("logp", "entropy", "loss"):
-        with pytest.raises(ValueError, match=f"logs \\['{name}'\\], which chunked_loss tells itself"):
+        with pytest.raises(ValueError, match=f"logs \\['{name}'\\], which chunked_loss returns itself"):
             chunked_loss(hidden, weight, targets, lambda logp, _, x, name=name: (-logp, {name: logp}))
     for result in (None, [1, 2], (1, 2)):
         with pytest.raises(ValueError, match="loss_fn must return loss"):
             chunked_loss(hidden, weight, targets, lambda logp, _, x, result=result: result)
     with pytest.raises(ValueError, match=r"inputs\['a'\] must be"):
         chunked_loss(hidden, weight, targets, ppo, {"a": 3})
-    with pytest.raises(ValueError, match="looks at sequences"):
+    with pytest.raises(ValueError, match="depends on sequences"):
         # The first chunk has one row, which cannot tell.
         mask = torch.arange(41) < 4
         chunked_loss(hidden, weight, targets, lambda lp, _, x: lp - lp.mean(), mask=mask, chunk_tokens=3)

@@ -220,7 +220,7 @@ def test_kernel_liger_is_refused_where_it_has_nothing(monkeypatch):
         lambda: token_logprob(hidden @ weight.t(), targets, backend="liger"),
         lambda: collision_probability(hidden, weight, backend="liger"),
     ):
-        with pytest.raises(ValueError, match="backend liger is of linear_logprob alone"):
+        with pytest.raises(ValueError, match="backend liger is for linear_logprob only"):
             call()
 
 
