@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Looks up every locked package in the public advisories: `pip-audit` over launch/locks/*.txt.
+# Looks up every locked package in the public advisories, by `pip-audit` over launch/locks/*.txt.
 #
 #   ./launch/audit.sh
 #
-# Ends with 1 for a finding that launch/audit-allowed.txt does not name with a reason, with 0 and "skipped" where the
-# package index or the advisory service cannot be reached. Needs no install: pip-audit comes into an environment of its
-# own in .venv.
+# Exits with 1 for a finding that launch/audit-allowed.txt does not list with a reason, and with 0 and "skipped" if the
+# package index or the advisory service cannot be reached. pip-audit is installed into its own environment in .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,7 +19,7 @@ if [[ ! -x $tool/bin/pip-audit ]]; then
     if ! timeout 120 "$tool/bin/python" -m pip install -qq --disable-pip-version-check --no-input --timeout "$WAIT" \
         --retries 0 pip-audit==2.10.1 >"$tool/install.log" 2>&1; then
         rm -rf "$tool"
-        skip "the package index gave no pip-audit"
+        skip "pip-audit could not be installed from the package index"
     fi
 fi
 
@@ -31,14 +30,14 @@ audit() {
         --cache-dir "$work/cache" "$@"
 }
 
-# An old release with known advisories: only a service that finds them is one that answers.
+# An old release with known advisories shows whether the service answers.
 echo "jinja2==2.10" >"$work/probe.txt"
 if audit -r "$work/probe.txt" -f json >"$work/probe.json" 2>"$work/probe.log"; then
-    skip "the advisory service knows nothing of a package with advisories"
+    skip "the advisory service finds nothing for a package with advisories"
 fi
 grep -q '"id"' "$work/probe.json" 2>/dev/null || skip "the advisory service did not answer within $WAIT s"
 
-# Words up to the first blank are the advisory; the rest of the line is why it may stand.
+# The first word of a line is the advisory, the rest the reason why it is allowed.
 ignored=()
 while read -r id reason; do
     [[ -n $reason ]] || { say "launch/audit-allowed.txt: $id has no reason"; exit 1; }
@@ -47,7 +46,7 @@ done < <(grep -v '^ *\(#\|$\)' launch/audit-allowed.txt)
 
 failed=0
 for lock in launch/locks/*.txt; do
-    # Builds of torch for one kind of machine (+cpu) have the number of the plain one.
+    # Builds of torch for one kind of machine (+cpu) are looked up under the plain version.
     sed -e 's/+cpu\b//' -e '/^ *#/d' -e '/^ *$/d' -e '/^-/d' -e 's/ *#.*//' "$lock" >"$work/lock.txt"
     rc=0
     limit=300 audit -r "$work/lock.txt" "${ignored[@]}" >"$work/found.txt" 2>&1 || rc=$?
@@ -62,6 +61,6 @@ for lock in launch/locks/*.txt; do
     fi
 done
 if ((failed)); then
-    say "take a version with the fix into the lock, or name the advisory and the reason in launch/audit-allowed.txt"
+    say "lock a version with the fix, or list the advisory and a reason in launch/audit-allowed.txt"
 fi
 exit $failed

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One node of a run over several: reads SLURM's variables, or those given, and becomes torchrun.
+# Starts torchrun on one node of a run on several nodes, from the variables below or SLURM's.
 #
 #   HOSTS="node-a node-b" ./launch/node.sh -m spmdrl.train ...      # starts all of them, by ssh
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node-a ./launch/node.sh -m spmdrl.train ...      # and NODE_RANK=1 on the other
 #   srun --ntasks-per-node 1 ./launch/node.sh -m spmdrl.train ...      # slurm/job.sh does more
 #
-# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: given, else SLURM's, else one node. NPROC: processes here, else one per
-# GPU, else 1. GRACE: seconds for the save after SIGUSR1, as --run.grace. PREFLIGHT=0: asks no other host first.
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: by default SLURM's, else one node. NPROC: processes here, by default one
+# per GPU, else 1. GRACE: seconds for the save after SIGUSR1, as --run.grace. PREFLIGHT=0: skips the check of hosts.
 # docs/slurm.md has the rest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,7 +25,7 @@ fi
 if [[ ! -x $torchrun ]]; then
     fail "no .venv here: run ./launch/install.sh once (on a shared file system one node is enough)"
 fi
-# What an outer job left in the shell is not this one's. torchrun sets these for its ranks, and reads PET_* as flags.
+# Removes variables of an outer job: torchrun sets these for its ranks, and reads PET_* as flags.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME \
     "${!TORCHELASTIC_@}" "${!PET_@}"
 
@@ -35,14 +35,14 @@ if [[ $1 == doctor ]]; then
     unset NODE_RANK MASTER_ADDR
     exec "$python" -m spmdrl.tools.doctor --node "$name" "$@"
 fi
-if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # a host that was started from here starts no others
+if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # a host that was started from here does not start others
     exec "$python" -m spmdrl.tools.ssh_start "$@"
 fi
 nodes=${NNODES:-${SLURM_NNODES:-1}}
 node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
 port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 11000))} # by job, so that two jobs on one node do not meet
 address=${MASTER_ADDR:-}
-if [[ -n ${NODE_NAMES:-} ]]; then # chosen nodes: a place in this list is the rank, whatever order SLURM starts them in
+if [[ -n ${NODE_NAMES:-} ]]; then # the position in this list of chosen nodes is the rank, in any order of starts
     read -ra names <<<"$NODE_NAMES"
     nodes=${#names[@]} address=${names[0]} node_rank=""
     for i in "${!names[@]}"; do
@@ -56,11 +56,11 @@ fi
 ((node_rank < nodes)) || fail "NODE_RANK=$node_rank: must be below NNODES=$nodes, as the first node is 0"
 ((nodes == 1)) || [[ -n $address ]] || fail "$nodes nodes but no MASTER_ADDR: give the name of the first node"
 processes=${NPROC:-$(./launch/devices.sh 1)}
-# torchrun would give each process one thread, and the work on the host (gradings, AdamW there, pushes) would wait.
+# By default torchrun gives each process one thread, which slows work on the host (grading, AdamW, pushes).
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 if ((nodes > 1)); then
-    # gloo binds to the address of the host's own name, which /etc/hosts may have as 127.0.1.1.
+    # By default gloo binds to the address of the host's own name, which may be 127.0.1.1 in /etc/hosts.
     way=$("$python" -m spmdrl.tools.reach "$address" "$port")
     if [[ -n $way ]]; then
         export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$way} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$way}
@@ -69,7 +69,7 @@ fi
 
 say "rank $node_rank of $nodes on $name ($(hostname)): $processes processes of $OMP_NUM_THREADS threads," \
     "meeting at ${address:-127.0.0.1}:$port, network ${GLOO_SOCKET_IFNAME:-chosen by the libraries}"
-# Without SIGUSR1 in this list it would end torchrun and leave its ranks alone. They get the time of a save, not 30 s.
+# SIGUSR1 would end torchrun without its ranks unless it is in this list. The ranks get the time of a save, not 30 s.
 exec "$torchrun" --nnodes "$nodes" --node-rank "$node_rank" --nproc-per-node "$processes" \
     --master-addr "${address:-127.0.0.1}" --master-port "$port" \
     --signals-to-handle=SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout $((${GRACE:-60} + 60)) "$@"

@@ -3,11 +3,11 @@
 #
 #   ./launch/test.sh [--quick | --long] [arguments of pytest]
 #
-# Without paths it runs three pytests, which get the same arguments: one by one the tests that go by the clock or by the
-# memory of the machine; beside them tests/contract, tests/plans and tests/unit, at the lowest priority on the core that
-# they leave, with their output when they are done; then all others, which start ranks, engines and jobs of their own,
-# two cores to a worker. Paths of tests, and options that ask for one report or one order of all tests (--junitxml, --lf, --pdb and
-# the like, see below), make it one plain pytest.
+# Without paths it runs three pytests with the same arguments: tests that depend on the clock or the machine's memory, one
+# by one; beside them, at the lowest priority, tests/contract, tests/plans and tests/unit, whose output is shown when they
+# are done; then all others, which start their own ranks, engines and jobs, with two cores for each worker. With paths of
+# tests, or options for one report or one order of all tests (--junitxml, --lf, --pdb and the like, see below), it runs one
+# plain pytest.
 # --quick runs unit tests but the slow ones, and a run of two ranks, a file of tests to a core; it installs nothing
 # where .venv is there.
 # --long adds tests/long at the end (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is

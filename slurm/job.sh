@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The part that the jobs here share: slurm/job.sh CONFIG [FLAGS] checks settings and nodes, starts one torchrun on each
-# node by one srun, and after SIGUSR1, when the run has saved and left, requeues the job. docs/slurm.md: the variables.
+# The common part of the jobs: slurm/job.sh CONFIG [FLAGS] checks settings and nodes, starts one torchrun on each node by
+# one srun, and after SIGUSR1, when the run has saved and left, requeues the job. docs/slurm.md lists the variables.
 set -euo pipefail
 label=job
 source launch/checks.sh
 [[ -n ${SLURM_JOB_ID:-} ]] || fail 'this is for SLURM: sbatch slurm/NAME.sh; without: HOSTS="a b" ./launch/node.sh'
 (($# > 0)) || fail "no config: slurm/job.sh configs/gsm8k_grpo.yaml [FLAGS]"
-told=0
-trap 'told=1' USR1
-# sbatch hands over the shell that it was called in, with what another job may have left there.
+signalled=0
+trap 'signalled=1' USR1
+# sbatch passes on the environment of its caller, which may have variables of another job.
 unset HOSTS NODE_RANK NODE_NAME NODE_NAMES NNODES MASTER_ADDR MASTER_PORT IN_CONTAINER RANK LOCAL_RANK WORLD_SIZE \
     LOCAL_WORLD_SIZE GROUP_RANK "${!TORCHELASTIC_@}" "${!PET_@}"
 check_numbers
@@ -21,12 +21,12 @@ esac
 
 source slurm/container.sh
 words=(--config "$1" --run.dir "$RUN_DIR" --run.grace "$GRACE" "${@:2}")
-if [[ " $* " == *" --dry-run "* ]]; then # on paper, by one process that is told how many there would be
+if [[ " $* " == *" --dry-run "* ]]; then # one process plans for all ranks
     exec "${on[@]}" --nodes=1 --ntasks=1 "${inside[@]}" env WORLD_SIZE=$((NODES * ${NPROC:-$GPUS})) RANK=0 \
         "$python" -m spmdrl.train "${words[@]}"
 fi
 
-# SIGUSR1 comes before the limit; in a limit that is hardly longer a job would save and requeue for ever.
+# SIGUSR1 comes before the time limit; with a limit that is hardly longer a job would save and requeue forever.
 if [[ $(scontrol show job "$SLURM_JOB_ID") =~ TimeLimit=(([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+) ]]; then
     minutes=$((10#0${BASH_REMATCH[2]} * 1440 + 10#${BASH_REMATCH[3]} * 60 + 10#${BASH_REMATCH[4]}))
     least=$((20 + GRACE / 60))
@@ -36,7 +36,7 @@ fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ((${#hosts[@]} >= NODES)) ||
     fail "NODES=$NODES and SLURM gave ${#hosts[@]}: sbatch --nodes=$NODES at least, more for spares"
-# A mistake in the settings would otherwise show after the preflight of all nodes.
+# Settings are checked first, because the preflight of all nodes takes longer.
 ranks=$((NODES * ${NPROC:-${SLURM_GPUS_ON_NODE:-$GPUS}}))
 "${here[@]}" env WORLD_SIZE=$ranks RANK=0 "$python" -m spmdrl.tools.settings "${words[@]}" || exit $?
 mkdir -p "$RUN_DIR/logs"
@@ -49,31 +49,31 @@ if [[ ${PREFLIGHT:-1} != 0 ]]; then
         --floors "${FLOOR_ALL_REDUCE:-0},${FLOOR_ALL_TO_ALL:-0}" --srun "${on[*]@Q}" --inside "${inside[*]@Q}") ||
         fail "the preflight found too few good nodes"
 fi
-((!told)) || fail "SIGUSR1 came before the start"
+((!signalled)) || fail "SIGUSR1 came before the start"
 export NODE_NAMES=$chosen
 say "nodes: $chosen"
 
 before=$(cat "$RUN_DIR/PREEMPTED" 2>/dev/null || true)
-# No task is killed because another ended first: the ranks end each other within seconds, and the last line says why.
+# SLURM does not kill tasks when one ends: the ranks end within seconds by themselves, with the cause in the last line.
 "${on[@]}" --nodes="$NODES" --ntasks="$NODES" --nodelist="${chosen// /,}" --kill-on-bad-exit=0 --wait=60 \
     "${inside[@]}" ./launch/node.sh -m spmdrl.train "${words[@]}" &
 step=$!
-trap 'told=1; kill -USR1 "$step" 2>/dev/null || true' USR1
-trap 'told=1; kill -TERM "$step" 2>/dev/null || true' TERM
-((!told)) || kill -USR1 "$step"
-while :; do # a signal ends `wait`, not the step
-    told=0 rc=0
+trap 'signalled=1; kill -USR1 "$step" 2>/dev/null || true' USR1
+trap 'signalled=1; kill -TERM "$step" 2>/dev/null || true' TERM
+((!signalled)) || kill -USR1 "$step"
+while :; do # a signal ends `wait` but not the step
+    signalled=0 rc=0
     wait "$step" || rc=$?
-    ((told)) || break
+    ((signalled)) || break
 done
 after=$(cat "$RUN_DIR/PREEMPTED" 2>/dev/null || true)
-# torchrun's exit code does not tell a save from a failure; a file that this start wrote does.
+# torchrun's exit code is the same for a save and a failure; a file that this start wrote shows a save.
 if [[ $after != "$before" && $after == *'"SIGUSR1"'* ]]; then
     at=$(grep -o '"step": [0-9]*' <<<"$after")
     [[ $at != "$(cat "$RUN_DIR/logs/requeued" 2>/dev/null)" ]] ||
         fail "saved at ${at}, as before: the time limit is too short for a step"
     echo "$at" >"$RUN_DIR/logs/requeued"
-    say "saved at ${at}: back into the queue"
+    say "saved at ${at}: requeueing the job"
     scontrol requeue "$SLURM_JOB_ID" || fail "SLURM does not requeue: sbatch again goes on from there"
 fi
 exit "$rc"

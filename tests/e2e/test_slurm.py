@@ -127,7 +127,7 @@ def test_resume_after_a_signal_is_requeued_and_bit_equal(undisturbed, tmp_path):
         running.kill()
     no_process_is_left(ended)
     assert ended.rc == 0 and len(calls(tmp_path, "scontrol requeue")) == 1, ended.show()
-    at = [i for i, line in enumerate(ended.out) if line == '[job] saved at "step": 4: back into the queue']
+    at = [i for i, line in enumerate(ended.out) if line == '[job] saved at "step": 4: requeueing the job']
     resumed = [i for i, line in enumerate(ended.out) if line.startswith("resumed from") and "step_4: step 4" in line]
     assert len(at) == len(resumed) == 1 and at[0] < resumed[0], ended.show()
     assert any("start 2: 2 nodes, 2 needed" in line for line in ended.out), ended.show()
