@@ -82,7 +82,7 @@ class Watched:
 class Barrier:
     """An environment whose episodes take their turns together."""
 
-    opens_later = True
+    remote = True
 
     def __init__(self, inner, episodes: int, serial: bool):
         """serial: tools run one after another."""

@@ -59,8 +59,11 @@ class Episode:
     """All that an environment gave, turn by turn and at the end. None: there is none, or it has not ended."""
     unanswered: str = ""
     """How the engine ended a response that the environment has not answered; empty if there is none."""
-    talk: dict | None = None
-    """JSON values by which an environment goes on with an episode that was cut short."""
+    conversation: Any = None
+    """Its conversation with an environment (`rl.conversation_state`) until it ends, on the rank that has it."""
+    phase: str = ""
+    """Stage in the rollout under way: `opening` (its environment owes the prompt), `sampling` (the engine works on it),
+    `answering` (its environment owes an answer); empty where it waits for a place, has ended or is in no rollout."""
     experts: torch.Tensor | None = None
     """int16 [n, W], the experts that each of the first n tokens of all segments, laid end to end, was sent to, layer by
     layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""

@@ -41,7 +41,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Told:
+class ToolResult:
     """A tool's result as the model gets it."""
 
     text: str
@@ -50,7 +50,7 @@ class Told:
     was_cut: bool = False
 
 
-def told(result: object, longest: int, cut: str) -> Told:
+def told(result: object, longest: int, cut: str) -> ToolResult:
     """Return a tool's result as text of `longest` characters at most, and a note where it was cut.
 
     result: an `Answer`, `(text, reward)`, or a value as `text` of an Answer: a text, bytes (UTF-8), a JSON value, or an
@@ -66,7 +66,7 @@ def told(result: object, longest: int, cut: str) -> Told:
     elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str) and _is_reward(result[1]):
         result, reward = result
     text, was_cut = cut_text(raw_text(result), longest, cut)
-    return Told(text, finite(reward), done, was_cut)
+    return ToolResult(text, finite(reward), done, was_cut)
 
 
 def finite(reward: object) -> float | None:

@@ -49,7 +49,7 @@ class Call:
 
 
 @dataclass
-class Said:
+class AssistantTurn:
     """A turn of the assistant, as parsed."""
 
     content: str
@@ -80,8 +80,6 @@ class Reply:
     state_key: str = ""
     """Digest of the state that the environment is in after this turn, or after its reset, as it names it itself; empty
     where it does not."""
-    state: Any = None
-    """From `save`: a JSON value, or None where the environment is to be replayed."""
     failure: str = ""
     """The environment itself failed: the episode is to be left out. Text for the log."""
     counts: dict[str, float] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.env.calls import FORMATS, format_of, hear
+from spmdrl.env.calls import FORMATS, format_of, parse_turn
 from spmdrl.env.conversation_text import ANEW, call_line, end_lines, message_line, plain, reward_line
 from spmdrl.env.play import Play
 
@@ -46,7 +46,7 @@ def by_model(
         write(message_line(message))
     total, done = 0.0, False
     for _ in range(turns):
-        said = hear(speaker.speak(messages, opened.tools), speaker.format or "none", opened.tools)
+        said = parse_turn(speaker.speak(messages, opened.tools), speaker.format or "none", opened.tools)
         if said.thought:
             write(plain(f"assistant (thought): {said.thought}"))
         if said.content or not said.calls:

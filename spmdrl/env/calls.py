@@ -8,11 +8,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.env.base import Call, Said
+from spmdrl.env.base import AssistantTurn, Call
 from spmdrl.env.call_formats import FORMATS
 from spmdrl.env.call_reading import Tools
 
-__all__ = ["FORMATS", "Call", "Said", "as_message", "format_of", "hear", "parse"]
+__all__ = ["FORMATS", "Call", "AssistantTurn", "as_message", "format_of", "parse_turn", "parse"]
 
 THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Marks around a thought."""
@@ -61,15 +61,15 @@ def _apart(text: str, mark: str) -> tuple[str, str]:
     return "", text
 
 
-def hear(text: str, format: str, tools: Tools = ()) -> Said:
+def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
     """Return an assistant's turn, read, with its message. Arguments and errors: see `parse`."""
     content, calls, thought = parse(text, format, tools)
-    said = Said(content, calls, thought=thought)
+    said = AssistantTurn(content, calls, thought=thought)
     said.message = as_message(said)
     return said
 
 
-def as_message(said: Said) -> dict[str, Any]:
+def as_message(said: AssistantTurn) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's form, for chat templates.
 
     Arguments are objects, not JSON text. A malformed call stands there too, without arguments, so that the answer to

@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import Any
 
-from spmdrl.env.base import Call, Opening, PoolSettings, Reply, Said
+from spmdrl.env.base import AssistantTurn, Call, Opening, PoolSettings, Reply
 from spmdrl.env.pool import Pool
 
 
@@ -44,13 +44,13 @@ class Play:
 
     def say(self, content: str = "", *calls: Call) -> Reply:
         """Say an assistant's turn: text, calls, or both. Raises PlayError."""
-        return self.turn(Said(content, list(calls)))
+        return self.turn(AssistantTurn(content, list(calls)))
 
     def call(self, name: str, **arguments: Any) -> Reply:
         """Call one tool. Raises PlayError."""
         return self.say("", Call(name, arguments, "call00000"))
 
-    def turn(self, said: Said) -> Reply:
+    def turn(self, said: AssistantTurn) -> Reply:
         """Say a turn as it was parsed. Raises PlayError."""
         self.pool.say(0, said)
         return self._answer()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from spmdrl.env.base import Opening, PoolSettings, Reply, Said
+from spmdrl.env.base import AssistantTurn, Opening, PoolSettings, Reply
 from spmdrl.env.processes import Host, Hosts, PoolError
 from spmdrl.env.records import Record, wired
 from spmdrl.workers.processes import START_SECONDS
@@ -70,7 +70,7 @@ class Pool:
             return hello[0]
         raise ValueError(f"the environment {name} {record.failure}")
 
-    def open(self, key: Hashable, opening: Opening, replayed: Sequence[Said] = (), state: Any = None) -> None:
+    def open(self, key: Hashable, opening: Opening, replayed: Sequence[AssistantTurn] = (), state: Any = None) -> None:
         """Reset an environment. Then restore it to a state, if there is one, or run the turns `replayed` again.
 
         key: names it in all further calls, and in failures: (prompt, sample, ...), or any other.
@@ -88,7 +88,7 @@ class Pool:
             return self._fail(record, f"cannot be opened: its row, settings, turns or state are no JSON: {e}")
         self._ask(record, "open")
 
-    def say(self, key: Hashable, said: Said) -> None:
+    def say(self, key: Hashable, said: AssistantTurn) -> None:
         """Hand over a turn of the assistant: its calls are made, side by side, and then `step`.
 
         `late` is set in those calls of `said` that do not answer in time, so that a replay does not make them again.
@@ -101,15 +101,14 @@ class Pool:
         """Ask for the final reward."""
         self._ask(self._records[key], "score")
 
-    def save(self, key: Hashable) -> None:
-        """Ask for the state after the last answer, from which `open` goes on.
+    def state(self, key: Hashable) -> Any:
+        """Return the state after the last answer, from which `open` goes on; a JSON value.
 
-        It is answered at once. While a turn is under way, it is the state before that turn, which is to be said again.
-        The state is None where the environment is to be opened with its turns.
+        While a turn is under way, it is the state before that turn, which is to be sent again. None where the
+        environment is to be opened with its turns.
         """
         record = self._records[key]
-        whole = record.state is not None and not record.turns and not record.failure
-        self._done.append((key, Reply(state=json.loads(record.state) if whole and record.state else None)))
+        return json.loads(record.state) if record.state and not record.turns and not record.failure else None
 
     def close(self, key: Hashable) -> None:
         """Close an environment and forget it, with a request that is under way and answers that were not fetched."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.data.keys import describe
-from spmdrl.env.base import Opening, Said, digest
+from spmdrl.env.base import AssistantTurn, Opening, digest
 from spmdrl.env.processes import Host
 
 
@@ -99,7 +99,7 @@ class Record:
         return f"the environment {self.opening.name} of {describe(self.key)} (seed {self.opening.seed}) {why}"
 
 
-def wired(said: Said) -> dict[str, Any]:
+def wired(said: AssistantTurn) -> dict[str, Any]:
     """Return a turn as it travels to a process."""
     calls = [
         {

@@ -38,8 +38,8 @@ from typing import Any
 from spmdrl.config.user_code import place, said
 from spmdrl.env import limits
 from spmdrl.env.base import EPISODE, PoolSettings
+from spmdrl.env.env_instance import EnvInstance
 from spmdrl.env.forms import Form, SettingsError, load
-from spmdrl.env.hosted import Hosted
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.env.messages import FailedError
 from spmdrl.env.turn import AnewError
@@ -62,7 +62,7 @@ class Worker:
         """answers: descriptor of the pipe to the parent."""
         self.settings = settings
         self.limits = Limits(self._hangs)
-        self._hosted: dict[int, Hosted] = {}
+        self._instances: dict[int, EnvInstance] = {}
         self._tasks: dict[int, asyncio.Task] = {}
         self._forms: dict[str, Form] = {}
         self._hung = False
@@ -148,7 +148,7 @@ class Worker:
             reply = {"failure": str(e)}
         except AnewError as e:
             reply = {"anew": e.late}
-            self._keep(asyncio.ensure_future(_give_up(self._hosted.pop(message["env"]), e.calls)))
+            self._keep(asyncio.ensure_future(_give_up(self._instances.pop(message["env"]), e.calls)))
         except asyncio.CancelledError:
             return  # closed meanwhile
         except Exception as e:  # a mistake of ours must not leave the caller waiting
@@ -163,20 +163,20 @@ class Worker:
         if opening := message.get("open"):
             EPISODE.set(opening["key"])
             form, environment = await self._made(opening, begins)
-            hosted = Hosted(environment, opening["row"], self.settings, self.limits, begins)
+            instance = EnvInstance(environment, opening["row"], self.settings, self.limits, begins)
             if message["do"] == "check":
                 try:
-                    tools = list(hosted.typed())
+                    tools = list(instance.typed())
                 finally:
-                    await _give_up(hosted, [])
+                    await _give_up(instance, [])
                 return {"hello": form.hello + _offer(form, environment, tools), "tools": tools}
-            self._hosted[message["env"]] = hosted
-            reply = await hosted.open(opening["seed"], opening["state"], opening["turns"], opening["digests"])
-        hosted = self._hosted[message["env"]]
-        hosted.begins = begins
+            self._instances[message["env"]] = instance
+            reply = await instance.open(opening["seed"], opening["state"], opening["turns"], opening["digests"])
+        instance = self._instances[message["env"]]
+        instance.begins = begins
         if message["do"] == "say":
-            return await hosted.say(message["turn"])
-        return await hosted.score() if message["do"] == "score" else reply
+            return await instance.say(message["turn"])
+        return await instance.score() if message["do"] == "score" else reply
 
     async def _made(self, opening: dict[str, Any], begins: Callable[[str, float], None]) -> tuple[Form, Any]:
         try:
@@ -204,12 +204,12 @@ class Worker:
     async def _close(self, env: int) -> None:
         if task := self._tasks.pop(env, None):
             task.cancel()
-        if hosted := self._hosted.pop(env, None):
-            await _give_up(hosted, [])
+        if instance := self._instances.pop(env, None):
+            await _give_up(instance, [])
 
     async def close_all(self) -> None:
         """Let all environments clear up, for `CLOSES_WITHIN` seconds."""
-        closing = [asyncio.ensure_future(self._close(env)) for env in list(self._hosted)]
+        closing = [asyncio.ensure_future(self._close(env)) for env in list(self._instances)]
         if closing:
             await asyncio.wait(closing, timeout=CLOSES_WITHIN)
 
@@ -225,13 +225,13 @@ _RUNNING: set[asyncio.Task] = set()
 """Tasks that run; the loop itself would forget them."""
 
 
-async def _give_up(hosted: Hosted, calls: list[asyncio.Future]) -> None:
+async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
     """Let an environment clear up once calls of it have ended. Nobody waits for that."""
-    hosted.begins = lambda *_, **__: None
+    instance.begins = lambda *_, **__: None
     if calls:
         await asyncio.wait(calls)
     with suppress(FailedError):
-        await hosted.close()
+        await instance.close()
 
 
 def _bound_memory(settings: PoolSettings) -> None:

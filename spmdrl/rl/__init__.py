@@ -8,12 +8,10 @@ rollout_plan.py  plans and results of rollouts
 rollout.py       one rollout: prompts, samples of the engine, observations, rewards
 engine_judges.py judges on the run's own engine
 engine_teachers.py teachers in the run's own engine
-grading.py       episodes on their way through the reward function
-environment.py   contract of environments that the policy acts in, and those that reply at once
+grade.py         episodes on their way through the reward function
+environment.py   contract of environments that the policy acts in; single turns; what an engine's ranks share
 agents.py        conversations with environments in worker processes
-talks.py         conversations that are taken up again in a later step
-tool_forms.py    the form in which the policy calls tools, and whether its prompt shows them
-shared_environment.py  the environment of an engine of several ranks
+conversation_state.py  the state of an episode's conversation, which a later step or another process takes up
 fill_batch.py    counts what the rollouts of a step bring until it has its prompts
 replay_buffer.py sequences of earlier steps, and resampling
 batching.py      makes the batch that a step learns from out of episodes
@@ -29,7 +27,7 @@ spans.py         spans of text that tokens of both cover
 distillation.py  the method of distillation: what teachers say of a batch, responses of the data set
 compose.py       makes an Algorithm from settings
 spikes.py        keeps the batch of an anomalous optimizer step
-turn_calls.py    calls of tools that stand in an episode's turns, for its row of samples.jsonl
+tool_calls.py    the form in which the policy calls tools; calls in an episode's turns, for its row of samples.jsonl
 describe.py      metrics of a step, and a few of its samples as text
 run_state.py     state that is equal on all ranks, for checkpoints
 rank_state.py    state of each rank, for checkpoints

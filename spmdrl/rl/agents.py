@@ -1,8 +1,8 @@
 """Conversations of the policy with environments in worker processes, from messages to tokens and back.
 
-A conversation is opened, then each response is read (`env/calls.py`) and said to its environment (`env/pool.py`), whose
-messages become the tokens that the policy goes on after (`data/conversation.py`); at the end it is scored. All of an
-engine's conversations go on at the same time: a slow tool delays its own episode alone.
+A conversation is opened, then each response is parsed (`env/calls.py`) and sent to its environment (`env/pool.py`),
+whose messages become the tokens that the policy goes on after (`data/conversation.py`); at the end it is scored. All of
+an engine's conversations go on at the same time: a slow tool delays its own episode alone.
 """
 
 import math
@@ -16,12 +16,12 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import shared_length
 from spmdrl.env.base import Reply, limits_of
-from spmdrl.env.calls import hear
+from spmdrl.env.calls import parse_turn
 from spmdrl.env.pool import Pool
+from spmdrl.rl.conversation_state import ConversationState, opening_of, size_of
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
-from spmdrl.rl.talks import Talk, opening_of, size_of
-from spmdrl.rl.tool_forms import form_of, unfit
+from spmdrl.rl.tool_calls import form_of, unfit
 from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
@@ -33,12 +33,12 @@ CHARACTERS = 200
 class Agents:
     """The environments of one engine's episodes; of several ranks, the first one has them."""
 
-    opens_later = True
+    remote = True
 
     def __init__(
         self,
         found: EnvironmentConfig,
-        conversation: Conversation,
+        renderer: Conversation,
         ends: set[int],
         longest_prompt: int,
         answer_column: str,
@@ -53,21 +53,22 @@ class Agents:
             ValueError: there is no such environment, or it has tools and nobody can tell how the model learns of them
                 or calls them.
         """
-        self.found, self.conversation, self.ends = found, conversation, ends
+        self.found, self.renderer, self.ends = found, renderer, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
-        self.format, self.hidden = form_of(found, conversation), found.calls != "auto"
+        self.format, self.hidden = form_of(found, renderer), found.calls != "auto"
         self.pool = Pool(found.workers, limits_of(found))
         self.hello = "each row's own"
         if found.environment != ROWS:
             try:
                 self.hello = self.pool.check(found.environment, found.settings)
-                if why := unfit(found, conversation, self.format, self.pool.tools[found.environment]):
+                if why := unfit(found, renderer, self.format, self.pool.tools[found.environment]):
                     raise ValueError(f"--env {found.environment}: {why}")
             except ValueError:
                 self.pool.shutdown()
                 raise
         self.turn_tokens, self.most_open = found.turn_tokens, found.max_open
-        self.talks: dict[Place, Talk] = {}
+        self.episodes: dict[Place, Episode] = {}
+        """Those whose conversations are under way."""
         self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
 
@@ -82,44 +83,40 @@ class Agents:
         try:
             opening = opening_of(self.found, prompt, self.answer_column, seed)
         except ValueError as error:
-            self._fail(place, str(error))
+            self._fail(episode, str(error))
             return
-        talk = self.talks[place] = Talk(opening, time.monotonic(), prompt.more)
-        kept = episode.talk
-        if kept is None:
-            self.pool.open(place, opening)
-            return
-        talk.resume(kept)
-        self.pool.open(place, talk.opening, talk.said, kept["state"])
+        episode.conversation = state = episode.conversation or ConversationState()
+        state.open(opening, prompt.more)
+        self.episodes[place] = episode
+        self.pool.open(place, opening, state.turns, state.env_state)
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
         """See the contract."""
-        talk, place = self.talks[place_of(episode)], place_of(episode)
-        made, talk.room = episode.response, plan.room(episode)
-        ended = bool(made) and made[-1] in self.ends
+        state: ConversationState = episode.conversation
+        made, ended = self._response(episode)
+        state.room = plan.room(episode)
         self.counts["turns"] += 1
-        talk.turns += 1
-        if talk.failure:
-            self._fail(place, talk.failure)
+        state.responses += 1
+        if state.failure:
+            self._fail(episode, state.failure)
             return
-        if talk.finish:
+        if state.finish:
             # The turn was answered before a cut, and the final reward was not.
-            self._begin(place, talk, lambda: self._score(place, talk, talk.finish))
+            self._begin(state, lambda: self._score(episode, state.finish))
             return
-        # One that is whole is heard even if no token is left: the environment may end the episode by it.
+        # A whole turn is sent even if no token is left: the environment may end the episode by it.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
         if not whole:
-            self._begin(place, talk, lambda: self._score(place, talk, "length"))
+            self._begin(state, lambda: self._score(episode, "length"))
             return
-        said = hear(self.conversation.text_of(made, ended), self.format, talk.tools)
-        talk.heard, talk.path = (made, ended), episode.tokens
+        turn = parse_turn(self.renderer.text_of(made, ended), self.format, state.tools)
 
         def say() -> None:
-            talk.asked = "say"
-            talk.said.append(said)
-            self.pool.say(place, said)
+            state.request = "say"
+            state.turns.append(turn)
+            self.pool.say(place_of(episode), turn)
 
-        self._begin(place, talk, say)
+        self._begin(state, say)
 
     def poll(self, wait: float = 0.0) -> list[tuple[Place, Observation]]:
         """See the contract."""
@@ -127,7 +124,7 @@ class Agents:
         while True:
             left = 0.0 if self.ready else max(0.0, until - time.monotonic())
             for place, reply in self.pool.poll(left):
-                self._take(place, reply)
+                self._take(self.episodes[place], reply)
             if self.ready or not left or not self.pool.pending:
                 break
         # In an order that no clock has a part in, as far as that goes: what came together is sorted.
@@ -137,21 +134,20 @@ class Agents:
     def leave(self, episodes: list[Episode], keep: bool) -> None:
         """See the contract."""
         for episode in episodes:
-            place = place_of(episode)
-            talk = self.talks.pop(place, None)
-            if talk is None:
+            place, state = place_of(episode), episode.conversation
+            if self.episodes.pop(place, None) is None:
                 continue
-            if keep and talk.asked == "open" and not talk.resumed:
+            if keep and state.request == "open" and not state.reopening:
                 # It has no token, and begins anew.
-                episode.talk = None
+                episode.conversation = None
             elif keep:
-                # An answer is not awaited: the turn is said again, and counted, when the episode goes on.
-                again = talk.asked in ("say", "score") or talk.waits is not None
+                # An answer is not awaited: the turn is sent again, and counted, when the episode goes on.
+                again = state.request in ("say", "score") or state.next_request is not None
                 self.counts["turns"] -= again
-                talk.turns -= again
-                if talk.asked == "say":
-                    talk.said.pop()
-                episode.talk = self._kept(place, talk)
+                state.responses -= again
+                if state.request == "say":
+                    state.turns.pop()
+                state.cut(self.pool.state(place), bool(self.found.max_seconds))
             self.pool.close(place)
 
     def take_counts(self) -> dict[str, float]:
@@ -165,137 +161,130 @@ class Agents:
 
     # ── requests and replies ─────────────────────────────────────────────────
 
-    def _begin(self, place: Place, talk: Talk, request: Callable[[], None]) -> None:
+    def _response(self, episode: Episode) -> tuple[list[int], bool]:
+        """Return the tokens of an episode's last response, and whether the last one ended it."""
+        made = episode.response
+        return made, bool(made) and made[-1] in self.ends
+
+    def _begin(self, state: ConversationState, request: Callable[[], None]) -> None:
         """Begin a request, after the one under way."""
-        if talk.asked:
-            talk.waits = request
+        if state.request:
+            state.next_request = request
         else:
             request()
 
-    def _take(self, place: Place, reply: Reply) -> None:
-        talk = self.talks[place]
-        asked, talk.asked = talk.asked, ""
+    def _take(self, episode: Episode, reply: Reply) -> None:
+        state: ConversationState = episode.conversation
+        request, state.request = state.request, ""
         for name in ("calls", "failed_calls", "malformed", "timeouts", "cut", "seconds"):
             self.counts[name] += reply.counts.get(name, 0.0)
-        talk.calls += reply.counts.get("calls", 0.0)
-        again = asked == "open" and talk.resumed
-        failure = reply.failure or (talk.differs(reply) if again else "")
-        if failure and again and not talk.waits:
+        state.calls += reply.counts.get("calls", 0.0)
+        again = request == "open" and state.reopening
+        failure = reply.failure or (state.difference(reply) if again else "")
+        if failure and again and not state.next_request:
             # The engine is at work on the episode, which ends when its response is there.
-            talk.failure = failure
+            state.failure = failure
         elif failure:
-            talk.waits = None
-            self._fail(place, failure)
-        elif asked == "open":
-            self._opened(place, talk, reply)
-        elif asked == "say":
-            self._said(place, talk, reply)
+            state.next_request = None
+            self._fail(episode, failure)
+        elif again:
+            state.tools, state.reopening = reply.tools, False
+        elif request == "open":
+            self._opened(episode, state, reply)
+        elif request == "say":
+            self._answered(episode, state, reply)
         else:
-            talk.given += reply.reward or 0.0
-            reward = self.weight * talk.reward
-            seen = Observation(over=talk.finish, reward=reward, given=talk.given, parts=reply.parts)
-            if math.isfinite(talk.given):
-                self._over(place, seen)
+            state.total += reply.reward or 0.0
+            reward = self.weight * state.reward
+            seen = Observation(over=state.finish, reward=reward, given=state.total, parts=reply.parts)
+            if math.isfinite(state.total):
+                self._over(episode, seen)
             else:
-                self._unbounded(place, talk)
-        if talk.waits and not talk.asked:
-            request, talk.waits = talk.waits, None
-            request()
+                self._unbounded(episode, state)
+        if state.next_request and not state.request:
+            begin, state.next_request = state.next_request, None
+            begin()
 
-    def _opened(self, place: Place, talk: Talk, reply: Reply) -> None:
-        talk.tools = reply.tools
-        if talk.resumed:
-            talk.resumed = False
+    def _opened(self, episode: Episode, state: ConversationState, reply: Reply) -> None:
+        state.tools = reply.tools
+        if why := unfit(self.found, self.renderer, self.format, state.tools):
+            self._fail(episode, f"{state.name}: {why}")
             return
-        if why := unfit(self.found, self.conversation, self.format, talk.tools):
-            self._fail(place, f"{talk.opening.name}: {why}")
-            return
-        talk.messages, talk.first = list(reply.messages), reply.state_key
-        size = size_of(talk.messages)
+        state.messages, state.first_state = list(reply.messages), reply.state_key
+        size = size_of(state.messages)
         if size > CHARACTERS * self.longest_prompt:
-            self._too_long(place, f"{size} characters")
+            self._too_long(episode, f"{size} characters")
             return
         try:
-            tokens = talk.prompt(self.conversation.of(talk.more), self.hidden)
+            tokens = state.prompt(self.renderer, self.hidden)
         except ValueError as error:
-            self._fail(place, f"{talk.opening.name}: {error}")
+            self._fail(episode, f"{state.name}: {error}")
             return
         if len(tokens) > self.longest_prompt:
-            self._too_long(place, f"{len(tokens)} tokens")
+            self._too_long(episode, f"{len(tokens)} tokens")
             return
-        self.ready.append((place, Observation(tokens)))
+        self.ready.append((place_of(episode), Observation(tokens)))
 
-    def _said(self, place: Place, talk: Talk, reply: Reply) -> None:
+    def _answered(self, episode: Episode, state: ConversationState, reply: Reply) -> None:
         """Go on after the answer to a turn, or end the episode."""
-        talk.reward = reply.reward or 0.0
-        talk.given += talk.reward
-        before = talk.take(reply)
-        if not math.isfinite(talk.given):
-            self._unbounded(place, talk)
+        state.reward = reply.reward or 0.0
+        state.total += state.reward
+        before = state.add_answer(reply)
+        if not math.isfinite(state.total):
+            self._unbounded(episode, state)
             return
         if reply.done or not reply.messages:
-            self._score(place, talk, "stop")
+            self._score(episode, "stop")
             return
-        if len(talk.said) >= self.found.max_turns:
-            self._score(place, talk, "turns")
+        if len(state.turns) >= self.found.max_turns:
+            self._score(episode, "turns")
             return
-        if self.found.max_seconds and time.monotonic() - talk.begun > self.found.max_seconds:
-            self._score(place, talk, "time")
+        if self.found.max_seconds and time.monotonic() - state.began > self.found.max_seconds:
+            self._score(episode, "time")
             return
-        if size_of(reply.messages) > CHARACTERS * (len(talk.path) + talk.room):
-            self._score(place, talk, "length")
+        path = episode.tokens
+        if size_of(reply.messages) > CHARACTERS * (len(path) + state.room):
+            self._score(episode, "length")
             return
         try:
-            tokens, anew = talk.follows(self.conversation.of(talk.more), self.hidden, before, reply)
+            tokens, anew = state.next_tokens(self.renderer, self.hidden, before, reply, *self._response(episode))
         except ValueError as error:
-            self._fail(place, f"{talk.opening.name}: {error}")
+            self._fail(episode, f"{state.name}: {error}")
             return
         # A branch has one token of its own at least.
-        shared = min(shared_length(talk.path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
-        if talk.room <= len(tokens) - shared:
-            self._score(place, talk, "length")
+        shared = min(shared_length(path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
+        if state.room <= len(tokens) - shared:
+            self._score(episode, "length")
             return
         self.counts["forks"] += anew
-        self.ready.append(
-            (place, Observation(tokens, talk.state_of(reply.state_key), anew, reward=self.weight * talk.reward))
-        )
-        talk.reward = 0.0
+        number, reward = state.state_number(reply.state_key), self.weight * state.reward
+        self.ready.append((place_of(episode), Observation(tokens, number, anew, reward=reward)))
+        state.reward = 0.0
 
-    def _score(self, place: Place, talk: Talk, finish: str) -> None:
-        talk.asked, talk.finish = "score", finish
-        self.pool.score(place)
+    def _score(self, episode: Episode, finish: str) -> None:
+        episode.conversation.request, episode.conversation.finish = "score", finish
+        self.pool.score(place_of(episode))
 
-    def _fail(self, place: Place, why: str) -> None:
+    def _fail(self, episode: Episode, why: str) -> None:
         self.counts["failures"] += 1
-        self._over(place, Observation(over="abort", failure=why))
+        self._over(episode, Observation(over="abort", failure=why))
 
-    def _unbounded(self, place: Place, talk: Talk) -> None:
-        self._fail(place, f"{talk.opening.name}: its rewards add up to {talk.given}, which is not finite")
+    def _unbounded(self, episode: Episode, state: ConversationState) -> None:
+        self._fail(episode, f"{state.name}: its rewards add up to {state.total}, which is not finite")
 
-    def _too_long(self, place: Place, size: str) -> None:
-        name = self.talks[place].opening.name
+    def _too_long(self, episode: Episode, size: str) -> None:
         self._fail(
-            place,
-            f"its prompt is too long: the first messages of {name} have {size}; raise --rollout.max-prompt-tokens "
-            f"{self.longest_prompt}",
+            episode,
+            f"its prompt is too long: the first messages of {episode.conversation.name} have {size}; raise "
+            f"--rollout.max-prompt-tokens {self.longest_prompt}",
         )
 
-    def _over(self, place: Place, seen: Observation) -> None:
-        talk = self.talks.pop(place, None)
-        if talk is not None:
+    def _over(self, episode: Episode, seen: Observation) -> None:
+        place, state = place_of(episode), episode.conversation
+        if self.episodes.pop(place, None) is not None:
             self.pool.close(place)
             if not seen.failure:
                 self.counts["episodes"] += 1
-                self.counts["whole_turns"] += talk.turns
-                self.counts["whole_calls"] += talk.calls
+                self.counts["whole_turns"] += state.responses
+                self.counts["whole_calls"] += state.calls
         self.ready.append((place, seen))
-
-    def _kept(self, place: Place, talk: Talk) -> dict:
-        """Returns all by which a later step or another process goes on with an episode, as JSON values."""
-        self.pool.save(place)
-        there = dict(self.pool.poll())
-        state = there.pop(place).state
-        for other, reply in there.items():
-            self._take(other, reply)
-        # Without a limit no clock has a part in what a checkpoint holds.
-        return talk.kept(state, time.monotonic() - talk.begun if self.found.max_seconds else 0.0)

@@ -29,7 +29,7 @@ from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rewards.truths import check_truths
 from spmdrl.rl.compose import compose
 from spmdrl.rl.engine_judges import EngineJudges
-from spmdrl.rl.environment import Environment
+from spmdrl.rl.environment import Environment, OnFirstRank
 from spmdrl.rl.evaluation import Evaluation
 from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.rank_state import RankState
@@ -38,7 +38,6 @@ from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run import Run
 from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
-from spmdrl.rl.shared_environment import Shared
 from spmdrl.rl.spikes import Spikes
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
@@ -169,7 +168,7 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
     return models
 
 
-def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment | None:
+def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment:
     """Opens the environment of the samples of this rank's engine. Collective over the engine.
 
     ends: tokens that end a response. room: tokens of the longest first prompt.
@@ -180,16 +179,17 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
     from spmdrl.rl.agents import Agents
 
     cfg, world = session.cfg, session.world
-    own, found = None, read_environment(cfg.env)
-    if world.engine_tp_rank == 0:
-        template, more = template_text(cfg.data.chat_template), template_kwargs(cfg.data)
-        talk = Conversation(tokenizer, template, found.history, more)
-        own = Agents(found, talk, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
-        session.note(f"environment {cfg.env}: {own.hello}; calls in the form {own.format}")
-        if talk.rewrites:
-            way = "goes on with what was sampled" if found.history == "keep" else "branches there"
-            session.note(f"the chat template renders earlier turns otherwise later on; history {found.history} {way}")
-    return own if world.engine_group is None else Shared(own, world, found.turn_tokens, found.max_open)
+    found = read_environment(cfg.env)
+    if world.engine_tp_rank:
+        return OnFirstRank(found.turn_tokens, found.max_open)
+    template, more = template_text(cfg.data.chat_template), template_kwargs(cfg.data)
+    renderer = Conversation(tokenizer, template, found.history, more)
+    agents = Agents(found, renderer, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
+    session.note(f"environment {cfg.env}: {agents.hello}; calls in the form {agents.format}")
+    if renderer.rewrites:
+        way = "goes on with what was sampled" if found.history == "keep" else "branches there"
+        session.note(f"the chat template renders earlier turns otherwise later on; history {found.history} {way}")
+    return agents
 
 
 def check_named(env: str, prompts: PromptSet) -> None:

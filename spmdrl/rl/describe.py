@@ -10,7 +10,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import FINISH_REASONS, Episode
 from spmdrl.data.segment import PREVIOUS
-from spmdrl.rl.turn_calls import CallReader
+from spmdrl.rl.tool_calls import CallReader
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.world import World

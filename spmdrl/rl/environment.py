@@ -1,10 +1,16 @@
 """The other side of an episode: it begins the episode, answers each response with an observation, and ends it."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spmdrl.data.episode import Episode
+import torch
+import torch.distributed as dist
+
+from spmdrl.data.episode import FINISH_REASONS, Episode
+from spmdrl.data.prompts import Prompt
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 COUNTS = (
@@ -13,6 +19,8 @@ COUNTS = (
 )
 """Sums that a rollout tells. episodes: that ended without a failure, whole_turns and whole_calls: theirs. seconds: of
 answers, over all turns; idle: in which an engine only waited for them."""
+HEAD = 7
+"""Numbers of an observation before its tokens: position, sample, finish, state, anew, failed, count of tokens."""
 Place = tuple[int, int]
 """(position, sample): the name of an episode inside a rollout."""
 
@@ -50,8 +58,8 @@ class Environment(Protocol):
     """Most tokens of a response; 0: all that the episode has left."""
     most_open: int
     """Most episodes that are open at once, though one group of samples always is; 0: no limit."""
-    opens_later: bool
-    """True where the observation with which an episode begins takes a while."""
+    remote: bool
+    """True where it answers from other processes: it takes a while, and answers the engine's first rank alone."""
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """Begin an episode. One that has begun (in an earlier step) goes on, and has no observation."""
@@ -78,35 +86,22 @@ class Environment(Protocol):
         ...
 
 
-class Replies(Protocol):
-    """An environment in the process itself that answers at once."""
-
-    def reply(self, prompt, episode: Episode) -> Observation | None:
-        """The answer to the episode's last response, or None where the episode is over.
-
-        It is asked once a response has ended by itself (`stop`), on every rank of an engine, and must answer alike on
-        all of them and however often the episode is run.
-        """
-        ...
-
-
 class SingleTurn:
-    """Ends an episode with its first response."""
-
-    def reply(self, prompt, episode: Episode) -> Observation | None:
-        """See the contract."""
-        return None
-
-
-class AtOnce:
-    """An `Environment` of one that replies at once."""
+    """The environment that ends an episode with its first response; a subclass whose `reply` says more goes on."""
 
     turn_tokens = most_open = 0
-    opens_later = False
+    remote = False
 
-    def __init__(self, replies: Replies):
-        self.replies = replies
+    def __init__(self):
         self.ready: list[tuple[Place, Observation]] = []
+
+    def reply(self, prompt: Prompt, episode: Episode) -> Observation | None:
+        """The answer to the episode's last response, or None where the episode is over.
+
+        Called once a response has ended by itself (`stop`), on every rank of an engine; it must answer alike on all of
+        them and however often the episode is run.
+        """
+        return None
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """See the contract."""
@@ -115,7 +110,7 @@ class AtOnce:
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
         """See the contract."""
-        seen = self.replies.reply(group.prompt, episode) if finish == "stop" else Observation(over=finish)
+        seen = self.reply(group.prompt, episode) if finish == "stop" else Observation(over=finish)
         if seen is None:
             seen = Observation(over="stop")
         elif not seen.over and plan.room(episode) <= len(seen.tokens):
@@ -137,6 +132,74 @@ class AtOnce:
 
     def close(self) -> None:
         """See the contract: there are none."""
+
+
+class OnFirstRank(SingleTurn):
+    """A remote environment as the other ranks of an engine have it: the first rank's answers come by `share`."""
+
+    remote = True
+
+    def __init__(self, turn_tokens: int, most_open: int):
+        super().__init__()
+        self.turn_tokens, self.most_open = turn_tokens, most_open
+
+    def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
+        """The first rank does it."""
+
+    def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
+        """The first rank does it."""
+
+
+def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Place, Observation]]:
+    """Returns the observations of the engine's first rank on all of its ranks, broadcast as tensors. Collective.
+
+    Other ranks do not get parts of rewards and texts of failures.
+    """
+    # NCCL carries tensors of the device alone.
+    group, device, leads = world.engine_group, world.device, world.engine_tp_rank == 0
+    numbers, rewards = (column.to(device) for column in packed(seen))
+    sizes = torch.tensor([len(numbers), len(rewards)], device=device)
+    dist.broadcast(sizes, group=group, group_src=0)
+    of_numbers, of_rewards = sizes.tolist()
+    if not of_numbers:
+        return []
+    if not leads:
+        numbers = torch.empty(of_numbers, dtype=torch.int64, device=device)
+        rewards = torch.empty(of_rewards, dtype=torch.float64, device=device)
+    dist.broadcast(numbers, group=group, group_src=0)
+    dist.broadcast(rewards, group=group, group_src=0)
+    return seen if leads else unpacked(numbers, rewards)
+
+
+def packed(seen: list[tuple[Place, Observation]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns observations as one row of whole numbers, int64, and one of rewards, float64."""
+    numbers, rewards = [], []
+    for (position, sample), each in seen:
+        finish = FINISH_REASONS.index(each.over) if each.over else -1
+        state = -1 if each.state is None else each.state
+        numbers += [position, sample, finish, state, each.anew, bool(each.failure), len(each.tokens), *each.tokens]
+        rewards += [each.reward, math.nan if each.given is None else each.given]
+    return torch.tensor(numbers, dtype=torch.int64), torch.tensor(rewards, dtype=torch.float64)
+
+
+def unpacked(numbers: torch.Tensor, rewards: torch.Tensor) -> list[tuple[Place, Observation]]:
+    """Returns the observations that `packed` packed, without parts and texts."""
+    out, at, row = [], 0, numbers.tolist()
+    for reward, given in rewards.view(-1, 2).tolist():
+        position, sample, finish, state, anew, failed, count = row[at : at + HEAD]
+        tokens = row[at + HEAD : at + HEAD + count]
+        at += HEAD + count
+        each = Observation(
+            tokens,
+            None if state < 0 else state,
+            bool(anew),
+            FINISH_REASONS[finish] if finish >= 0 else "",
+            reward,
+            None if math.isnan(given) else given,
+            failure="it failed" if failed else "",
+        )
+        out.append(((position, sample), each))
+    return out
 
 
 def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:

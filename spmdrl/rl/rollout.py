@@ -1,17 +1,14 @@
 """One rollout: prompts from the queue, samples from the engine, observations, rewards while the engine goes on."""
 
-import math
 import time
-
-import torch
+from collections import Counter
 
 from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.engines.engine import Completion, Engine, StaleEngineError
 from spmdrl.health.status import tick
-from spmdrl.rewards.base import Reward
 from spmdrl.rl.engine_judges import is_abandoned
-from spmdrl.rl.environment import Environment, Observation, Place
-from spmdrl.rl.grading import Grading
+from spmdrl.rl.environment import Environment, Observation, Place, share
+from spmdrl.rl.grade import Grading
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, enough_here, request_key
 from spmdrl.spmd.queue import PromptQueue, Tally
 from spmdrl.spmd.world import World
@@ -27,17 +24,18 @@ class Rollout:
     def __init__(self, plan: RolloutPlan, engine: Engine, grading: Grading, world: World, environment: Environment):
         self.plan, self.engine, self.grading, self.world, self.environment = plan, engine, grading, world, environment
         plan.turn_tokens = environment.turn_tokens
+        self.shares = environment.remote and world.engine_group is not None
         self.queue = PromptQueue(world, len(plan.prompts), plan.name, plan.assignment)
         self.tally = Tally(world, plan.name, enough_here(plan, world), plan.assignment)
         self.leads = world.engine_tp_rank == 0
         self.groups: dict[int, PromptGroup] = {}
         self.waiting = list(plan.carried)
-        self.running = self.begun = self.polls = 0
+        self.begun = self.polls = 0
         self.abandoned = False
-        self.asked = self.opening = 0
-        """Observations that the environment owes, and those of them with which an episode begins."""
-        self.heard: list[tuple[Place, Observation]] = []
-        """Observations that came, but have no part in the rollout before the others that are owed have come too."""
+        self.phases: Counter[str] = Counter()
+        """Number of episodes in each phase (`Episode.phase`)."""
+        self.observations: list[tuple[Place, Observation]] = []
+        """Those that came, but have no part in the rollout before the others that are owed have come too."""
         self.ended = 0
         """Groups that ended since the tally was told, but for those that failed."""
         self.idle = 0.0
@@ -46,7 +44,23 @@ class Rollout:
         self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
         self.fair += len(plan.carried) * plan.requests_per_prompt
         # An environment that takes its time to open is opened before the engine has a place for the episode.
-        self.places = engine.capacity * (2 if environment.opens_later else 1)
+        self.places = engine.capacity * (2 if environment.remote else 1)
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine works on."""
+        return self.phases["sampling"]
+
+    @property
+    def owed(self) -> int:
+        """Observations that the environment owes."""
+        return self.phases["opening"] + self.phases["answering"]
+
+    def enter(self, episode: Episode, phase: str) -> None:
+        """Move an episode to another phase of the rollout."""
+        self.phases[episode.phase] -= 1
+        self.phases[phase] += 1
+        episode.phase = phase
 
     def run(self, timer: Timer) -> RolloutResult:
         """Sample until all is done or enough is there, then wait for the rewards."""
@@ -54,9 +68,9 @@ class Rollout:
         with timer("rollout"):
             while self.admit():
                 self.advance()
-                owed = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
+                due = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
                 ended, self.ended = self.ended, 0
-                if self.leaves() or (self.tally.reached(ended) and not owed):
+                if self.leaves() or (self.tally.reached(ended) and not due):
                     break
             self.cut_short(plan.keeps_cut and not self.abandoned)
         unfinished = [g for g in self.groups.values() if not g.done]
@@ -66,7 +80,7 @@ class Rollout:
             self.abandoned = True
         if self.abandoned:
             done = [group for group in done if plan.keeps_graded and self.grading.has(group)]
-        episodes = [e for group in done for e in finished(plan, group, self.grading.rewards)] if self.leads else []
+        episodes = [e for group in done for e in self.grading.graded(group, plan)] if self.leads else []
         counts = self.environment.take_counts()
         if counts:
             counts["idle"] = self.idle
@@ -90,14 +104,14 @@ class Rollout:
             self.observe()
             self.catch_up()
             # All that just began may have failed at once.
-            taken = [] if self.running + self.asked else self.take()
-        return self.running + self.asked > 0
+            taken = [] if self.running + self.owed else self.take()
+        return self.running + self.owed > 0
 
     def take(self) -> list[PromptGroup]:
         """Return the groups that there is room for, those of earlier steps first."""
         # An episode that waits for an answer of its environment leaves its place in the engine to others.
-        under_way, each = self.running + self.asked, self.plan.requests_per_prompt
-        free = min(self.places - self.running - self.opening, self.fair - under_way)
+        under_way, each = self.running + self.owed, self.plan.requests_per_prompt
+        free = min(self.places - self.running - self.phases["opening"], self.fair - under_way)
         room = max(-(-free // each), 0)
         if self.environment.most_open:
             room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
@@ -112,8 +126,7 @@ class Rollout:
         """Begin an episode, or go on with one that was cut short."""
         self.environment.open(self.plan, group, episode)
         if not episode.segments:
-            self.asked += 1
-            self.opening += 1
+            self.enter(episode, "opening")
         elif episode.unanswered:
             self.ask(group, episode, episode.unanswered)
         else:
@@ -123,19 +136,18 @@ class Rollout:
         """Have the environment answer an episode's last response. finish: as the engine ended it."""
         episode.unanswered = finish
         self.environment.answer(self.plan, group, episode, finish)
-        self.asked += 1
+        self.enter(episode, "answering")
 
     def submit(self, group: PromptGroup, episode: Episode) -> None:
         """Have the engine go on with an episode."""
         self.engine.submit(self.plan.request(group, episode.sample))
-        self.running += 1
+        self.enter(episode, "sampling")
 
     def advance(self) -> None:
-        """One step of the engine, and what environments said meanwhile."""
+        """One step of the engine, and the observations that came meanwhile."""
         tick()
         if self.running:
             for completion in self.engine.poll():
-                self.running -= 1
                 group = self.groups[completion.key[0]]
                 episode = group.episodes[completion.key[1]]
                 extend(episode, completion, self.plan)
@@ -151,26 +163,25 @@ class Rollout:
     def catch_up(self) -> None:
         """Wait for all that environments owe, where the plan asks for that."""
         began = time.monotonic()
-        while self.plan.in_order and self.asked and not self.leaves():
+        while self.plan.in_order and self.owed and not self.leaves():
             tick()
             self.observe(PATIENCE)
         self.idle += time.monotonic() - began
 
     def observe(self, wait: float = 0.0) -> None:
-        """Take what environments said, waiting up to `wait` seconds.
+        """Take the environments' observations, waiting up to `wait` seconds for the first.
 
         Under `plan.in_order` nothing is taken before all that is owed has come, and then it is taken by place: the
         engine rounds a sequence by its neighbours, which must not be those that happened to be answered together.
         """
-        self.heard += self.environment.poll(wait)
-        if self.plan.in_order and len(self.heard) < self.asked:
+        came = self.environment.poll(wait)
+        self.observations += share(came, self.world) if self.shares else came
+        if self.plan.in_order and len(self.observations) < self.owed:
             return
-        heard, self.heard = sorted(self.heard, key=lambda entry: entry[0]), []
-        for (position, sample), seen in heard:
-            self.asked -= 1
+        observations, self.observations = sorted(self.observations, key=lambda entry: entry[0]), []
+        for (position, sample), seen in observations:
             group = self.groups[position]
             episode = group.episodes[sample]
-            self.opening -= not episode.segments
             try:
                 add(seen, episode)
             except ValueError as error:
@@ -178,6 +189,7 @@ class Rollout:
             if not episode.finish:
                 self.submit(group, episode)
                 continue
+            self.enter(episode, "")
             self.ended += group.done and self.plan.counts(group)
             if seen.failure:
                 self.grading.failed(group, episode, seen.failure)
@@ -186,6 +198,8 @@ class Rollout:
     def cut_short(self, keep: bool) -> None:
         """Stop what still runs and keep its tokens. keep: another step goes on with it."""
         unfinished = [e for g in self.groups.values() for e in g.open]
+        for episode in unfinished:
+            self.enter(episode, "")
         keys = [request_key(e) for e in unfinished if e.segments]
         for completion in self.engine.abort(keys):
             extend(self.groups[completion.key[0]].episodes[completion.key[1]], completion, self.plan)
@@ -211,7 +225,7 @@ def add(seen: Observation, episode: Episode) -> None:
         episode.add_reward(seen.reward)
     if seen.over:
         episode.finish, episode.given = seen.over, seen.given
-        episode.parts, episode.talk = seen.parts, None
+        episode.parts, episode.conversation = seen.parts, None
         if not episode.segments:
             # It failed before it began; a batch never sees it.
             episode.segments.append(prompt_segment([]))
@@ -221,38 +235,3 @@ def add(seen: Observation, episode: Episode) -> None:
         episode.fork(seen.tokens, seen.state)
     else:
         episode.add_observed(seen.tokens, seen.state)
-
-
-def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int], Reward]) -> list[Episode]:
-    """The samples of a group, with their rewards; the greedy episode's is the others' baseline.
-
-    Raises:
-        ValueError: a logp is not finite, unless such samples are skipped.
-    """
-    greedy = rewards[group.position, plan.samples] if plan.greedy else Reward(0.0)
-    baseline = greedy.score if greedy.applies else math.nan
-    first = group.episodes[0].experts
-    for episode in group.episodes[: plan.samples]:
-        reward = rewards[group.position, episode.sample]
-        episode.reward, episode.parts, episode.timed_out = reward.score, reward.parts, reward.timed_out
-        episode.ungraded = bool(reward.ungraded) or not reward.applies
-        if episode.ungraded:
-            episode.reward = math.nan
-        episode.baseline = baseline
-        if not all(bool(torch.isfinite(s.logp).all()) for s in episode.segments if s.logp is not None):
-            if plan.bad_sample == "stop":
-                raise ValueError(
-                    f"the engine reported a logp that is not finite for prompt {episode.prompt}, sample "
-                    f"{episode.sample}, at weight version {plan.version}; look at grad_norm of the steps before, or "
-                    "leave such samples out with --filter.bad-sample skip"
-                )
-            episode.reward = math.nan
-        if not math.isfinite(baseline):
-            # There is nothing to subtract from any sample of this prompt.
-            episode.reward = math.nan
-            episode.ungraded = episode.ungraded or bool(greedy.ungraded) or not greedy.applies
-        if episode.experts is not None and first is not None and episode.experts is not first:
-            # The prompt as the first sample ran it, so that it can be shared.
-            known = min(len(group.prompt.tokens), len(first))
-            episode.experts = torch.cat([first[:known], episode.experts[known:]])
-    return group.episodes[: plan.samples]

@@ -35,7 +35,13 @@ class PromptGroup:
 
     def copy(self) -> "PromptGroup":
         """Returns a group to go on with, apart from this one; segments are never written into."""
-        return replace(self, episodes=[replace(e, segments=list(e.segments)) for e in self.episodes])
+        return replace(
+            self,
+            episodes=[
+                replace(e, segments=list(e.segments), conversation=e.conversation and e.conversation.copy())
+                for e in self.episodes
+            ],
+        )
 
 
 @dataclass

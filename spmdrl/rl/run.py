@@ -24,7 +24,7 @@ from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.spikes import Spikes
-from spmdrl.rl.turn_calls import CallReader, call_reader
+from spmdrl.rl.tool_calls import CallReader, call_reader
 from spmdrl.rl.update import adapt_coefficients
 from spmdrl.session.device_table import Memory
 from spmdrl.session.journal import merge_roles

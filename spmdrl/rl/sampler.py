@@ -11,9 +11,9 @@ from spmdrl.engines.engine import Engine
 from spmdrl.health.preempt import AbandonedError, any_rank, preemption
 from spmdrl.rewards.base import Grader
 from spmdrl.rl.engine_judges import EngineJudges
-from spmdrl.rl.environment import AtOnce, Environment, SingleTurn
+from spmdrl.rl.environment import Environment, SingleTurn
 from spmdrl.rl.fill_batch import Experience, Filling
-from spmdrl.rl.grading import Grading
+from spmdrl.rl.grade import Grading
 from spmdrl.rl.rollout import Rollout
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult
 from spmdrl.spmd.world import World
@@ -142,7 +142,7 @@ class Sampler:
         if self.judges:
             self.judges.begin(plan)
         grading = Grading(self.grader, self.tokenizer, self.world.engine_tp_rank == 0)
-        result = Rollout(plan, self.engine, grading, self.world, self.environment or AtOnce(SingleTurn())).run(timer)
+        result = Rollout(plan, self.engine, grading, self.world, self.environment or SingleTurn()).run(timer)
         # Engines wait for the slowest one here.
         with timer("exchange"):
             if not plan.keeps_graded and any_rank(result.abandoned, self.world.rollout_group):

@@ -10,6 +10,7 @@ import torch
 
 from spmdrl.data.episode import Episode, Segment, episode_of, prompt_segment, segments_of
 from spmdrl.data.prompts import Prompt
+from spmdrl.rl.conversation_state import ConversationState
 from spmdrl.rl.fill_batch import Experience
 from spmdrl.rl.rollout_plan import PromptGroup
 
@@ -20,14 +21,17 @@ def fields_of(x: Any) -> dict:
 
 
 def episode_tree(e: Episode) -> dict:
-    """An episode."""
-    return fields_of(e) | {"segments": [fields_of(s) for s in e.segments]}
+    """An episode, which is in no rollout. Its conversation stands under the key `talk`, as JSON values."""
+    saved = {"segments": [fields_of(s) for s in e.segments], "conversation": e.conversation and e.conversation.saved()}
+    values = fields_of(e) | saved
+    return {"talk" if name == "conversation" else name: values[name] for name in values if name != "phase"}
 
 
 def episode(tree: dict) -> Episode:
     """The inverse of `episode_tree`."""
     values: dict[str, Any] = tree | {"segments": [Segment(**s) for s in tree["segments"]]}
-    return Episode(**values)
+    talk = values.pop("talk", None)
+    return Episode(**values, conversation=talk and ConversationState.restored(talk))
 
 
 def group_tree(g: PromptGroup) -> dict:

@@ -8,7 +8,7 @@ from spmdrl.tracking.console import clean
 
 if TYPE_CHECKING:
     from spmdrl.data.episode import Episode
-    from spmdrl.rl.turn_calls import CallReader
+    from spmdrl.rl.tool_calls import CallReader
 
 WIDTH = 160
 """Characters that are shown of each text."""

@@ -73,7 +73,7 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
     from spmdrl.hub.tokenizer import load_tokenizer
     from spmdrl.rl.compose import compose
     from spmdrl.rl.spikes import read
-    from spmdrl.rl.turn_calls import call_reader
+    from spmdrl.rl.tool_calls import call_reader
     from spmdrl.spmd.mesh import start
     from spmdrl.spmd.peers import Peers
 

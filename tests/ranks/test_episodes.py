@@ -16,7 +16,7 @@ from spmdrl.algos.turns import gigpo
 from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import STATES, Episode, Segment, prompt_segment, segments_of
 from spmdrl.data.prompts import Prompt
-from spmdrl.rl.environment import AtOnce, Observation
+from spmdrl.rl.environment import Observation, SingleTurn
 from spmdrl.rl.trees import experience, group
 from spmdrl.train import train
 from tests.ranks.cases import full_weights
@@ -32,10 +32,11 @@ SECTIONS = {
 }
 
 
-class Echo:
+class Echo(SingleTurn):
     """Two answers, of the response's first token and the turn; the state is that token, or the whole episode."""
 
     def __init__(self, states: bool = True):
+        super().__init__()
         self.states = states
 
     def reply(self, prompt: Prompt, episode: Episode) -> Observation | None:
@@ -48,7 +49,7 @@ class Echo:
 def with_echo(world, folder: str, sections: dict, stop_after: int = 0):
     run = open_demo(world, folder, sections, stop_after)
     if run.sampler:
-        run.sampler.environment = AtOnce(Echo())
+        run.sampler.environment = Echo()
     return run
 
 

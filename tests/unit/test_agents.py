@@ -21,6 +21,7 @@ from spmdrl.data.episode import STATES, Episode
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.rl.agents import Agents
 from spmdrl.rl.build import check_named
+from spmdrl.rl.conversation_state import ConversationState
 from spmdrl.rl.evaluation import EVALUATION
 from spmdrl.rl.rollout import add
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
@@ -338,7 +339,7 @@ class Played:
     def respond(self, episode: Episode) -> None:
         """Says the next text of an episode's list, as far as there is room."""
         text = self.scripts[episode.sample].pop(0)
-        tokenizer, room = self.agents.conversation.tokenizer, self.plan.room_of_turn(episode)
+        tokenizer, room = self.agents.renderer.tokenizer, self.plan.room_of_turn(episode)
         assert room > 0, "an engine is never asked for nothing"
         made = tokenizer(text, add_special_tokens=False).input_ids[:room]
         episode.add_sampled(made, [-0.5] * len(made), 0)
@@ -349,12 +350,13 @@ class Played:
         """Cuts the episodes short, and takes them up as another process does."""
         self.agents.leave(self.group.open, True)
         for episode in self.group.episodes:
-            episode.talk = json.loads(json.dumps(episode.talk))
+            kept = episode.conversation and json.loads(json.dumps(episode.conversation.saved()))
+            episode.conversation = kept and ConversationState.restored(kept)
 
     def observed(self, sample: int = 0, turn: int = 1) -> str:
         """The text that the environment answered before a turn, by the tokens that the policy sees."""
         segments = [s.tokens for s in self.group.episodes[sample].segments if s.turn == turn and not s.sampled]
-        return self.agents.conversation.tokenizer.decode(segments[0])
+        return self.agents.renderer.tokenizer.decode(segments[0])
 
 
 def call(what: str, name: str = "act") -> str:
@@ -383,8 +385,8 @@ ACTS = {
 def test_whatever_a_tool_does_is_text_and_never_a_control_token(make):
     agents = make(longest_answer=100)
     played = Played(agents, *([call(what), said("done")] for what in ACTS))
-    episodes, tokenizer = played.play(), agents.conversation.tokenizer
-    control = agents.conversation.controls.ids
+    episodes, tokenizer = played.play(), agents.renderer.tokenizer
+    control = agents.renderer.controls.ids
     for episode, (what, told) in zip(episodes, ACTS.items(), strict=True):
         assert episode.finish == "stop" and played.why[episode.sample] == "", (what, played.why)
         tail = f"\n<|im_start|>user\n<tool_response>\n{told}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -397,7 +399,7 @@ def test_whatever_a_tool_does_is_text_and_never_a_control_token(make):
     counts = agents.take_counts()
     want = {"episodes": 8, "turns": 16, "calls": 8, "failed_calls": 2, "timeouts": 1, "cut": 1, "failures": 0}
     assert {name: counts[name] for name in want} == want
-    assert agents.take_counts()["turns"] == 0 and not agents.talks
+    assert agents.take_counts()["turns"] == 0 and not agents.episodes
 
 
 def test_a_tool_that_ends_its_process_costs_its_episode_alone(make):
@@ -528,7 +530,7 @@ def test_a_world_that_never_ends_is_ended_by_turns_tokens_or_time(make):
 def test_a_response_that_takes_all_tokens_is_heard_if_it_ended(make):
     """Its end makes it whole: the world may end the episode by it. One that was cut off is not heard."""
     agents = make()
-    size = len(agents.conversation.tokenizer(said("the answer")).input_ids)
+    size = len(agents.renderer.tokenizer(said("the answer")).input_ids)
     (whole,) = Played(agents, [said("the answer")], tokens=size).play()
     assert whole.finish == "stop" and whole.given == 2.5
     (cut,) = Played(agents, [said("the answer")], tokens=size - 1).play()
@@ -687,9 +689,9 @@ def test_a_conversation_goes_on_elsewhere_from_its_state_or_its_turns(make, name
     parts.play(turns=2)
     with caplog.at_level(logging.WARNING):
         parts.leave()
-    kept = parts.group.episodes[0].talk
-    assert kept and (kept["state"] is None) == (name == "Unsaved")
-    assert not first.talks and first.pool.pending == 0
+    kept = parts.group.episodes[0].conversation
+    assert kept and (kept.env_state is None) == (name == "Unsaved")
+    assert not first.episodes and first.pool.pending == 0
     parts.agents = make(name)
     parts.play(turns=0)
     # It may be cut short again before its environment is there.
@@ -738,7 +740,7 @@ def test_a_final_reward_that_is_not_there_at_a_cut_is_asked_for_again(make, name
     parts.play(turns=len(script) - 1)
     (episode,) = parts.group.episodes
     parts.respond(episode)
-    while parts.agents.talks[0, 0].asked != "score":
+    while parts.agents.episodes[0, 0].conversation.request != "score":
         assert parts.agents.poll(0.02) == []
     parts.leave()
     parts.agents = make(name)
@@ -761,7 +763,7 @@ def test_an_environment_that_cannot_be_run_again_fails_alone(make, wait):
     one, other = played.play(wait=wait)
     assert one.finish == other.finish == "abort"
     assert all("gave other messages when its turns were run again" in why for why in played.why.values())
-    assert played.agents.take_counts()["failures"] == 2 and not played.agents.talks
+    assert played.agents.take_counts()["failures"] == 2 and not played.agents.episodes
 
 
 def test_seconds_of_an_episode_count_on_when_it_is_taken_up_again(make):
@@ -769,16 +771,16 @@ def test_seconds_of_an_episode_count_on_when_it_is_taken_up_again(make):
     limits = {"settings": {"most": 99}, "max_seconds": 60.0}
     played = Played(make(**limits), [said("a")] * 9)
     played.play(turns=1)
-    next(iter(played.agents.talks.values())).begun -= 50.0
+    played.group.episodes[0].conversation.began -= 50.0
     for _ in range(2):
         played.leave()
-        kept = played.group.episodes[0].talk
-        assert kept and 50.0 <= kept["seconds"] < 59.0
+        kept = played.group.episodes[0].conversation
+        assert kept and 50.0 <= kept.seconds < 59.0
         played.agents = make(**limits)
         (episode,) = played.play(turns=1)
         assert not episode.finish
     played.leave()
-    episode.talk, played.agents = episode.talk | {"seconds": 60.0}, make(**limits)
+    episode.conversation.seconds, played.agents = 60.0, make(**limits)
     assert played.play()[0].finish == "time"
 
 
@@ -802,11 +804,11 @@ def test_training_and_evaluation_begin_with_other_seeds(make):
 def test_a_template_that_drops_thoughts_keeps_one_branch_or_forks(make, history):
     """Qwen3's. The independent reference of a branch is the tokenizer's own rendering of the messages so far."""
     agents = make("Words", template="qwen3", history=history, settings={"most": 3})
-    assert agents.conversation.rewrites
+    assert agents.renderer.rewrites
     texts = [f"<think>\nfirst thought {i}\n</think>\n\nword {i}{END}" for i in range(3)]
     played = Played(agents, texts)
     (episode,) = played.play()
-    tokenizer = agents.conversation.tokenizer
+    tokenizer = agents.renderer.tokenizer
     assert episode.finish == "stop" and agents.take_counts()["forks"] == (2 if history == "branch" else 0)
     paths = [episode.along(lambda s: s.tokens, path).tolist() for path in episode.paths()]
     messages, prompts = [{"role": "user", "content": "go"}], []
@@ -844,7 +846,7 @@ def test_a_history_of_the_environment_takes_the_place_of_the_conversation(make, 
     agents = make("Sums", history=history)
     played = Played(agents, list(SUMS))
     (episode,) = played.play(turns=4)
-    tokenizer, tools = agents.conversation.tokenizer, agents.talks[0, 0].tools
+    tokenizer, tools = agents.renderer.tokenizer, episode.conversation.tools
     prompts = []
     for i, heard in enumerate(HEARD):
         messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I said " + ", ".join(heard)}]
@@ -915,7 +917,7 @@ def test_an_answer_of_a_tool_forks_no_thought_and_the_next_question_does(make):
     think = "<think>\nfirst thought\n</think>\n\n"
     played = Played(agents, [think + call("plain"), think + said("a"), think + said("b")])
     (episode,) = played.play()
-    tokenizer = agents.conversation.tokenizer
+    tokenizer = agents.renderer.tokenizer
     before, after = (tokenizer.decode(episode.along(lambda s: s.tokens, path)) for path in episode.paths())
     assert agents.take_counts()["forks"] == 1 and episode.turns == 3 and episode.finish == "stop"
     assert before.count("first thought") == 2 and after.count("first thought") == 1
@@ -942,7 +944,7 @@ def test_each_row_names_its_environment(make, file):
         played = Played(agents, [], row={"env": env} if env else {})
         (episode,) = played.play()
         assert episode.finish == "abort" and re.search(why, played.why[0]), played.why
-    assert agents.take_counts()["failures"] == 5 and not agents.talks
+    assert agents.take_counts()["failures"] == 5 and not agents.episodes
 
 
 def test_rows_without_the_column_are_refused_before_a_model_is_built(tmp_path):

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from spmdrl.env.calls import FORMATS, as_message, format_of, hear, parse
+from spmdrl.env.calls import FORMATS, as_message, format_of, parse, parse_turn
 from tests.unit.dialogues import templates
 
 CONTROL = [
@@ -329,7 +329,7 @@ def test_values_without_schemas_are_json_or_text_and_lone_surrogates_go():
 
 
 def test_messages_show_every_call_by_which_an_answer_comes():
-    said = hear(f"<think>hm</think>I look.<tool_call>{CALL}</tool_call><tool_call>nothing</tool_call>", "hermes")
+    said = parse_turn(f"<think>hm</think>I look.<tool_call>{CALL}</tool_call><tool_call>nothing</tool_call>", "hermes")
     assert said.message == as_message(said)
     assert said.message["content"] == "I look." and said.message["reasoning_content"] == "hm"
     assert [call["function"] for call in said.message["tool_calls"]] == [
@@ -337,10 +337,10 @@ def test_messages_show_every_call_by_which_an_answer_comes():
         {"name": "malformed_call", "arguments": {}},
     ]
     assert [call["id"] for call in said.message["tool_calls"]] == ["call00000", "call00001"]
-    assert hear("hello", "hermes").message == {"role": "assistant", "content": "hello"}
+    assert parse_turn("hello", "hermes").message == {"role": "assistant", "content": "hello"}
     code = "```python\n1\n```"
-    assert hear(code, "python").message == {"role": "assistant", "content": code}
-    named = hear('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abcdefghi"}]', "mistral")
+    assert parse_turn(code, "python").message == {"role": "assistant", "content": code}
+    named = parse_turn('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abcdefghi"}]', "mistral")
     assert named.message["tool_calls"][0]["id"] == "abcdefghi"
 
 
@@ -397,7 +397,7 @@ def test_random_texts_of_marks_are_read():
     for _ in range(400):
         text = "".join(draw.choice(words) for _ in range(draw.randint(1, 60)))
         for format in FORMATS:
-            said = hear(text, format, SCHEMAS)
+            said = parse_turn(text, format, SCHEMAS)
             json.dumps(said.message, allow_nan=False).encode()
             assert all((call.arguments is None) == bool(call.error) for call in said.calls)
 

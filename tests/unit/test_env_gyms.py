@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spmdrl.data.sources import read_source
-from spmdrl.env.base import Opening, PoolSettings, Reply, Said
+from spmdrl.env.base import AssistantTurn, Opening, PoolSettings, Reply
 from spmdrl.env.gyms import is_mine, wrap
 from spmdrl.env.opening import opening, seed_of
 from spmdrl.env.play import Play
@@ -449,7 +449,7 @@ def test_an_environment_of_gymnasium_in_a_pool(pool, gymnasium):
     opening = Opening(name, {"prompt": "Go.", "seed": 4}, 1, settings)
     begun = asked(pool, "open", "a", opening)
     assert text_of(begun).startswith("Go.\n\n[S]FFF") and begun.tools == []
-    turns = [Said(move) for move in ("2", "none", "1")]
+    turns = [AssistantTurn(move) for move in ("2", "none", "1")]
     answers = [asked(pool, "say", "a", turn) for turn in turns]
     assert answers[1].messages[0]["content"] == "Answer with a whole number from 0 to 3." and not answers[1].done
     assert asked(pool, "save", "a").state is None
@@ -465,11 +465,11 @@ def test_attempts_in_a_pool(pool, puzzles):
     row = read_source("reasoning-gym:basic_arithmetic?size=1", "prompt", "answer").rows[0]
     opening = Opening("reasoning_gym:basic_arithmetic", row, 1, {"attempts": 3})
     assert text_of(asked(pool, "open", "a", opening)) == row["prompt"]
-    assert "2 attempts left" in text_of(asked(pool, "say", "a", Said("<answer>no</answer>")))
+    assert "2 attempts left" in text_of(asked(pool, "say", "a", AssistantTurn("<answer>no</answer>")))
     state = asked(pool, "save", "a").state
     assert state == {"scores": [0.0], "tagged": 1}
     asked(pool, "open", "b", opening, [], state)
-    assert asked(pool, "say", "b", Said(row["answer"])).done
+    assert asked(pool, "say", "b", AssistantTurn(row["answer"])).done
     score = asked(pool, "score", "b")
     assert (score.reward, score.parts) == (1.0, {"first": 0.0, "attempts": 2.0, "format": 0.5})
     pool.close("a")
@@ -485,7 +485,7 @@ def test_rewards_of_a_gym_that_are_no_numbers(pool, tmp_path, reward, shown):
         f"    def step(self, action):\n        return 'on', {reward}, False, False, {{}}\n"
     )
     assert text_of(asked(pool, "open", "a", Opening(f"{file}:Mine", {}, 1))) == "Go"
-    failure = asked(pool, "say", "a", Said("hm")).failure
+    failure = asked(pool, "say", "a", AssistantTurn("hm")).failure
     assert re.search(f"gym_of_mine.py:Mine .*gave the reward {shown}, which is not a finite number", failure)
     pool.close("a")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spmdrl.env.base import Call, Opening, PoolSettings, Reply, Said
+from spmdrl.env.base import AssistantTurn, Call, Opening, PoolSettings, Reply
 from spmdrl.env.limits import THREADS
 from spmdrl.env.pool import Pool
 
@@ -354,7 +354,7 @@ class Room:
         return reply
 
     def say(self, key, *calls: str, tool: str = "act", text: str = "") -> Reply:
-        self.pool.say(key, Said(text, acts(*calls, tool=tool)))
+        self.pool.say(key, AssistantTurn(text, acts(*calls, tool=tool)))
         return self.answers()[key]
 
     def told(self, key, *calls: str, tool: str = "act") -> list[str]:
@@ -447,13 +447,13 @@ def test_step_gets_the_message_after_the_calls(room):
     assert room.open("a", "Steps").messages == [{"role": "user", "content": "begin"}]
     reply = room.say("a", text="hello")
     assert reply.messages == [{"role": "user", "content": "heard 1: hello"}] and reply.reward == 5.0 and not reply.done
-    room.pool.say("a", Said("two", [Call("call_me", {"x": "4"})], {"role": "assistant", "content": "own"}))
+    room.pool.say("a", AssistantTurn("two", [Call("call_me", {"x": "4"})], {"role": "assistant", "content": "own"}))
     reply = room.answers()["a"]
     assert [message["content"] for message in reply.messages] == ["4", "heard 2: own"]
     assert "tool_call_id" not in reply.messages[0] and reply.reward == 3.5
     reply = room.say("a", text="messages")
     assert reply.messages == [{"role": "user", "content": "a\ufffd"}, {"role": "tool", "content": "b"}]
-    room.pool.say("a", Said("x", [Call("call_me", {"x": 9})]))
+    room.pool.say("a", AssistantTurn("x", [Call("call_me", {"x": 9})]))
     reply = room.answers()["a"]
     assert reply.done and [message["content"] for message in reply.messages] == ["9"], "a tool ended it"
     reply = room.say("a", text="end")
@@ -484,7 +484,7 @@ def test_an_environment_that_brings_its_tools(room):
     schemas = [{"name": "one"}, {"type": "function", "function": {"name": "two", "parameters": {"type": "object"}}}]
     tools = room.open("a", "Own", {"schemas": schemas}).tools
     assert [tool["function"]["name"] for tool in tools] == ["one", "two"]
-    room.pool.say("a", Said("", [Call("two", {"x": 1})]))
+    room.pool.say("a", AssistantTurn("", [Call("two", {"x": 1})]))
     assert json.loads(room.answers()["a"].messages[0]["content"]) == {"called": "two", "with": {"x": 1}}
     for bad, says in [
         ([{"name": "one"}] * 2, "two tools of the name one"),
@@ -501,10 +501,10 @@ def test_calls_of_a_turn_run_side_by_side_or_in_order(room):
         'meet has no argument "what": its arguments are name' for _ in range(2)
     ]
     calls = [Call("meet", {"name": name}) for name in "xy"]
-    room.pool.say("a", Said("", calls))
+    room.pool.say("a", AssistantTurn("", calls))
     assert [message["content"] for message in room.answers()["a"].messages] == ["x", "y"]
     room.open("b", "Meet", {"parallel": False})
-    room.pool.say("b", Said("", calls * 3))
+    room.pool.say("b", AssistantTurn("", calls * 3))
     texts = [message["content"] for message in room.answers()["b"].messages]
     assert texts == ["x 1", "y 2", "x 3", "y 4", "x 5", "y 6"]
 
@@ -522,7 +522,7 @@ def test_malformed_calls_are_answered(room):
         Call("double", None, "i", "the JSON of this call ends too early"),
         Call("double", None),
     ]
-    room.pool.say("a", Said("\ud800", calls))
+    room.pool.say("a", AssistantTurn("\ud800", calls))
     reply = room.answers()["a"]
     texts = [message["content"] for message in reply.messages]
     assert texts[0] == "6"
@@ -663,14 +663,14 @@ def test_a_hung_call_is_told_and_its_process_is_gone_a_second_later(make):
         if name != "Steps":
             room.told(key, "draw", "first")
     old = room.pids()
-    said = Said("", acts("second", "hang"))
+    said = AssistantTurn("", acts("second", "hang"))
     begin = time.monotonic()
     room.pool.say("a", said)
     reply = room.answers()["a"]
     assert 0.3 <= time.monotonic() - begin < 5 and not reply.failure and not reply.done
     assert [message["content"] for message in reply.messages] == ["second", "the tool did not answer within 0.3 s"]
     assert reply.counts["timeouts"] == 1 and [call.late for call in said.calls] == [False, True]
-    room.pool.say("e", Said("one"))
+    room.pool.say("e", AssistantTurn("one"))
     assert wait_until(lambda: room.pool._processes.turn(0.05) or ended(old[0]))
     assert room.answers()["e"].messages[0]["content"] == "heard 1: one"
     # The replay ran all but the hung call; a state was restored; other answers of a replay are a failure.
@@ -685,7 +685,7 @@ def test_a_hung_call_is_told_and_its_process_is_gone_a_second_later(make):
 def test_a_hung_call_is_made_once_whatever_else_the_turn_does(make, in_order):
     room = make()
     room.open("a", "Busy", {"in_order": in_order})
-    said = Said("", acts("slow", "hang", "slow"))
+    said = AssistantTurn("", acts("slow", "hang", "slow"))
     room.pool.say("a", said)
     reply = room.answers(within=12)["a"]
     texts = [message["content"] for message in reply.messages]
@@ -702,7 +702,7 @@ def test_calls_that_hang_or_block_delay_no_other_episode(make, what, within):
     naps = room.folder / "naps"
     room.open("b", "Naps", {"naps": str(naps)})
     old = room.pids()
-    room.pool.say("b", Said("", acts("2.5")))
+    room.pool.say("b", AssistantTurn("", acts("2.5")))
     begin, texts, found = time.monotonic(), [], None
     room.begin(0, "Tools")
     while not found:
@@ -712,7 +712,7 @@ def test_calls_that_hang_or_block_delay_no_other_episode(make, what, within):
             if key == "b":
                 found = reply
             elif reply.tools:
-                room.pool.say(key, Said("", acts(what)))
+                room.pool.say(key, AssistantTurn("", acts(what)))
             else:
                 texts.append(reply.messages[0]["content"])
                 room.begin(key + 1, "Tools")
@@ -730,7 +730,7 @@ def test_threads_of_closed_environments_take_no_time_of_new_ones(make):
         room.begin(i, "Naps", {"naps": os.devnull})
     room.answers(THREADS)
     for i in range(THREADS):
-        room.pool.say(i, Said("", acts("1.5")))
+        room.pool.say(i, AssistantTurn("", acts("1.5")))
     assert wait_until(lambda: room.pool._processes.turn(0.05) or all(r.begun for r in room.pool._records.values()))
     for i in range(THREADS):
         room.pool.close(i)
@@ -743,7 +743,7 @@ def test_a_late_call_is_as_if_it_had_not_been_made(make, name):
     room = make()
     room.open("a", name)
     before = room.pids()
-    turns = [Said("", acts("x", "late", "y")), Said("", acts("z"))]
+    turns = [AssistantTurn("", acts("x", "late", "y")), AssistantTurn("", acts("z"))]
     texts = []
     for said in turns:
         room.pool.say("a", said)
@@ -761,7 +761,7 @@ def test_a_late_call_is_as_if_it_had_not_been_made(make, name):
 
 def test_an_async_call_that_is_cancelled_has_ended_before_anything_else_runs(room):
     room.open("a", "Late")
-    room.pool.say("a", Said("", [*acts("hang", tool="later"), *acts("x")]))
+    room.pool.say("a", AssistantTurn("", [*acts("hang", tool="later"), *acts("x")]))
     texts = [message["content"] for message in room.answers()["a"].messages]
     assert texts == ["the tool did not answer within 0.3 s", "x", "['cleared up', 'x']"]
 
@@ -810,7 +810,7 @@ def test_a_step_that_stops_the_loop_fails_its_own_episode_alone(make):
         room.open(key, "Blocks", {"blocks": key == 2})
     for _ in range(2):
         for key in range(6):
-            room.pool.say(key, Said("x"))
+            room.pool.say(key, AssistantTurn("x"))
         replies = room.answers(6)
         assert "did not answer in step within its limit" in replies.pop(2).failure
         assert [reply.messages[0]["content"] for reply in replies.values()] == ["on"] * 5
@@ -820,7 +820,7 @@ def test_a_hung_step_or_reset_is_a_failure(make):
     room = make()
     room.open("a", "Steps")
     room.begin("b", "Steps", settings={"fail": "hang"})
-    room.pool.say("a", Said("hang"))
+    room.pool.say("a", AssistantTurn("hang"))
     replies = room.answers(2)
     assert "did not answer within 0.3 s in step" in replies["a"].failure
     assert "did not answer within 0.3 s in reset" in replies["b"].failure
@@ -832,8 +832,8 @@ def test_a_process_that_dies_fails_its_cause_alone(make, what, how):
     for key in "abc":
         room.open(key, "Tools")
         room.told(key, f"first of {key}")
-    room.pool.say("a", Said("", acts(what)))
-    room.pool.say("b", Said("", acts("plain", tool="later")))
+    room.pool.say("a", AssistantTurn("", acts(what)))
+    room.pool.say("b", AssistantTurn("", acts("plain", tool="later")))
     replies = room.answers(2)
     assert f"ended its process {how}" in replies["a"].failure and "twice, in say" in replies["a"].failure
     assert replies["b"].messages[0]["content"] == "plain"
@@ -878,13 +878,12 @@ def test_a_state_or_the_turns_open_an_environment_again(make):
     room = make(workers=2)
     for name in ("Saved", "Tools"):
         room.open("a", name, seed=7)
-        turns = [Said("", acts("draw", "x")), Said("", acts("hang", "y", tool="act"))]
+        turns = [AssistantTurn("", acts("draw", "x")), AssistantTurn("", acts("hang", "y", tool="act"))]
         texts = []
         for said in turns:
             room.pool.say("a", said)
             texts.append(room.answers()["a"].messages)
-        room.pool.save("a")
-        state = room.answers()["a"].state
+        state = room.pool.state("a")
         room.begin("b", name, seed=7, state=state) if state else room.begin("b", name, seed=7, replayed=turns)
         reply = room.answers()["b"]
         if name == "Saved":
@@ -900,12 +899,10 @@ def test_a_state_or_the_turns_open_an_environment_again(make):
 def test_a_state_is_that_before_the_turn_under_way(room):
     room.open("a", "Saved")
     room.told("a", "x")
-    room.pool.say("a", Said("", acts("y")))
-    room.pool.save("a")
-    got = room.pool.poll(0.0)
-    while len(got) < 2:
-        got += room.pool.poll(1.0)
-    assert [reply.state for _, reply in got if reply.state] == [{"log": ["x"]}]
+    room.pool.say("a", AssistantTurn("", acts("y")))
+    assert room.pool.state("a") == {"log": ["x"]}
+    room.answers()
+    assert room.pool.state("a") == {"log": ["x", "y"]}
 
 
 def test_a_state_that_is_no_json_is_told_once_and_replayed(make, caplog):
@@ -914,8 +911,7 @@ def test_a_state_that_is_no_json_is_told_once_and_replayed(make, caplog):
         for key in "ab":
             room.open(key, "Unsaved")
             room.told(key, "x")
-            room.pool.save(key)
-            assert room.answers()[key].state is None
+            assert room.pool.state(key) is None
     told = [record.getMessage() for record in caplog.records if "cannot be saved" in record.getMessage()]
     assert len(told) == 1 and "state is no JSON value: TypeError: Object of type lock" in told[0]
     os.kill(room.pids()[0], signal.SIGKILL)
@@ -931,7 +927,7 @@ def test_replies_do_not_depend_on_workers_or_order(make):
             room.begin(key, "Tools", seed=key)
         room.answers(8)
         for key in range(8):
-            room.pool.say(key, Said("", acts("draw", "raise", "bytes")))
+            room.pool.say(key, AssistantTurn("", acts("draw", "raise", "bytes")))
         replies = room.answers(8)
         for reply in replies.values():
             reply.counts.pop("seconds")
@@ -945,7 +941,7 @@ def test_replies_do_not_depend_on_workers_or_order(make):
 
 def test_close_forgets_requests_and_answers(room):
     room.open("a", "Tools")
-    room.pool.say("a", Said("", acts("hang", tool="later")))
+    room.pool.say("a", AssistantTurn("", acts("hang", tool="later")))
     room.pool.close("a")
     room.begin("a", "Tools")
     assert list(room.answers()) == ["a"] and room.pool.pending == 0
@@ -965,7 +961,7 @@ def test_shutdown_lets_environments_close(make):
     room.pool.close(0)
     assert wait_until(lambda: Path(marks[0]).exists())
     room.open("hangs", "Tools")
-    room.pool.say("hangs", Said("", acts("hang")))
+    room.pool.say("hangs", AssistantTurn("", acts("hang")))
     pids = room.pids()
     room.pool.shutdown()
     room.pool.shutdown()
@@ -986,12 +982,12 @@ def test_processes_die_with_their_parent(tmp_path):
     (tmp_path / "mine.py").write_text(USER_FILE)
     code = (
         "import time\n"
-        "from spmdrl.env.base import Call, Opening, Said\n"
+        "from spmdrl.env.base import Call, Opening, AssistantTurn\n"
         "from spmdrl.env.pool import Pool\n"
         "pool = Pool(2)\n"
         f"pool.open(0, Opening('{tmp_path / 'mine.py'}:Tools', {{'prompt': 'x'}}, 0))\n"
         "pool.poll(30.0)\n"
-        "pool.say(0, Said('', [Call('act', {'what': 'hang'})]))\n"
+        "pool.say(0, AssistantTurn('', [Call('act', {'what': 'hang'})]))\n"
         "print(*(p.process.pid for p in pool._processes.all), flush=True)\n"
         "time.sleep(100)\n"
     )
@@ -1012,7 +1008,7 @@ def test_hundreds_of_environments_of_one_process(make):
         room.pool.open(i, Opening("builtin:guess", {}, i, {"numbers": 16}))
     room.answers(600)
     for i in range(600):
-        room.pool.say(i, Said("16"))
+        room.pool.say(i, AssistantTurn("16"))
     texts = [reply.messages[0]["content"] if reply.messages else "" for reply in room.answers(600).values()]
     assert set(texts) == {"lower", ""}
 
@@ -1042,7 +1038,7 @@ def test_a_caller_that_comes_late_changes_nothing(make):
     room.answers(20)
     old = room.pids()
     for key in range(20):
-        room.pool.say(key, Said("", acts("x" * 50_000)))
+        room.pool.say(key, AssistantTurn("", acts("x" * 50_000)))
     time.sleep(1.5)
     assert all(reply.counts["timeouts"] == 0 and not reply.failure for reply in room.answers(20).values())
     assert room.pids() == old

@@ -3,7 +3,7 @@
 import pytest
 
 from spmdrl.env.base import BrokenError
-from spmdrl.env.calls import hear
+from spmdrl.env.calls import parse_turn
 from spmdrl.env.play import Play, PlayError
 from spmdrl.env.python_tool import SANDBOXES, Python, PythonSession
 from spmdrl_sandbox.base import SandboxError
@@ -70,12 +70,12 @@ def test_blocks_of_code_are_run_in_a_worker():
     text = "I work it out.\n```python\nx = 6\n```\nand\n```python\nx * 7\n```\n"
     with Play("spmdrl.env.python_tool:PythonSession") as play:
         play.open({"prompt": "What is 6 * 7?"})
-        reply = play.turn(hear(text, "python"))
+        reply = play.turn(parse_turn(text, "python"))
         assert [message["content"] for message in reply.messages] == ["(nothing was printed)", "42"]
         assert not reply.done and reply.counts["calls"] == 2
-        (message,) = play.turn(hear("```python\nx", "python")).messages
+        (message,) = play.turn(parse_turn("```python\nx", "python")).messages
         assert message["content"] == "The block of code is not closed by ```, so it was not run."
-        assert play.turn(hear("It is 42.", "python")).done
+        assert play.turn(parse_turn("It is 42.", "python")).done
     with Play("spmdrl.env.python_tool:Python", {"provider": "wonder"}) as play:
         play.open({"prompt": "a"})
         with pytest.raises(PlayError, match="failed in tool python: no sandbox works here"):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from spmdrl.env.base import Call, Opening, PoolSettings, Reply, Said
+from spmdrl.env.base import AssistantTurn, Call, Opening, PoolSettings, Reply
 from spmdrl.env.forms import load
 from spmdrl.env.pool import Pool
 
@@ -240,7 +240,9 @@ def opened(pool: Pool, file, name: str, row: dict, turns: list[list[tuple[str, d
     assert not begun.failure, begun.failure
     answers = []
     for calls in turns:
-        pool.say(key, Said("", [Call(tool, arguments, f"call{i}") for i, (tool, arguments) in enumerate(calls)]))
+        pool.say(
+            key, AssistantTurn("", [Call(tool, arguments, f"call{i}") for i, (tool, arguments) in enumerate(calls)])
+        )
         answers.append(reply(pool))
         assert not answers[-1].failure
     pool.score(key)

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from spmdrl.env.answers import Answer
-from spmdrl.env.base import BrokenError, Call, Opening, PoolSettings, Reply, Said
+from spmdrl.env.base import AssistantTurn, BrokenError, Call, Opening, PoolSettings, Reply
 from spmdrl.env.pool import Pool
 from spmdrl.env.verl_form import is_mine, is_verl_yaml, load_yaml, wrap
 from spmdrl.env.verl_gsm8k import compute_score, extract_solution
@@ -321,7 +321,7 @@ def test_episodes_share_a_tool_and_not_its_state(users):
 def test_ids_belong_to_the_episode_and_come_again_with_it(users):
     """A tool that prints its id passes its replay, after a death of its process and in another pool."""
     opening = Opening(tools_yaml(users, tool_entry("Shy")), {"prompt": "go"}, 7)
-    said = Said("", [Call("shy", {"number": 1})])
+    said = AssistantTurn("", [Call("shy", {"number": 1})])
 
     def answers(pool: Pool, count: int) -> dict:
         found: dict = {}
@@ -695,22 +695,22 @@ def test_verls_files_in_a_pool(users):
         begun = asked("open", "a", Opening(path, row, 1))
         assert [tool["function"]["name"] for tool in begun.tools] == ["safe", "odd"]
         calls = [Call("safe", {"number": "2"}, "1"), Call("safe", {"number": 3}, "2"), Call("safe", {}, "3")]
-        answer = asked("say", "a", Said("", calls))
+        answer = asked("say", "a", AssistantTurn("", calls))
         texts = [message["content"] for message in answer.messages]
         assert texts[:2] == ["try 1: shut", "try 2: open"] and "lacks the argument number" in texts[2]
         assert (answer.reward, answer.done, answer.counts["malformed"]) == (0.75, False, 1)
-        assert asked("say", "a", Said("It is open.")).done
+        assert asked("say", "a", AssistantTurn("It is open.")).done
         score = asked("score", "a")
         assert (score.reward, score.parts) == (1.0, {"safe": 1.0})
         pool.close("a")
         asked("open", "b", Opening(path, row, 1))
-        assert "not a finite number" in asked("say", "b", Said("", [Call("odd", {"number": 1})])).failure
+        assert "not a finite number" in asked("say", "b", AssistantTurn("", [Call("odd", {"number": 1})])).failure
         pool.close("b")
         users_row = {"prompt": "2+2?", "extra_info": {"interaction_kwargs": {"ground_truth": "4"}}}
         asked("open", "c", Opening(f"{users}/safe_users.py:TeacherInteraction", users_row, 1))
-        answer = asked("say", "c", Said("3"))
+        answer = asked("say", "c", AssistantTurn("3"))
         assert (answer.messages, answer.reward, answer.done) == ([{"role": "user", "content": "wrong"}], 0.0, False)
-        assert asked("say", "c", Said("4")).done
+        assert asked("say", "c", AssistantTurn("4")).done
         pool.close("c")
     finally:
         pool.shutdown()

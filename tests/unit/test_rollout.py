@@ -16,8 +16,8 @@ from spmdrl.data.segment import prompt_segment
 from spmdrl.engines.engine import Completion
 from spmdrl.rewards.base import Reward
 from spmdrl.rl import evaluation
-from spmdrl.rl.environment import AtOnce, Observation, SingleTurn, place_of
-from spmdrl.rl.grading import Grading
+from spmdrl.rl.environment import Observation, SingleTurn, place_of
+from spmdrl.rl.grade import Grading
 from spmdrl.rl.rollout import Rollout
 from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
 from spmdrl.tracking.metrics import Timer
@@ -80,11 +80,11 @@ def rollout(environment, prompts: int = 6, **settings) -> RolloutResult:
     return Rollout(plan, Engine(), Grading(Ones(), tokenizer, True), WORLD, environment).run(Timer())
 
 
-class Fails(AtOnce):
+class Fails(SingleTurn):
     """Some prompts cannot be opened."""
 
     def __init__(self, bad: set[int]):
-        super().__init__(SingleTurn())
+        super().__init__()
         self.bad = bad
 
     def open(self, plan, group, episode):
@@ -107,11 +107,11 @@ def test_groups_that_failed_are_not_enough():
     assert len({e.prompt for e in done.episodes if e.finish == "stop"}) >= 3
 
 
-class Counted(AtOnce):
+class Counted(SingleTurn):
     """Notes how many episodes are open at most."""
 
     def __init__(self, most_open: int):
-        super().__init__(SingleTurn())
+        super().__init__()
         self.most_open, self.open_now, self.most = most_open, 0, 0
 
     def open(self, plan, group, episode):
@@ -130,11 +130,11 @@ def test_no_more_environments_are_open_than_allowed_but_one_group(most_open, see
     assert len(rollout(counted).episodes) == 24 and counted.most == seen
 
 
-class Slow(AtOnce):
+class Slow(SingleTurn):
     """The last prompt's responses are answered after an hour."""
 
     def __init__(self):
-        super().__init__(SingleTurn())
+        super().__init__()
         self.left = []
 
     def answer(self, plan, group, episode, finish):
@@ -167,12 +167,15 @@ def test_a_rollout_that_waits_for_environments_may_be_abandoned(in_order):
     assert done.abandoned and time.monotonic() - began < 20
 
 
-class Shuffled(AtOnce):
+class Shuffled(SingleTurn):
     """Asks for a second turn, and answers in pieces, in an order that depends on the seed, as processes do."""
 
     def __init__(self, seed: int):
-        super().__init__(SimpleNamespace(reply=lambda prompt, episode: None if len(episode.segments) > 2 else SECOND))
+        super().__init__()
         self.draw = random.Random(seed)
+
+    def reply(self, prompt, episode):
+        return None if len(episode.segments) > 2 else SECOND
 
     def poll(self, wait=0.0):
         self.draw.shuffle(self.ready)
@@ -211,7 +214,7 @@ def test_an_evaluation_that_is_cut_short_keeps_the_prompts_that_are_graded(polls
         asked.append(1)
         return len(asked) > polls
 
-    done = rollout(AtOnce(SingleTurn()), may_end=may_end, keeps_graded=keeps)
+    done = rollout(SingleTurn(), may_end=may_end, keeps_graded=keeps)
     assert done.abandoned is (polls < 6 and len(asked) > polls) and done.cut == []
     ended = {e.prompt for e in done.episodes}
     assert len(done.episodes) == 4 * len(ended) and all(e.reward == 1 for e in done.episodes)

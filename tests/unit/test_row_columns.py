@@ -27,7 +27,7 @@ from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.turns import sequences_of
 from spmdrl.env.opening import prompt_of
 from spmdrl.plan.dry_data import data_lines, with_data
-from spmdrl.rl.talks import opening_of
+from spmdrl.rl.conversation_state import opening_of
 from spmdrl.rl.teacher_prompts import teacher_prompts
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import preview

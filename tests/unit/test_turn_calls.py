@@ -9,9 +9,9 @@ from spmdrl.data.prompts import Prompt
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.judge_verdict import _CUT, question, task_of
 from spmdrl.rl.describe import sample_row
-from spmdrl.rl.grading import Grading
+from spmdrl.rl.grade import Grading
 from spmdrl.rl.rollout_plan import PromptGroup
-from spmdrl.rl.turn_calls import CallReader, call_reader
+from spmdrl.rl.tool_calls import CallReader, call_reader
 from spmdrl.tools.conversation_lines import conversation_lines
 from tests.unit.dialogues import templates, tokenizer_for
 

@@ -115,5 +115,39 @@ class Grading:
         """Tell whether all episodes of a group are graded."""
         return all((e.position, e.sample) in self.rewards for e in group.episodes)
 
+    def graded(self, group: PromptGroup, plan: RolloutPlan) -> list[Episode]:
+        """The samples of a group, with their rewards; the greedy episode's is the others' baseline.
+
+        Raises:
+            ValueError: a logp is not finite, unless such samples are skipped.
+        """
+        greedy = self.rewards[group.position, plan.samples] if plan.greedy else Reward(0.0)
+        baseline = greedy.score if greedy.applies else math.nan
+        first = group.episodes[0].experts
+        for episode in group.episodes[: plan.samples]:
+            reward = self.rewards[group.position, episode.sample]
+            episode.reward, episode.parts, episode.timed_out = reward.score, reward.parts, reward.timed_out
+            episode.ungraded = bool(reward.ungraded) or not reward.applies
+            if episode.ungraded:
+                episode.reward = math.nan
+            episode.baseline = baseline
+            if not all(bool(torch.isfinite(s.logp).all()) for s in episode.segments if s.logp is not None):
+                if plan.bad_sample == "stop":
+                    raise ValueError(
+                        f"the engine reported a logp that is not finite for prompt {episode.prompt}, sample "
+                        f"{episode.sample}, at weight version {plan.version}; look at grad_norm of the steps before, "
+                        "or leave such samples out with --filter.bad-sample skip"
+                    )
+                episode.reward = math.nan
+            if not math.isfinite(baseline):
+                # There is nothing to subtract from any sample of this prompt.
+                episode.reward = math.nan
+                episode.ungraded = episode.ungraded or bool(greedy.ungraded) or not greedy.applies
+            if episode.experts is not None and first is not None and episode.experts is not first:
+                # The prompt as the first sample ran it, so that it can be shared.
+                known = min(len(group.prompt.tokens), len(first))
+                episode.experts = torch.cat([first[:known], episode.experts[known:]])
+        return group.episodes[: plan.samples]
+
     def _take(self, graded: list[tuple[object, Reward]]) -> None:
         self.rewards |= {(key[2], key[1]): reward for key, reward in graded if isinstance(key, tuple)}

@@ -1,15 +1,15 @@
-"""The calls of tools that stand in the turns of an episode, read from its tokens in the form in which its environment
-reads them.
+"""Calls of tools: the form in which a policy writes them, whether it can use an environment's tools at all, and the
+calls that stand in the turns of an episode, for samples.jsonl.
 
-Schemas of the tools are not at hand here. Forms that write arguments as plain text (`qwen3_coder`, `glm`) therefore
-give those that are no JSON as text.
+`CallReader` has no schemas of the tools. Forms that write arguments as plain text (`qwen3_coder`, `glm`) therefore give
+those that are no JSON as text.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.config.environment import read_environment
+from spmdrl.config.environment import EnvironmentConfig, read_environment
 from spmdrl.config.schema import Config
 from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import template_text
@@ -19,7 +19,6 @@ from spmdrl.data.template_ends import job_template
 from spmdrl.engines.build import stop_tokens
 from spmdrl.env.calls import Call, parse
 from spmdrl.hub.resolve import resolve
-from spmdrl.rl.tool_forms import form_of
 
 Calls = list[dict[str, Any]]
 """Calls of a turn: each with `name` and `arguments`, or with `error` in the place of the latter."""
@@ -74,3 +73,33 @@ def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     ends = stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
     return CallReader(conversation, form_of(found, conversation), ends, found.turn_tokens)
+
+
+def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
+    """Returns the form that the user named or that the chat template shows; `none` where it shows none.
+
+    Raises:
+        ValueError: there is no such form, or the template shows one that no reader reads.
+    """
+    form = format_of(conversation.render.template) if found.calls == "auto" else found.calls
+    if form not in FORMATS:
+        raise ValueError(f"calls {form!r} (--env): take auto or one of {', '.join(FORMATS)}")
+    return form
+
+
+def unfit(found: EnvironmentConfig, conversation: Conversation, form: str, tools: Collection) -> str:
+    """Returns the reason for which the policy cannot use an environment's tools; empty where it can.
+
+    form: as `form_of` returned it. A template may show no tools where the user named the form: the policy then knows
+    them from elsewhere.
+    """
+    if not tools or found.calls != "auto":
+        return ""
+    if not conversation.render.shows_tools:
+        return conversation.no_tools
+    if form == "none":
+        return (
+            f"{conversation.name} shows no form of calls that is read here: name it by `calls` in the YAML file of "
+            f"--env, one of {', '.join(FORMATS)}"
+        )
+    return ""

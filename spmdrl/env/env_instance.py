@@ -10,7 +10,7 @@ from typing import Any
 
 from spmdrl.config.user_code import place, said
 from spmdrl.data.scores import as_score
-from spmdrl.env.answers import BadRewardError, History, Told, cut_text, finite, told, valid
+from spmdrl.env.answers import BadRewardError, History, ToolResult, cut_text, finite, told, valid
 from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import functions_of
@@ -21,7 +21,7 @@ from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
 from spmdrl.env.turn import AnewError, Turn
 
 
-class Hosted:
+class EnvInstance:
     """An environment. Every request returns the reply's fields as JSON has them, or raises FailedError."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Hosted:
         answer, calls = Turn(), turn["calls"]
         at_once = bool(getattr(self._environment, "parallel_calls", True))
 
-        def made(i: int, call: dict) -> Coroutine[Any, Any, Told]:
+        def made(i: int, call: dict) -> Coroutine[Any, Any, ToolResult]:
             begins = self.begins if again else partial(self.begins, call=i, alone=not at_once)
             return self._call(i, call, answer, begins)
 
@@ -177,7 +177,7 @@ class Hosted:
                 answer.done = not calls
         return answer
 
-    async def _call(self, index: int, call: dict, answer: Turn, begins: Callable[[str, float], None]) -> Told:
+    async def _call(self, index: int, call: dict, answer: Turn, begins: Callable[[str, float], None]) -> ToolResult:
         """Make a call. Whatever the model wrote or the tool does is an answer to the model."""
         late = LateError(self._seconds)
         try:
@@ -205,16 +205,16 @@ class Hosted:
             answer.late.append(index)
             if e.call is not None:
                 answer.going_on.append(e.call)
-            return Told(f"the tool {e}", done=self._settings.on_timeout == "end")
+            return ToolResult(f"the tool {e}", done=self._settings.on_timeout == "end")
         except RaisedError as e:
             if isinstance(e.error, BrokenError | BadRewardError):
                 raise FailedError(f"failed in tool {call['name']}: {e.error}") from None
             answer.counts["failed_calls"] += 1
             return self._told(text_of_error(e.error))
 
-    def _told(self, text: str) -> Told:
+    def _told(self, text: str) -> ToolResult:
         text, was_cut = cut_text(text, self._settings.longest_answer, self._settings.cut)
-        return Told(text, was_cut=was_cut)
+        return ToolResult(text, was_cut=was_cut)
 
     async def _step(self, message: dict, answer: Turn) -> None:
         result = await self._own("step", partial(self._environment.step, message))
