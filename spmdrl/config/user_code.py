@@ -53,11 +53,11 @@ def _imported(path: Path, changed: int) -> ModuleType:
     except SyntaxError as e:
         raise ValueError(f"{e.filename or path}:{e.lineno}: {e.msg}") from e
     except BaseException as e:  # SystemExit too
-        raise ValueError(f"importing {path} raised {said(e)} ({place(e)})") from e
+        raise ValueError(f"importing {path} raised {error_text(e)} ({place(e)})") from e
     return module
 
 
-def said(e: BaseException) -> str:
+def error_text(e: BaseException) -> str:
     """Return type and text of an error on one line; the text of a user's own may itself raise one."""
     try:
         return printable(f"{type(e).__name__}: {e}")[:2000]

@@ -85,8 +85,8 @@ class Batch:
     @property
     def begins(self) -> torch.Tensor:
         """bool [B]: True for the first path of an episode."""
-        told = self.identity
-        return told["path"] % told["paths"] == 0
+        identity = self.identity
+        return identity["path"] % identity["paths"] == 0
 
     @property
     def firsts(self) -> torch.Tensor:

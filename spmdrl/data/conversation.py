@@ -20,11 +20,11 @@ from spmdrl.data.controls import Controls
 from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
 from spmdrl.data.turn_tail import SHAPES, STANDINS, Tail, linked, tail_of
 
-ASKED = {"role": "user", "content": "Xk" + PROBE}
-SAID = {"role": "assistant", "content": STANDINS[0]}
+QUESTION = {"role": "user", "content": "Xk" + PROBE}
+ANSWER = {"role": "assistant", "content": STANDINS[0]}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {"a": "b"}}}
-CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-ANSWERED = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": PROBE}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+TOOL_ANSWER = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": PROBE}
 """Messages with which a template is looked at before any conversation."""
 
 
@@ -39,7 +39,7 @@ class Next:
 
 
 @dataclass
-class _Told:
+class _Marked:
     """Messages in which the text of control tokens is marked."""
 
     dialogue: Dialogue
@@ -75,7 +75,7 @@ class Conversation:
         except TemplateError as e:
             raise self._refused("hold a conversation", e) from e
         self.controls = Controls(tokenizer, self.render.template + self.render.tool_template)
-        self.next([ASKED], SAID, None, [], False, [ASKED])
+        self.next([QUESTION], ANSWER, None, [], False, [QUESTION])
 
     def of(self, more: dict[str, Any]) -> "Conversation":
         """Return the conversation with the variables of the template that a row gives. Raises ValueError."""
@@ -90,22 +90,24 @@ class Conversation:
     def rewrites(self) -> bool:
         """True if the template renders an earlier turn otherwise once a user's message or a tool's answer follows."""
         thought = {"reasoning_content": STANDINS[1]}
-        ends = [([ASKED], said, [ASKED]) for said in (SAID, SAID | thought)]
-        ends += [([ASKED], CALLED | thought, [ANSWERED])]
-        ends += [([ASKED, CALLED | thought, ANSWERED], said, [ASKED]) for said in (SAID, SAID | thought)]
+        ends = [([QUESTION], answer, [QUESTION]) for answer in (ANSWER, ANSWER | thought)]
+        ends += [([QUESTION], CALLING | thought, [TOOL_ANSWER])]
+        ends += [
+            ([QUESTION, CALLING | thought, TOOL_ANSWER], answer, [QUESTION]) for answer in (ANSWER, ANSWER | thought)
+        ]
         return any(self._rewritten(*end) for end in ends)
 
     def _rewritten(self, messages: list[dict], assistant: dict, new: list[dict]) -> bool:
-        told, turn = self._told([*messages, assistant, *new], None), len(messages)
+        marked, turn = self._marked([*messages, assistant, *new], None), len(messages)
         try:
-            self._check_shown(told)
-            return self._changed(told, turn, self._proved(told, turn)[0], None) is not None
+            self._check_shown(marked)
+            return self._changed(marked, turn, self._proved(marked, turn)[0], None) is not None
         except TemplateError:
             return False
 
     def _prove_calls(self) -> None:
         if not self._calls_proved:
-            self.next([ASKED], CALLED, None, [], False, [ANSWERED])
+            self.next([QUESTION], CALLING, None, [], False, [TOOL_ANSWER])
             self._calls_proved = True
 
     @property
@@ -129,17 +131,17 @@ class Conversation:
         """
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a conversation begins with messages, of which the last is to be answered")
-        told = self._told(messages, tools)
+        marked = self._marked(messages, tools)
         try:
-            self._check_shown(told)
-            text = self.render(told.dialogue, True)
+            self._check_shown(marked)
+            text = self.render(marked.dialogue, True)
         except TemplateError as e:
             raise self._refused("begin the conversation", e) from e
         if tools:
             self._prove_calls()
         if tools and not hidden:
-            self._check_tools(told)
-        return self.controls.tokens(text, told.mark)
+            self._check_tools(marked)
+        return self.controls.tokens(text, marked.mark)
 
     def next(
         self, messages: list[dict], assistant: dict, tools: list | None, made: list[int], ended: bool, new: list[dict]
@@ -160,19 +162,19 @@ class Conversation:
         """
         if not new or new[-1]["role"] == "assistant":
             raise ValueError("an assistant's turn is followed by messages, of which the last is to be answered")
-        told, turn = self._told([*messages, assistant, *new], tools), len(messages)
-        tail, refusal = self._proved(told, turn)
+        marked, turn = self._marked([*messages, assistant, *new], tools), len(messages)
+        tail, refusal = self._proved(marked, turn)
         if self.history == "branch":
             try:
-                text = self._changed(told, turn, tail, self.text_of(made, ended))
+                text = self._changed(marked, turn, tail, self.text_of(made, ended))
                 if text is not None:
-                    self._check_shown(told)
-                    return Next([], self.controls.tokens(text, told.mark))
+                    self._check_shown(marked)
+                    return Next([], self.controls.tokens(text, marked.mark))
             except TemplateError as e:
                 refusal = refusal or e
         if tail is None:
             raise self._refused("go on after an assistant's turn", refusal) from refusal
-        return Next(self._appended(tail, told.mark, made, ended))
+        return Next(self._appended(tail, marked.mark, made, ended))
 
     def _refused(self, what: str, error: TemplateError | None) -> ValueError:
         helps = "<|im_end|>" in self.tokenizer.get_added_vocab() and self.template != CHATML
@@ -183,13 +185,13 @@ class Conversation:
             f"of the tokenizer ends the turns{branch}"
         )
 
-    def _told(self, messages: list[dict], tools: list | None) -> _Told:
+    def _marked(self, messages: list[dict], tools: list | None) -> _Marked:
         messages, tools, mark = self.controls.marked(linked(messages), tools)
-        return _Told(Dialogue(messages, tools, self.more), mark)
+        return _Marked(Dialogue(messages, tools, self.more), mark)
 
-    def _check_shown(self, told: _Told) -> None:
+    def _check_shown(self, marked: _Marked) -> None:
         """Raise TemplateError if the template leaves out a message. Each sequence of roles is looked at once."""
-        messages, tools = told.dialogue.messages, told.dialogue.tools
+        messages, tools = marked.dialogue.messages, marked.dialogue.tools
         key = (tuple((m["role"], len(m.get("tool_calls") or [])) for m in messages), bool(tools))
         if key in self._shown:
             return
@@ -200,9 +202,9 @@ class Conversation:
                 raise TemplateError(f"it does not show message {i + 1} ({message['role']})")
         self._shown.add(key)
 
-    def _check_tools(self, told: _Told) -> None:
+    def _check_tools(self, marked: _Marked) -> None:
         """Raise ValueError if the prompt leaves out a tool. Each sequence of roles is looked at once."""
-        messages, tools = told.dialogue.messages, told.dialogue.tools or []
+        messages, tools = marked.dialogue.messages, marked.dialogue.tools or []
         key = (tuple(m["role"] for m in messages), len(tools))
         if key in self._tools_shown:
             return
@@ -213,9 +215,9 @@ class Conversation:
             raise ValueError(self.no_tools)
         self._tools_shown.add(key)
 
-    def _proved(self, told: _Told, turn: int) -> tuple[Tail | None, TemplateError | None]:
+    def _proved(self, marked: _Marked, turn: int) -> tuple[Tail | None, TemplateError | None]:
         """Return the tail by the first shape of stand-ins with which it can be proved; else why it cannot."""
-        messages = told.dialogue.messages
+        messages = marked.dialogue.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
         shapes = SHAPES if calls or answers else SHAPES[-1:]
@@ -223,7 +225,7 @@ class Conversation:
         refusal = None
         for shape in sorted(shapes, key=lambda shape: shape != self._shapes.get(key)):
             try:
-                tail = tail_of(self.render, self.controls.pattern, told.dialogue, turn, shape, self._ends)
+                tail = tail_of(self.render, self.controls.pattern, marked.dialogue, turn, shape, self._ends)
             except TemplateError as e:
                 refusal = e
                 continue
@@ -231,18 +233,18 @@ class Conversation:
             return tail, None
         return None, refusal
 
-    def _changed(self, told: _Told, turn: int, tail: Tail | None, said: str | None) -> str | None:
+    def _changed(self, marked: _Marked, turn: int, tail: Tail | None, sampled_text: str | None) -> str | None:
         """Return the text of the next prompt if the template renders in it otherwise what is before; else None.
 
-        said: text of the sampled turn without its end. Nothing has changed where the template shows it, and something
-        has where it shows none of the turn's thought.
+        sampled_text: text of the sampled turn without its end. Nothing has changed where the template shows it, and
+        something has where it shows none of the turn's thought.
         """
-        dialogue = told.dialogue
+        dialogue = marked.dialogue
         text, before = self.render(dialogue, True), self.render(dialogue.upto(turn), True)
         if tail is None or not text.startswith(before):
             return text
-        if said is not None:
-            if text[len(before) :].replace(told.mark, "").startswith(said):
+        if sampled_text is not None:
+            if text[len(before) :].replace(marked.mark, "").startswith(sampled_text):
                 return None
             thought = next(
                 (dialogue.messages[turn][key] for key in THOUGHT_KEYS if dialogue.messages[turn].get(key)), ""

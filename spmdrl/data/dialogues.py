@@ -169,7 +169,7 @@ def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) 
     tools, more = tools_of(row, columns.tools), variables_of(row)
     trained = [_trained(i, message) for i, message in enumerate(messages, 1)]
     for i, message in enumerate(messages, 1):
-        if message["role"] == "assistant" and not message.get("tool_calls") and not _said(message["content"]):
+        if message["role"] == "assistant" and not message.get("tool_calls") and not _has_text(message["content"]):
             raise RowError(f"message {i} (assistant) is empty")
     plain = [{k: v for k, v in message.items() if k not in TRAINED} for message in messages]
     return Example(Dialogue(plain, tools, more), trained)
@@ -181,7 +181,7 @@ def earlier(row: dict) -> list[dict]:
     return messages_of(found) if found else []
 
 
-def _said(content: Any) -> bool:
+def _has_text(content: Any) -> bool:
     if isinstance(content, list):
         return any(isinstance(part, dict) and str(part.get("text") or "").strip() for part in content)
     return bool(str(content).strip())
@@ -219,21 +219,21 @@ def _message(i: int, message: Any) -> dict:
     if isinstance(content, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         raise RowError(f"message {i} has parts that are not text, which no model here reads")
     # A tool may answer nothing.
-    if role not in ("assistant", "tool") and not _said(content):
+    if role not in ("assistant", "tool") and not _has_text(content):
         raise RowError(f"message {i} ({role}) is empty")
     return out | {"content": content}
 
 
 def _trained(i: int, message: dict) -> bool | None:
-    said = {key: message[key] for key in TRAINED if key in message}
-    for key, value in said.items():
+    flags = {key: message[key] for key in TRAINED if key in message}
+    for key, value in flags.items():
         if value not in (0, 1):
             raise RowError(f"message {i} has {key} {value!r}: it must be 0 or 1")
         if value and message["role"] != "assistant":
             raise RowError(f"message {i} ({message['role']}) has {key} {value}: only an assistant's is trained")
-    if len(set(map(bool, said.values()))) > 1:
-        raise RowError(f"message {i} has {said}, which disagree")
-    return bool(next(iter(said.values()))) if said else None
+    if len(set(map(bool, flags.values()))) > 1:
+        raise RowError(f"message {i} has {flags}, which disagree")
+    return bool(next(iter(flags.values()))) if flags else None
 
 
 def kind_of(value: Any) -> str:

@@ -26,8 +26,8 @@ class Path:
 
     def pack(self, pick: Callable[[Segment], torch.Tensor]) -> torch.Tensor:
         """Returns what `pick` gives of each segment; one that an earlier path has is given to it as an observed one."""
-        told = zip(self.segments, self.first, strict=True)
-        return torch.cat([pick(s if first else replace(s, logp=None, version=0)) for s, first in told])
+        pieces = zip(self.segments, self.first, strict=True)
+        return torch.cat([pick(s if first else replace(s, logp=None, version=0)) for s, first in pieces])
 
     def spread(self, values: list[int]) -> torch.Tensor:
         """Repeat a number per segment for each of its tokens: int64 [L]."""
@@ -86,6 +86,6 @@ def parents(episode: Episode) -> list[int]:
     for i, s in enumerate(episode.segments):
         if out[s.turn] == BY_PATH:
             before = [episode.segments[j] for j in episode.path_to(episode.before(i))]
-            told = [earlier.turn for earlier in before if earlier.sampled and earlier.turn != s.turn]
-            out[s.turn] = s.parent if s.parent != BY_PATH else told[-1] if told else -1
+            sampled_turns = [earlier.turn for earlier in before if earlier.sampled and earlier.turn != s.turn]
+            out[s.turn] = s.parent if s.parent != BY_PATH else sampled_turns[-1] if sampled_turns else -1
     return out

@@ -43,7 +43,7 @@ class Prompt:
     """verl's extra_info, or the row's other columns (JSON-able)."""
     text: str
     """The text that the model sees, for logs."""
-    asked: str | list = ""
+    content: str | list = ""
     """The prompt before the chat template: text, or chat messages (JSON-able)."""
     reply: str = ""
     """The start of the reply, with which the prompt ends (`--data.prefill`)."""
@@ -86,7 +86,7 @@ class PromptSet:
     def _digest(self) -> str:
         h = hashlib.sha256()
         for p in self.prompts:
-            read = p.tokens or [p.asked, p.extra]
+            read = p.tokens or [p.content, p.extra]
             h.update(json.dumps([p.index, read, p.ground_truth]).encode())
         return h.hexdigest()
 
@@ -146,8 +146,10 @@ def load_prompts(
         left.append(without)
         if render and not begun and (prompt.tools or prompt.more) and looked < LOOKED:
             looked += 1
-            asked = prompt.asked if isinstance(prompt.asked, list) else [{"role": "user", "content": prompt.asked}]
-            hidden += unshown(render, Dialogue(asked, prompt.tools, prompt.more))
+            messages = (
+                prompt.content if isinstance(prompt.content, list) else [{"role": "user", "content": prompt.content}]
+            )
+            hidden += unshown(render, Dialogue(messages, prompt.tools, prompt.more))
         n = len(prompt.tokens)
         shortest = min(shortest or n, n)
         if n <= max_prompt_tokens:
@@ -161,9 +163,9 @@ def load_prompts(
         )
     made = spec.partition(":")[0] in ("builtin", "reasoning-gym")
     beside, unread = ((), tuple(over)) if verl else (tuple(over), ())
-    told = ((), ()) if made else (beside, unread)
+    columns = ((), ()) if made else (beside, unread)
     lines = (*left_lines(left), *filter(None, [unshown_line(hidden), refused_line(refused)]))
-    return PromptSet(prompts, len(source.rows) - len(prompts) - len(refused), spec, *told, lines, source.where)
+    return PromptSet(prompts, len(source.rows) - len(prompts) - len(refused), spec, *columns, lines, source.where)
 
 
 def _from_row(
@@ -178,7 +180,7 @@ def _from_row(
         *column_names(data.prefill),
     }
     chat = _renders(data, tokenizer)
-    told, left = rendered_columns(Row(row), read, chat or begun, begun)
+    shown, left = rendered_columns(Row(row), read, chat or begun, begun)
     if verl:
         prompt, truth, extra = _verl_columns(row)
         read |= {"prompt", "reward_model", "extra_info"}
@@ -188,18 +190,18 @@ def _from_row(
         prompt = _column(row, data.prompt_column, "--data.prompt-column")
         truth = _column(row, data.answer_column, "--data.answer-column") if data.answer_column else None
         extra = {k: v for k, v in row.items() if k not in (data.prompt_column, data.answer_column, "data_source")}
-    prompt = _asked(prompt)
+    prompt = _content(prompt)
     if data.template:
         prompt = around_prompt(prompt, row, data.template)
     prefill = with_values("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
-    more, tools = variables_of(told), None
+    more, tools = variables_of(shown), None
     opening = None
     if begun:
-        whole = with_columns(prompt, told)
+        whole = with_columns(prompt, shown)
         opening = whole if isinstance(whole, list) and whole != prompt else None
         tokens, text = [], prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
     else:
-        prompt, tools = with_columns(prompt, told), tools_of(told)
+        prompt, tools = with_columns(prompt, shown), tools_of(shown)
         how = {"prefill": prefill, "chat": data.chat, "chat_template": data.chat_template}
         own = template_kwargs(data) | more
         tokens, text = encode(tokenizer, prompt, system=data.system, tools=tools, more=own, **how)
@@ -209,7 +211,7 @@ def _from_row(
         json.dumps(truth := json_able(truth))
     except TypeError as e:
         raise ValueError(f"the ground truth cannot be written as JSON ({e}): change --data.answer-column") from e
-    read |= told.read - left.keys()
+    read |= shown.read - left.keys()
     made = Prompt(
         index=index,
         tokens=tokens,
@@ -217,7 +219,7 @@ def _from_row(
         data_source=str(row.get("data_source") or source.name),
         extra={str(k): v for k, v in ((k, json_able(v)) for k, v in extra.items()) if _is_json(v)},
         text=text,
-        asked=prompt if _is_json(prompt) else "",
+        content=prompt if _is_json(prompt) else "",
         reply=prefill,
         chat=chat,
         tools=tools,
@@ -237,7 +239,7 @@ def _renders(data: DataConfig, tokenizer) -> bool:
     return data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
 
 
-def _asked(prompt: object) -> str | list:
+def _content(prompt: object) -> str | list:
     """Return the prompt of a row: text, or messages without the keys that a table fills with None."""
     prompt = listed(prompt)
     if isinstance(prompt, list):

@@ -62,8 +62,8 @@ class Renderer:
             if not self._shows([{"role": "user", "content": PROBE}]):
                 raise TemplateError("the chat template does not show the message of a user")
         call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
-        asked = {"role": "user", "content": "a"}
-        if not self._shows([asked, {"role": "assistant", "content": "", "tool_calls": [call]}]):
+        question = {"role": "user", "content": "a"}
+        if not self._shows([question, {"role": "assistant", "content": "", "tool_calls": [call]}]):
             self.json_arguments = True
 
     def _shows(self, messages: list[dict], tools: list | None = None) -> bool:
@@ -76,8 +76,8 @@ class Renderer:
     def shows_tools(self) -> bool:
         """True if the template shows tools before a question, of itself or beside a message of the system."""
         tool = {"type": "function", "function": {"name": PROBE, "description": "a", "parameters": {"type": "object"}}}
-        asked = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
-        return any(self._shows(messages, [tool]) for messages in (asked[1:], asked))
+        question = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
+        return any(self._shows(messages, [tool]) for messages in (question[1:], question))
 
     @cached_property
     def marked(self) -> bool:
@@ -102,10 +102,10 @@ class Renderer:
             {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": {"a": "1" + name}}}
             for i, name in enumerate(names)
         ]
-        asked = {"role": "user", "content": "a"}
+        question = {"role": "user", "content": "a"}
         try:
-            text = self(Dialogue([asked, {"role": "assistant", "content": "", "tool_calls": calls}]))
-            plain = self(Dialogue([asked, {"role": "assistant", "content": PROBE}]))
+            text = self(Dialogue([question, {"role": "assistant", "content": "", "tool_calls": calls}]))
+            plain = self(Dialogue([question, {"role": "assistant", "content": PROBE}]))
         except TemplateError:
             return frozenset()
         start, end = text.rfind("1" + names[0]), text.find(names[1])
@@ -128,7 +128,7 @@ class Renderer:
         text, places = self._render(dialogue, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in places if end > start]
 
-    def _render(self, dialogue: Dialogue, **asked: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, dialogue: Dialogue, **options: bool) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -136,7 +136,7 @@ class Renderer:
                 [[self.shaped(m) for m in dialogue.messages]],
                 tools=dialogue.tools or None,
                 chat_template=self.tool_template if dialogue.tools else self.template,
-                **(self.tokenizer.special_tokens_map | variables(self.more | dialogue.more) | asked),
+                **(self.tokenizer.special_tokens_map | variables(self.more | dialogue.more) | options),
             )
         except Exception as e:  # jinja raises its own errors, and templates raise any
             raise TemplateError(f"the chat template refuses it ({type(e).__name__}: {' '.join(str(e).split())})") from e

@@ -58,11 +58,11 @@ def system_of(row: dict) -> list[dict]:
     found = {name: row.get(name) for name in SYSTEMS if row.get(name)}
     if len({str(text).strip() for text in found.values()}) > 1:
         raise RowError(f"its columns {' and '.join(found)} differ: a dialogue has one message of the system")
-    said = [("system", text) for text in list(found.values())[:1]] + [("developer", row.get(DEVELOPER))]
-    for role, text in said:
+    texts = [("system", text) for text in list(found.values())[:1]] + [("developer", row.get(DEVELOPER))]
+    for role, text in texts:
         if text and not isinstance(text, str):
             raise RowError(f"its {role} message is {type(text).__name__} ({str(text)[:40]!r}), not text")
-    return [{"role": role, "content": text} for role, text in said if text and str(text).strip()]
+    return [{"role": role, "content": text} for role, text in texts if text and str(text).strip()]
 
 
 def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:

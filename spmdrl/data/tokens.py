@@ -77,14 +77,14 @@ def _in_pieces(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Mas
         ids += piece
         flags += [any(a <= start and end <= b for a, b in trained)] * len(piece)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if _said(tokenizer, ids) != _said(tokenizer, whole):
+    if _text(tokenizer, ids) != _text(tokenizer, whole):
         raise TemplateError(
             "a token lies across the border of a turn, and this tokenizer does not give the same text in pieces"
         )
     return _masked(ids, torch.tensor(flags, dtype=torch.bool))
 
 
-def _said(tokenizer: Any, ids: list[int]) -> str:
+def _text(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

@@ -29,7 +29,7 @@ def end_of_turn(
     if len(others) > same:
         return "last", others[-1]
     if len(ours) > same:
-        said = ours[same - 1].end() if same else len(alone.rstrip())
-        if followed[:said] == alone[:said] and not followed[said : ours[same].start()].strip():
+        length = ours[same - 1].end() if same else len(alone.rstrip())
+        if followed[:length] == alone[:length] and not followed[length : ours[same].start()].strip():
             return "next", ours[same]
     return "none", None

@@ -76,7 +76,7 @@ def _id(place: int) -> str:
 
 
 def tail_of(
-    render: Renderer, controls: re.Pattern[str], told: Dialogue, turn: int, shape: str, ends: dict[tuple, str]
+    render: Renderer, controls: re.Pattern[str], whole: Dialogue, turn: int, shape: str, ends: dict[tuple, str]
 ) -> Tail:
     """Return the text that follows the assistant's turn at index `turn` of a dialogue; messages after it are answers.
 
@@ -85,19 +85,19 @@ def tail_of(
     Raises:
         TemplateError: the template refuses the stand-ins, or one of the proofs fails; the message says which.
     """
-    new = told.messages[turn + 1 :]
-    past = [Dialogue(_standins(told.messages, turn, which, shape), told.tools, told.more) for which in (0, 1)]
-    asked = [render(_and(dialogue, new), True) for dialogue in past]
-    if not all(said in text for said, text in zip(STANDINS, asked, strict=True)):
+    new = whole.messages[turn + 1 :]
+    past = [Dialogue(_standins(whole.messages, turn, which, shape), whole.tools, whole.more) for which in (0, 1)]
+    texts = [render(_and(dialogue, new), True) for dialogue in past]
+    if not all(standin in text for standin, text in zip(STANDINS, texts, strict=True)):
         raise TemplateError("it does not show the assistant's turn")
-    after = _after_standins(asked)
+    after = _after_standins(texts)
     with_call = bool(past[0].messages[-1].get("tool_calls"))
     if (shape, with_call) not in ends:
         ends[shape, with_call] = _after_standins([render(dialogue) for dialogue in past])
     alone = ends[shape, with_call]
     probes = [f"{PROBE}{i:03d}" for i in range(len(new))]
     other = render(_and(past[0], [m | {"content": probe} for m, probe in zip(new, probes, strict=True)]), True)
-    before = asked[0].removesuffix(after)
+    before = texts[0].removesuffix(after)
     if not other.startswith(before):
         raise TemplateError("it renders a turn otherwise when the answer to it changes")
     for message, probe in zip(new, probes, strict=True):
@@ -133,17 +133,17 @@ def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[d
         made = [
             {"id": key, "type": "function", "function": {"name": name, "arguments": {"a": text}}} for key, name in calls
         ]
-        said = {"role": "assistant", "content": "" if made and shape != "text and calls" else text}
+        standin = {"role": "assistant", "content": "" if made and shape != "text and calls" else text}
         # The second stand-in has a thought and the first none, so that what follows depends on none either.
-        thought = {"reasoning_content": THOUGHT} if which and not (made and said["content"]) else {}
-        out.append(said | ({"tool_calls": made} if made else {}) | thought)
+        thought = {"reasoning_content": THOUGHT} if which and not (made and standin["content"]) else {}
+        out.append(standin | ({"tool_calls": made} if made else {}) | thought)
     return out
 
 
 def _after_standins(texts: list[str]) -> str:
     """Return the end that the renderings share, which must begin where the stand-ins end."""
     shared = commonprefix([text[::-1] for text in texts])[::-1]
-    if not all(text.removesuffix(shared).endswith(said) for text, said in zip(texts, STANDINS, strict=True)):
+    if not all(text.removesuffix(shared).endswith(standin) for text, standin in zip(texts, STANDINS, strict=True)):
         raise TemplateError("the text that it puts after an assistant's turn depends on what the assistant said")
     return shared
 

@@ -195,8 +195,8 @@ def _ended(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, boo
     kind, end, follows = _end_before(render, dialogue.upto(i + 1), after[0], written, tail)
     if end is None and (brief := without_thought(dialogue.messages[i])):
         # The template may drop the thought as soon as a message follows; what begins that message stays the same.
-        told = dialogue.upto(i).then(brief)
-        kind, end, _ = _end_before(render, told, after[0], text := render(told), _tail(render, text))
+        shorter = dialogue.upto(i).then(brief)
+        kind, end, _ = _end_before(render, shorter, after[0], text := render(shorter), _tail(render, text))
         return (written + end.group(), True) if kind == "next" and end else (written, False)
     if end is None:
         return written, False
@@ -213,10 +213,10 @@ def _tail(render: Renderer, text: str) -> int:
     return tail
 
 
-def _end_before(render: Renderer, told: Dialogue, after: dict, written: str, tail: int):
+def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str, tail: int):
     """Return what `end_of_turn` says of the last turn of a dialogue, and the rendering with the message after it."""
     try:
-        follows = render(told.then(after))
+        follows = render(dialogue.then(after))
     except TemplateError:
         follows = written
     followed = follows[tail:] if follows.startswith(written[:tail]) else ""

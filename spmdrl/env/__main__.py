@@ -26,18 +26,18 @@ PROG = "python -m spmdrl.env"
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 1 after a failure of the environment, 2 after a mistake of the user."""
-    asked = _parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
-        if asked.command == "init":
-            file, test = scaffold(asked.name)
+        if args.command == "init":
+            file, test = scaffold(args.name)
             print(f"wrote {file} and {test}; test it with: python -m pytest {test}")
             return 0
-        return _try(asked)
+        return _try(args)
     except ValueError as error:
-        print(f"{PROG} {asked.command}: {error}", file=sys.stderr)
+        print(f"{PROG} {args.command}: {error}", file=sys.stderr)
         return 2
     except PlayError as error:
-        print(f"{PROG} {asked.command}: {error}", file=sys.stderr)
+        print(f"{PROG} {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print()
@@ -68,35 +68,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _try(asked: argparse.Namespace) -> int:
-    row, found = _row(asked.row), read_environment(asked.name)
+def _try(args: argparse.Namespace) -> int:
+    row, found = _row(args.row), read_environment(args.name)
     if found.environment == ROWS:
-        raise ValueError(f"{asked.name}: each row names its environment; name the one of a row")
-    settings = found.settings | _settings(asked.set)
-    asked.turns = found.max_turns if asked.turns is None else asked.turns
-    asked.format = asked.format or ("" if found.calls == "auto" else found.calls)
+        raise ValueError(f"{args.name}: each row names its environment; name the one of a row")
+    settings = found.settings | _settings(args.set)
+    args.turns = found.max_turns if args.turns is None else args.turns
+    args.format = args.format or ("" if found.calls == "auto" else found.calls)
     for flag in ("episodes", "turns", "max_new_tokens"):
-        if getattr(asked, flag) < 1:
+        if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} must be 1 or more")
-    if asked.temperature < 0:
+    if args.temperature < 0:
         raise ValueError("--temperature must be 0 or more")
-    if asked.format not in ("", *FORMATS):
-        raise ValueError(f"--format {asked.format!r}: take one of {', '.join(FORMATS)}")
-    if asked.python and not shutil.which(asked.python):
-        raise ValueError(f"--python {asked.python}: there is no such interpreter")
-    with Play(found.environment, settings, limits_of(found, asked.python)) as play:
-        print(f"{asked.name}: {play.hello}")
-        if not asked.model:
-            by_hand(play, row, asked.seed)
+    if args.format not in ("", *FORMATS):
+        raise ValueError(f"--format {args.format!r}: take one of {', '.join(FORMATS)}")
+    if args.python and not shutil.which(args.python):
+        raise ValueError(f"--python {args.python}: there is no such interpreter")
+    with Play(found.environment, settings, limits_of(found, args.python)) as play:
+        print(f"{args.name}: {play.hello}")
+        if not args.model:
+            by_hand(play, row, args.seed)
             return 0
         from spmdrl.env.by_model import by_model, load_speaker
 
-        speaker = load_speaker(asked.model, asked.format, asked.max_new_tokens, asked.temperature, asked.seed)
+        speaker = load_speaker(args.model, args.format, args.max_new_tokens, args.temperature, args.seed)
         total = 0.0
-        for number in range(asked.episodes):
-            print(f"\n-- episode {number + 1}, seed {asked.seed + number}")
-            total += by_model(play, speaker, row, asked.seed + number, asked.turns)
-        print(f"\n{asked.episodes} episodes, {total / asked.episodes:g} on average")
+        for number in range(args.episodes):
+            print(f"\n-- episode {number + 1}, seed {args.seed + number}")
+            total += by_model(play, speaker, row, args.seed + number, args.turns)
+        print(f"\n{args.episodes} episodes, {total / args.episodes:g} on average")
         return 0
 
 

@@ -50,7 +50,7 @@ class ToolResult:
     was_cut: bool = False
 
 
-def told(result: object, longest: int, cut: str) -> ToolResult:
+def tool_result(result: object, longest: int, cut: str) -> ToolResult:
     """Return a tool's result as text of `longest` characters at most, and a note where it was cut.
 
     result: an `Answer`, `(text, reward)`, or a value as `text` of an Answer: a text, bytes (UTF-8), a JSON value, or an

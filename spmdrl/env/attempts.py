@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.config.user_code import said
+from spmdrl.config.user_code import error_text
 from spmdrl.data.builtin import nearest
 from spmdrl.data.reasoning import answer_of, graded, score
 from spmdrl.data.scores import is_right
@@ -65,7 +65,7 @@ class Attempts:
             made = reasoning_gym.create_dataset(self._task, **config)
             entry = made[0]
         except Exception as e:  # each task checks its settings in its own way
-            raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({said(e)})") from e
+            raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({error_text(e)})") from e
         self._score = lambda answer: graded(made, entry, answer)
         return opening(row, f"{entry['question']}\n\n{ASK}")
 

@@ -46,15 +46,15 @@ def by_model(
         write(message_line(message))
     total, done = 0.0, False
     for _ in range(turns):
-        said = parse_turn(speaker.speak(messages, opened.tools), speaker.format or "none", opened.tools)
-        if said.thought:
-            write(plain(f"assistant (thought): {said.thought}"))
-        if said.content or not said.calls:
-            write(message_line(said.message))
-        for call in said.calls:
+        turn = parse_turn(speaker.speak(messages, opened.tools), speaker.format or "none", opened.tools)
+        if turn.thought:
+            write(plain(f"assistant (thought): {turn.thought}"))
+        if turn.content or not turn.calls:
+            write(message_line(turn.message))
+        for call in turn.calls:
             write(f"assistant calls {call_line(call)}")
-        reply = play.turn(said)
-        messages = [*([] if reply.anew else [*messages, said.message]), *reply.messages]
+        reply = play.turn(turn)
+        messages = [*([] if reply.anew else [*messages, turn.message]), *reply.messages]
         if reply.anew:
             write(ANEW)
         for message in reply.messages:

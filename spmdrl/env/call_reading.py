@@ -98,8 +98,8 @@ def call_of(value: Any) -> Call:
     given = next((value[key] for key in ("arguments", "parameters") if key in value), None)
     if given is None:
         raise MalformedError('it has no "arguments"', name)
-    said = value.get("id")
-    return Call(name, arguments_of(given, name), said if isinstance(said, str) else "")
+    own_id = value.get("id")
+    return Call(name, arguments_of(given, name), own_id if isinstance(own_id, str) else "")
 
 
 def broken(error: MalformedError) -> Call:

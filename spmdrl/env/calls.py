@@ -64,27 +64,27 @@ def _apart(text: str, mark: str) -> tuple[str, str]:
 def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
     """Return an assistant's turn, read, with its message. Arguments and errors: see `parse`."""
     content, calls, thought = parse(text, format, tools)
-    said = AssistantTurn(content, calls, thought=thought)
-    said.message = as_message(said)
-    return said
+    turn = AssistantTurn(content, calls, thought=thought)
+    turn.message = as_message(turn)
+    return turn
 
 
-def as_message(said: AssistantTurn) -> dict[str, Any]:
+def as_message(turn: AssistantTurn) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's form, for chat templates.
 
     Arguments are objects, not JSON text. A malformed call stands there too, without arguments, so that the answer to
     it follows a call; a block of code does not, as it stands in the content.
     """
-    message: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.thought:
-        message["reasoning_content"] = said.thought
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.thought:
+        message["reasoning_content"] = turn.thought
     calls = [
         {
             "id": call.id,
             "type": "function",
             "function": {"name": call.name or "malformed_call", "arguments": call.arguments or {}},
         }
-        for call in said.calls
+        for call in turn.calls
         if not call.inline
     ]
     return message | {"tool_calls": calls} if calls else message
@@ -125,12 +125,12 @@ def _rendered_call(template: str) -> str:
     from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 
     call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
-    asked = [{"role": "user", "content": "a"}]
+    question = [{"role": "user", "content": "a"}]
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     tokens: dict[str, str] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
     try:
         render = Renderer(_Bare(template, tokens), template)
-        before, whole = render(Dialogue(asked), ask=True), render(Dialogue([*asked, turn]))
+        before, whole = render(Dialogue(question), ask=True), render(Dialogue([*question, turn]))
     except TemplateError:
         return ""
     added = whole[len(os.path.commonprefix([before, whole])) :]

@@ -132,8 +132,8 @@ def open_corpus(path: str, cache: str = CACHE) -> Corpus:
         about = os.stat(file)
     except OSError as error:
         raise ValueError(f"cannot read the corpus {path!r} ({error.strerror})") from None
-    said = json.dumps([str(file), about.st_size, about.st_mtime_ns])
-    folder = Path(cache).expanduser() / f"{file.stem}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    facts = json.dumps([str(file), about.st_size, about.st_mtime_ns])
+    folder = Path(cache).expanduser() / f"{file.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     with _lock:
         if folder not in _open:
             _open[folder] = Corpus(file, folder)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from spmdrl.config.user_code import place, said
+from spmdrl.config.user_code import error_text, place
 from spmdrl.data.scores import as_score
-from spmdrl.env.answers import BadRewardError, History, ToolResult, cut_text, finite, told, valid
+from spmdrl.env.answers import BadRewardError, History, ToolResult, cut_text, finite, tool_result, valid
 from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import functions_of
@@ -192,14 +192,14 @@ class EnvInstance:
             made = tool.bound(call["arguments"])
             what = f"tool {tool.name}"
             result = await self._limits.run(what, self._seconds, begins, made)
-            as_text = partial(told, result, self._settings.longest_answer, self._settings.cut)
+            as_text = partial(tool_result, result, self._settings.longest_answer, self._settings.cut)
             if isinstance(result, str | bytes):
                 return as_text()
             # The text of anything else may take long, and that of an object is its own code.
             return await self._limits.run(what, self._seconds, begins, as_text)
         except ArgumentsError as e:
             answer.counts["malformed"] += 1
-            return self._told(str(e))
+            return self._result(str(e))
         except LateError as e:
             answer.counts["timeouts"] += 1
             answer.late.append(index)
@@ -210,9 +210,9 @@ class EnvInstance:
             if isinstance(e.error, BrokenError | BadRewardError):
                 raise FailedError(f"failed in tool {call['name']}: {e.error}") from None
             answer.counts["failed_calls"] += 1
-            return self._told(text_of_error(e.error))
+            return self._result(text_of_error(e.error))
 
-    def _told(self, text: str) -> ToolResult:
+    def _result(self, text: str) -> ToolResult:
         text, was_cut = cut_text(text, self._settings.longest_answer, self._settings.cut)
         return ToolResult(text, was_cut=was_cut)
 
@@ -248,7 +248,7 @@ class EnvInstance:
             raise FailedError(f"{e} in {what}") from None
         except RaisedError as e:
             where = "" if isinstance(e.error, BrokenError) else f" ({place(e.error)})"
-            raise FailedError(f"failed in {what}: {said(e.error)}{where}") from None
+            raise FailedError(f"failed in {what}: {error_text(e.error)}{where}") from None
 
     async def _offered(self) -> dict[str, Tool]:
         """Return its tools by name."""
@@ -273,7 +273,7 @@ class EnvInstance:
         try:
             return "" if value is None else digest(value)
         except (TypeError, ValueError, RecursionError) as e:
-            raise FailedError(f"returned from state_key what is no JSON value: {said(e)}") from None
+            raise FailedError(f"returned from state_key what is no JSON value: {error_text(e)}") from None
 
     async def _saved(self) -> dict[str, str]:
         """Return its state as JSON text, or why it cannot be saved."""
@@ -285,6 +285,6 @@ class EnvInstance:
         except LateError as e:
             return {"unsaved": f"state {e}"}
         except RaisedError as e:
-            return {"unsaved": f"state raised {said(e.error)}"}
+            return {"unsaved": f"state raised {error_text(e.error)}"}
         except (TypeError, ValueError, RecursionError) as e:
-            return {"unsaved": f"state is no JSON value: {said(e)}"}
+            return {"unsaved": f"state is no JSON value: {error_text(e)}"}

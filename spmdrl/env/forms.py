@@ -29,7 +29,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from spmdrl.config.fields import nearest
-from spmdrl.config.user_code import import_file, place, said
+from spmdrl.config.user_code import error_text, import_file, place
 from spmdrl.env import gyms, verl_form
 from spmdrl.env.operations import by_name, methods_of, tool_of
 from spmdrl.env.trl import FromTRL, Functions, is_trl
@@ -169,7 +169,7 @@ def _module(module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except BaseException as e:  # SystemExit too
-        raise ValueError(f"importing {module_name} raised {said(e)} ({place(e)})") from e
+        raise ValueError(f"importing {module_name} raised {error_text(e)} ({place(e)})") from e
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from spmdrl.config.user_code import said
+from spmdrl.config.user_code import error_text
 from spmdrl.env.attempts import Attempts
 from spmdrl.env.gym_envs import Gym, Skyrl, TextArena
 
@@ -67,7 +67,7 @@ def _made(make: Callable[..., Any], name: str, settings: dict[str, Any]) -> Any:
     try:
         return make(**settings)
     except Exception as e:  # the libraries have many of their own
-        raise ValueError(f"{name} cannot be made with the settings {settings} ({said(e)})") from e
+        raise ValueError(f"{name} cannot be made with the settings {settings} ({error_text(e)})") from e
 
 
 def _prefix(name: str) -> str:

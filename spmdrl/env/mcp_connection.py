@@ -156,7 +156,7 @@ class Connection:
             self.task.cancel()
             self.ready.set()
 
-    def told(self, error: BaseException) -> str:
+    def error_text(self, error: BaseException) -> str:
         """Return an error as text without secrets."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

@@ -100,7 +100,7 @@ class Mcp:
         except LateError:
             raise McpError(f"the tool did not answer within {self.timeout:g} s") from None
         except Exception as error:
-            why = connection.told(error)
+            why = connection.error_text(error)
             raise McpError(f"the MCP server ended during the call: {why}" if connection.ended else why) from None
         if failed:
             raise McpError(connection.without_secrets(text) or "the tool failed")
@@ -127,9 +127,9 @@ class Mcp:
                 on_loop(connection.leave(), None)
                 late = isinstance(error, LateError)
                 slow = f"it did not list its tools within {self.connect:g} s, which its setting `connect` changes"
-                why = slow if late else connection.told(error)
-                if said := connection.complaints():
-                    why += f" (it said: {said})"
+                why = slow if late else connection.error_text(error)
+                if complaints := connection.complaints():
+                    why += f" (it said: {complaints})"
                 raise BrokenError(f"{connection.name} is no MCP server that can be used: {why}") from None
             self.line.connection = connection
             return connection

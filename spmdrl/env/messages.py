@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from spmdrl.config.user_code import said
+from spmdrl.config.user_code import error_text
 from spmdrl.env.answers import cut_text, joined, raw_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -91,4 +91,4 @@ def text_of_error(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:  # its text is its own code
-        return said(error)
+        return error_text(error)

@@ -50,9 +50,9 @@ class Play:
         """Call one tool. Raises PlayError."""
         return self.say("", Call(name, arguments, "call00000"))
 
-    def turn(self, said: AssistantTurn) -> Reply:
+    def turn(self, turn: AssistantTurn) -> Reply:
         """Say a turn as it was parsed. Raises PlayError."""
-        self.pool.say(0, said)
+        self.pool.say(0, turn)
         return self._answer()
 
     def score(self) -> Reply:

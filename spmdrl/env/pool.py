@@ -61,7 +61,7 @@ class Pool:
             ValueError: there is none, or it cannot be made with these settings.
         """
         hello: list[str] = []  # where the answer goes
-        record = Record(object(), -1, Opening(name, {}, 0, settings or {}), said=hello)
+        record = Record(object(), -1, Opening(name, {}, 0, settings or {}), original=hello)
         self._ask(record, "check")
         while not hello and not record.failure:
             self._processes.turn(0.2)
@@ -83,18 +83,18 @@ class Pool:
             if state is not None:
                 record.state = json.dumps(state)
             else:
-                record.turns = [wired(said) for said in replayed]
+                record.turns = [wired(turn) for turn in replayed]
         except (TypeError, ValueError) as e:
             return self._fail(record, f"cannot be opened: its row, settings, turns or state are no JSON: {e}")
         self._ask(record, "open")
 
-    def say(self, key: Hashable, said: AssistantTurn) -> None:
+    def say(self, key: Hashable, turn: AssistantTurn) -> None:
         """Hand over a turn of the assistant: its calls are made, side by side, and then `step`.
 
-        `late` is set in those calls of `said` that do not answer in time, so that a replay does not make them again.
+        `late` is set in those calls of `turn` that do not answer in time, so that a replay does not make them again.
         """
         record = self._records[key]
-        record.said, record.turn = said, wired(said)
+        record.original, record.turn = turn, wired(turn)
         self._ask(record, "say")
 
     def score(self, key: Hashable) -> None:
@@ -176,7 +176,7 @@ class Pool:
     def _settle(self, record: Record) -> None:
         """A record's request is over; the next suspect may run."""
         self._asked.pop(record.request, None)
-        record.request, record.turn, record.said = -1, None, None
+        record.request, record.turn, record.original = -1, None, None
         if record.worker is not None and record.worker.retired:
             self._leave(record)
         if record is self._suspect:
@@ -269,7 +269,7 @@ class Pool:
 
     def _answer(self, record: Record, reply: dict[str, Any]) -> None:
         if record.do == "check":
-            record.said.append(reply["hello"])
+            record.original.append(reply["hello"])
             self.tools[record.opening.name] = reply["tools"]
             return self._settle(record)
         why, name = reply.pop("unsaved", ""), record.opening.name

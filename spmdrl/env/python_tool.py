@@ -80,7 +80,7 @@ class Python:
             warm.close()
             raise BrokenError(f"the sandbox has ended: {error}") from None
         SANDBOXES.give_back(self.provider, warm)
-        return told(ended, self.limits)
+        return as_text(ended, self.limits)
 
     def state(self) -> dict:
         """Return what an episode has to keep, which is nothing."""
@@ -141,7 +141,7 @@ class PythonSession:
             ended = self.session.channel.outcome is not None
             if ended:
                 self._end()
-        return _told(answer) + ("\nThe session has ended: its variables are lost." if ended else "")
+        return _answer_text(answer) + ("\nThe session has ended: its variables are lost." if ended else "")
 
     def close(self) -> None:
         """End the session. May be called twice."""
@@ -160,7 +160,7 @@ class PythonSession:
             warm.close()
 
 
-def told(ended: Outcome, limits: Limits) -> str:
+def as_text(ended: Outcome, limits: Limits) -> str:
     """Return a program's output and how it failed, for the model.
 
     Raises:
@@ -177,7 +177,7 @@ def told(ended: Outcome, limits: Limits) -> str:
     return _joined(ended.stdout, ended.stderr, why)
 
 
-def _told(answer: Answer) -> str:
+def _answer_text(answer: Answer) -> str:
     """Return the answer of a session, for the model."""
     if answer.verdict == "ok":
         return _joined(answer.printed)

@@ -31,8 +31,8 @@ class Record:
     request: int = -1
     """Number of the request under way, -1 for none."""
     do: str = ""
-    said: Any = None
-    """The turn under way, as the caller gave it."""
+    original: Any = None
+    """The turn under way, as the caller gave it; of a check, the list that gets its answer."""
     turn: dict | None = None
     """The same, as it travels."""
     since: float = 0.0
@@ -57,7 +57,7 @@ class Record:
         """Note that calls of the turn under way did not answer. They are not made again."""
         assert self.turn is not None
         for i in calls:
-            self.turn["calls"][i]["late"] = self.said.calls[i].late = True
+            self.turn["calls"][i]["late"] = self.original.calls[i].late = True
 
     def message(self) -> dict[str, Any]:
         """Return the request under way, with all that opens the environment where it is in no process."""
@@ -80,7 +80,7 @@ class Record:
 
     def keep(self, reply: dict[str, Any]) -> None:
         """Take what a reply says of the state after it, and out of the reply."""
-        done, told = self.turn, reply.pop("digest", "")
+        done, answer = self.turn, reply.pop("digest", "")
         if late := reply.pop("late", []):
             self.late(late)
         if "seconds" in reply.get("counts", {}):
@@ -90,7 +90,7 @@ class Record:
             self.state, self.turns, self.digests = state, [], []
         elif done is not None:
             self.turns.append(done)
-            self.digests.append(told)
+            self.digests.append(answer)
         elif self.do == "open":
             self.digests = [digest(messages) for messages in reply["replayed"]]
 
@@ -99,7 +99,7 @@ class Record:
         return f"the environment {self.opening.name} of {describe(self.key)} (seed {self.opening.seed}) {why}"
 
 
-def wired(said: AssistantTurn) -> dict[str, Any]:
+def wired(turn: AssistantTurn) -> dict[str, Any]:
     """Return a turn as it travels to a process."""
     calls = [
         {
@@ -109,6 +109,6 @@ def wired(said: AssistantTurn) -> dict[str, Any]:
             "error": str(call.error),
             "late": bool(getattr(call, "late", False)),
         }
-        for call in said.calls
+        for call in turn.calls
     ]
-    return {"content": said.content, "message": said.message, "calls": calls}
+    return {"content": turn.content, "message": turn.message, "calls": calls}

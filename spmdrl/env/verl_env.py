@@ -75,9 +75,9 @@ class VerlTools:
         self._agent = AgentData(messages=prompt_of(row), request_id=self._own, tools_kwargs=self._kwargs)
         made = await asyncio.gather(*map(self._instance, self._kwargs))
         texts = zip(self._kwargs, made, strict=True)
-        said = [{"role": "tool", "name": name, "content": text} for name, (_, text) in texts if text]
-        self._agent.messages += said
-        return list(self._agent.messages) if said else None
+        answers = [{"role": "tool", "name": name, "content": text} for name, (_, text) in texts if text]
+        self._agent.messages += answers
+        return list(self._agent.messages) if answers else None
 
     async def _named(self, seed: int) -> None:
         """Take an id that is the same when the episode is opened again, as tools may print it.

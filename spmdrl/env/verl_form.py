@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from spmdrl.config.user_code import said
+from spmdrl.config.user_code import error_text
 from spmdrl.env.verl_env import Parts, VerlTalk, VerlTools, schema_of
 from spmdrl.env.verl_modules import provide, provided
 
@@ -174,7 +174,7 @@ def _class(name: str, where: str) -> type:
     except Exception as e:  # whatever the user's file does
         missing = isinstance(e, ModuleNotFoundError) and (e.name or "").partition(".")[0] == "verl"
         more = f"; verl is not installed, and of it there are only {', '.join(provided())}" if missing else ""
-        raise ValueError(f"{where}: cannot import {module} ({said(e)}){more}") from e
+        raise ValueError(f"{where}: cannot import {module} ({error_text(e)}){more}") from e
     if not isinstance(kind, type):
         raise ValueError(f"{where}: the module {module} has no class {last}: change class_name")
     return kind
@@ -202,7 +202,7 @@ def _add_tool(parts: Parts, kind: type, entry: dict, where: str) -> None:
         tool = kind(config=config, tool_schema=model)
         name = schema_of(tool)["function"]["name"]
     except Exception as e:  # pydantic's and the user's own
-        raise ValueError(f"{where}: {kind.__name__} cannot be made ({said(e)})") from e
+        raise ValueError(f"{where}: {kind.__name__} cannot be made ({error_text(e)})") from e
     if name in parts.tools:
         raise ValueError(f"{where}: there are two tools named {name!r}: rename one in its tool_schema")
     parts.tools[name] = tool
@@ -218,4 +218,4 @@ def _add_interaction(parts: Parts, kind: type, entry: dict, where: str) -> None:
     try:
         parts.interactions[name] = kind(config={**(entry.get("config") or {}), "name": name})
     except Exception as e:  # the user's own
-        raise ValueError(f"{where}: {kind.__name__} cannot be made ({said(e)})") from e
+        raise ValueError(f"{where}: {kind.__name__} cannot be made ({error_text(e)})") from e

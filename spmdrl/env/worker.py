@@ -35,7 +35,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from spmdrl.config.user_code import place, said
+from spmdrl.config.user_code import error_text, place
 from spmdrl.env import limits
 from spmdrl.env.base import EPISODE, PoolSettings
 from spmdrl.env.env_instance import EnvInstance
@@ -152,7 +152,7 @@ class Worker:
         except asyncio.CancelledError:
             return  # closed meanwhile
         except Exception as e:  # a mistake of ours must not leave the caller waiting
-            reply = {"failure": f"failed: {said(e)} ({place(e)})"}
+            reply = {"failure": f"failed: {error_text(e)} ({place(e)})"}
         self.send({"id": number, **reply})
 
     async def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Worker:
             raise FailedError(f"{e} in its constructor") from None
         except RaisedError as e:
             plain = isinstance(e.error, SettingsError)
-            why = str(e.error) if plain else f"{said(e.error)} ({place(e.error)})"
+            why = str(e.error) if plain else f"{error_text(e.error)} ({place(e.error)})"
             raise FailedError(f"cannot be made: {why}") from None
 
     def _form(self, name: str) -> Form:

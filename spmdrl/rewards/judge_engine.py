@@ -35,7 +35,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Said:
+class JudgeReply:
     """The judge's own words."""
 
     text: str = ""
@@ -47,7 +47,7 @@ class Said:
     completion_tokens: int = 0
 
 
-Run = Callable[[JudgeConfig, list[Ask], Callable[[], bool] | None], list[Said] | None]
+Run = Callable[[JudgeConfig, list[Ask], Callable[[], bool] | None], list[JudgeReply] | None]
 """Has the engine answer; a function to be called meanwhile, whose value plays no part. None: it was abandoned."""
 
 
@@ -115,7 +115,7 @@ class EngineAsker:
             log.info("%s: %s", self.name, ", ".join(f"{name} {n:,}" for name, n in vars(self.spent).items()))
         self.quiet = True
 
-    def _hear(self, ask: Ask, case: Case, place: tuple[int, int], answer: Said) -> None:
+    def _hear(self, ask: Ask, case: Case, place: tuple[int, int], answer: JudgeReply) -> None:
         spent = self.spent
         if answer.final:
             case.failed, self._why[case] = True, answer.why

@@ -195,7 +195,7 @@ def _grade(kind: str, asked: list[tuple[Prompt, str, list[str]]], grader: Grader
         for sample, each in enumerate(texts):
             truth, extra = prompt.ground_truth, prompt.extra
             item = RewardInput(
-                prompt.data_source, each, truth, extra, prompt.asked, group=len(texts), tools=prompt.tools
+                prompt.data_source, each, truth, extra, prompt.content, group=len(texts), tools=prompt.tools
             )
             grader.submit((prompt.index, sample), item)
     try:

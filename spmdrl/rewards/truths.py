@@ -27,7 +27,7 @@ def check_truths(prompts: PromptSet, reward: RewardConfig) -> None:
         found: list[tuple[int, str]] = []
         for prompt in prompts.prompts:
             try:
-                score(RewardInput(prompt.data_source, RESPONSE, prompt.ground_truth, prompt.extra, prompt.asked))
+                score(RewardInput(prompt.data_source, RESPONSE, prompt.ground_truth, prompt.extra, prompt.content))
             except ValueError as error:
                 found.append((prompt.index, str(error)))
         if found:

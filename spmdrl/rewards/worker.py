@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from spmdrl.config.builtin import REWARDS
-from spmdrl.config.user_code import function_of, said
+from spmdrl.config.user_code import error_text, function_of
 from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
 from spmdrl.rewards.forms import adapted
 from spmdrl.workers.in_child import die_with, take_pipes, write_all
@@ -49,7 +49,7 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
         return {"ungraded": str(e)[:2000]}
     except BaseException as e:  # exit() in user code is an error of that code
         trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": said(e), "trace": trace[-4000:]}
+        return {"error": error_text(e), "trace": trace[-4000:]}
 
 
 def _loaded(route: Any, item: RewardInput) -> dict:
@@ -58,7 +58,7 @@ def _loaded(route: Any, item: RewardInput) -> dict:
         route.load(item)
     except Exception as e:
         trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": said(e), "trace": trace[-4000:]}
+        return {"error": error_text(e), "trace": trace[-4000:]}
     return {}
 
 
@@ -75,7 +75,7 @@ def main() -> None:
         hello = json.loads(requests.readline())
         function, finite = load_function(hello["function"], hello["settings"]), hello["finite"]
     except Exception as e:
-        send({"failed": str(e) if isinstance(e, ValueError) else said(e)})
+        send({"failed": str(e) if isinstance(e, ValueError) else error_text(e)})
         return
     route = cast(Any, function) if hasattr(function, "needs") else None
     may_take = getattr(function, "may_take", None)

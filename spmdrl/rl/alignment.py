@@ -128,13 +128,13 @@ class Alignment:
 
     def retold(self, batch: Batch, kept: list[int], found: list[Aligned]) -> Batch:
         """The sequences that are aligned, as the teacher reads them."""
-        asked = batch.select(torch.tensor(kept, dtype=torch.int64))
-        prompts = [self.prompts[prompt] for prompt in asked.seq["prompt"].tolist()]
+        chosen = batch.select(torch.tensor(kept, dtype=torch.int64))
+        prompts = [self.prompts[prompt] for prompt in chosen.seq["prompt"].tolist()]
         pairs = [(prompt, each.teacher) for prompt, each in zip(prompts, found, strict=True)]
-        tokens = torch.tensor([token for prompt, said in pairs for token in prompt + said], dtype=torch.int64)
-        mask = [x for prompt, said in pairs for x in [False] * len(prompt) + [True] * len(said)]
-        lengths = torch.tensor([len(prompt) + len(said) for prompt, said in pairs], dtype=torch.int64)
-        return Batch(lengths, {"tokens": tokens, "mask": torch.tensor(mask, dtype=torch.bool)}, dict(asked.seq))
+        tokens = torch.tensor([token for prompt, response in pairs for token in prompt + response], dtype=torch.int64)
+        mask = [x for prompt, response in pairs for x in [False] * len(prompt) + [True] * len(response)]
+        lengths = torch.tensor([len(prompt) + len(response) for prompt, response in pairs], dtype=torch.int64)
+        return Batch(lengths, {"tokens": tokens, "mask": torch.tensor(mask, dtype=torch.bool)}, dict(chosen.seq))
 
     def places(
         self, batch: Batch, read: Batch, kept: list[int], found: list[Aligned]

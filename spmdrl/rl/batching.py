@@ -77,14 +77,14 @@ def check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
     for flag, part in used:
         if part == SCORE or part in later:
             continue
-        said = f"{flag} {part}: the reward gives no such part"
+        missing = f"{flag} {part}: the reward gives no such part"
         if part not in given:
-            raise ValueError(f"{said}; it gives {', '.join([*given, *later]) or 'none'}")
+            raise ValueError(f"{missing}; it gives {', '.join([*given, *later]) or 'none'}")
         lacking = torch.nonzero(batch.seq[f"part/{part}"].isnan()).flatten()
         if len(lacking):
             row = int(lacking[0])
             prompt, sample = int(batch.seq["prompt"][row]), int(batch.seq["sample"][row])
             raise ValueError(
-                f"{said} for prompt {prompt}, sample {sample}, but does for others: let the function return it, a "
+                f"{missing} for prompt {prompt}, sample {sample}, but does for others: let the function return it, a "
                 "finite number, for every sample, or learn from other parts (--algo.part-weights, --safety.cost)"
             )

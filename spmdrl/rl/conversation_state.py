@@ -173,7 +173,7 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
         ValueError: rows name their environments, and this one does not, or has a key that means nothing.
     """
     row = prompt.extra | {"extra_info": prompt.extra, "data_source": prompt.data_source}
-    row |= {"prompt": prompt.asked, answer_column: prompt.ground_truth, "ground_truth": prompt.ground_truth}
+    row |= {"prompt": prompt.content, answer_column: prompt.ground_truth, "ground_truth": prompt.ground_truth}
     if prompt.opening is not None:
         row[OPENING] = prompt.opening
     name, settings = found.environment, found.settings

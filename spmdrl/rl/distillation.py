@@ -55,10 +55,10 @@ class Distillation(PolicyGradient):
         self.on_engine = EngineTeachers(run) if self.cfg.distill.on_engine else None
         self.alignment = Alignment(run, self.cfg, self.reader) if self.cfg.aligns_tokens else None
         # A teacher of other tokens has its prompts there.
-        told = self.cfg.distill.teacher_template and self.alignment is None
+        template = self.cfg.distill.teacher_template and self.alignment is None
         self.prompts: dict[int, list[int]] = {}
         prompts = run.prompts.prompts
-        if told:
+        if template:
             self.prompts = teacher_prompts(self.cfg, run.tokenizer, self.cfg.data.chat_template, run.prompts)
         self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
         if unknown := sorted(self.shares_of.keys() - {"", *self.sources.values()}):
@@ -124,8 +124,8 @@ class Distillation(PolicyGradient):
             if self.on_engine:
                 continue
             # The rank that asks and the rank that answers select alike.
-            asked = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
-            read = told(asked, self.prompts) if self.prompts else asked
+            selected = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
+            read = with_teacher_prompts(selected, self.prompts) if self.prompts else selected
             found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
             # All have the same tokens under their masks, in the same order.
             here_T = batch.token["mask"] & batch.per_token(share_B > 0)
@@ -199,7 +199,7 @@ def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
     return value
 
 
-def told(batch: Batch, prompts: dict[int, list[int]]) -> Batch:
+def with_teacher_prompts(batch: Batch, prompts: dict[int, list[int]]) -> Batch:
     """The batch as the teacher reads it: every response after the teacher's prompt.
 
     Raises:

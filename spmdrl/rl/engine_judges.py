@@ -24,7 +24,7 @@ from spmdrl.hub.tokenizer import BROKEN, check_same_tokens, control_words, has_t
 from spmdrl.policy.contract import Policy
 from spmdrl.rewards.base import Grader
 from spmdrl.rewards.judge import Judge
-from spmdrl.rewards.judge_engine import Ask, EngineAsker, Said
+from spmdrl.rewards.judge_engine import Ask, EngineAsker, JudgeReply
 from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.load import on_engine
 from spmdrl.rl.rollout_plan import RolloutPlan
@@ -97,12 +97,12 @@ class Voice:
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def words(self, tokens: list[int], prompt: int) -> Said:
+    def words(self, tokens: list[int], prompt: int) -> JudgeReply:
         """Return what the engine's tokens say up to the judge's end. prompt: tokens of the question."""
         end = next((i for i, token in enumerate(tokens) if token in self.stop), None)
         text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
         why = "its answer did not end within the judge's max_new_tokens" if end is None else ""
-        return Said(text, why, prompt_tokens=prompt, completion_tokens=len(tokens))
+        return JudgeReply(text, why, prompt_tokens=prompt, completion_tokens=len(tokens))
 
 
 class EngineJudges:
@@ -154,7 +154,9 @@ class EngineJudges:
         if self.frozen and self.memory:
             self.memory.restore()
 
-    def answer(self, judge: JudgeConfig, asks: list[Ask], meanwhile: Callable[[], bool] | None) -> list[Said] | None:
+    def answer(
+        self, judge: JudgeConfig, asks: list[Ask], meanwhile: Callable[[], bool] | None
+    ) -> list[JudgeReply] | None:
         """Return the judge's words on each question; None where the rollout was abandoned. Collective over the engine.
 
         meanwhile: called between two steps of the engine.
@@ -162,12 +164,12 @@ class EngineJudges:
         engine, plan, voice = self.engine, self.plan, self.voices[judge.engine]
         assert engine and plan
         version = self._hold(judge.engine, plan)
-        out: list[Said] = [Said()] * len(asks)
+        out: list[JudgeReply] = [JudgeReply()] * len(asks)
         running: dict[Key, tuple[int, int]] = {}
         for i, ask in enumerate(asks):
             prompt = voice.render(ask.question.messages(ask.nonce(plan.key)))
             if len(prompt) > judge.max_prompt_tokens:
-                out[i] = Said(why=too_long(len(prompt), judge.max_prompt_tokens), final=True)
+                out[i] = JudgeReply(why=too_long(len(prompt), judge.max_prompt_tokens), final=True)
                 continue
             key = (i, ask.attempt, ask.vote)
             seed = seed_for(*plan.key, int(ask.digest[:16], 16), ask.attempt)

@@ -78,9 +78,9 @@ def _given(batch: Batch, asked_B: torch.Tensor) -> list[ScoreRequest]:
     """The sequences of a batch that are asked about, whose trained tokens are their last ones."""
     lengths, out = batch.lengths.tolist(), []
     rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), asked_B.tolist(), strict=True)
-    for tokens_L, mask_L, asked in rows:
+    for tokens_L, mask_L, wanted in rows:
         count = int(mask_L.sum())
-        if asked and count:
+        if wanted and count:
             assert bool(mask_L[-count:].all()), "a response ends its sequence"
             out.append(ScoreRequest(tokens_L.tolist(), count))
     return out

@@ -63,7 +63,7 @@ class Grading:
             text,
             prompt.ground_truth,
             prompt.extra,
-            prompt.asked,
+            prompt.content,
             prefill,
             sum(not e.ungraded for e in group.episodes),
             episode.given,

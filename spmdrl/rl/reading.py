@@ -47,7 +47,7 @@ class Places:
     """int64, ascending: the sequence."""
     token_n: torch.Tensor
     """int64: the last sampled token of the step, in the pack."""
-    asked: Batch
+    inputs: Batch
     """What the model reads: the batch itself, or the same responses in other tokens."""
     read_n: torch.Tensor
     """int64: the token of `asked` whose score is the step's."""
@@ -57,7 +57,7 @@ class Places:
 class AtLast:
     """Reads the policy's tokens at the last sampled one: for a model that no file describes, and on paper."""
 
-    said: str = "the reward model"
+    prefix: str = "the reward model"
     """The flag and the path, for messages."""
     positions: int = 0
     """The most tokens that the model reads; 0: not known."""
@@ -71,13 +71,13 @@ class AtLast:
 
     def read(self, batch: Batch, model: Policy) -> Scores:
         """Score the responses of a batch. Collective. Raises ValueError as `Reading.read` does."""
-        check_length(batch, self.positions, self.said)
+        check_length(batch, self.positions, self.prefix)
         last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch))
         mask_T = torch.zeros(batch.n_tokens, dtype=torch.bool)
         mask_T[last_B[last_B >= 0]] = True
         at_last = Batch(batch.lengths, dict(batch.token, mask=mask_T), batch.seq)
         score_T = model.values(at_last)
-        score_T = finite(at_last, score_T if score_T.ndim == 1 else score_T.mean(1), self.said, FROZEN)
+        score_T = finite(at_last, score_T if score_T.ndim == 1 else score_T.mean(1), self.prefix, FROZEN)
         scores = Scores(at_last.sum_tokens(score_T))
         if self.steps:
             scores.process_T, scores.ends_T = torch.where(mask_T, score_T.double(), 0.0), mask_T.double()
@@ -88,9 +88,9 @@ class AtLast:
 class Reading:
     """Reads responses as a file of `--reward.model` says."""
 
-    told: ClassifierConfig
+    classifier: ClassifierConfig
     labels: Labels
-    said: str
+    prefix: str
     """The flag and the file, for messages."""
     tokenizer: Any
     """The policy's."""
@@ -117,14 +117,14 @@ class Reading:
             ValueError: a response is longer than the model reads, or a score is not finite.
         """
         found = self.places(batch)
-        asked, seq_n = found.asked, found.seq_n
-        check_length(asked, self.labels.positions, self.said)
-        mask_T = torch.zeros(asked.n_tokens, dtype=torch.bool)
+        inputs, seq_n = found.inputs, found.seq_n
+        check_length(inputs, self.labels.positions, self.prefix)
+        mask_T = torch.zeros(inputs.n_tokens, dtype=torch.bool)
         mask_T[found.read_n] = True
-        asked = Batch(asked.lengths, dict(asked.token, mask=mask_T), asked.seq)
-        score_TL = model.values(asked).reshape(asked.n_tokens, self.labels.outputs)
+        inputs = Batch(inputs.lengths, dict(inputs.token, mask=mask_T), inputs.seq)
+        score_TL = model.values(inputs).reshape(inputs.n_tokens, self.labels.outputs)
         for score_T in score_TL.unbind(1):
-            finite(asked, score_T, self.said, FROZEN)
+            finite(inputs, score_T, self.prefix, FROZEN)
         score_nL = score_TL[found.read_n].double()
         if self.labels.probability:
             score_nL = torch.softmax(score_nL, 1)[:, 1:]
@@ -133,12 +133,14 @@ class Reading:
         mean_BL = torch.zeros(len(batch), score_nL.shape[1], dtype=torch.float64).index_add_(0, seq_n, score_nL)
         mean_BL /= count_B.clamp(min=1)[:, None]
         labels = dict(zip(self.names, mean_BL.unbind(1), strict=True))
-        if not self.told.steps:
+        if not self.classifier.steps:
             whole_B = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, seq_n, score_n)
             return Scores(whole_B, labels)
         process_T, ends_T = torch.zeros(2, batch.n_tokens, dtype=torch.float64)
         process_T[found.token_n], ends_T[found.token_n] = score_n, 1.0
-        return Scores(reduced(score_n, seq_n, count_B, self.told.reduce), labels, count_B.double(), process_T, ends_T)
+        return Scores(
+            reduced(score_n, seq_n, count_B, self.classifier.reduce), labels, count_B.double(), process_T, ends_T
+        )
 
     def places(self, batch: Batch) -> Places:
         """Find the ends of steps in the policy's tokens and in those that the model reads."""
@@ -166,7 +168,7 @@ class Reading:
             if not prompt.chat and begin > start:
                 lead = self._lead(tokens[begin - 1], tokens[begin : last + 1], text)
                 text, ends = lead + text, [end + len(lead) for end in ends]
-            if self.told.steps:
+            if self.classifier.steps:
                 made, read = self.rewriter.stepwise(prompt, text, ends)
             else:
                 made, place = self.rewriter.whole(prompt, text)
@@ -202,12 +204,12 @@ class Reading:
         the policy holds the ends are one.
         """
         last = len(tokens) - 1
-        if not self.told.steps:
+        if not self.classifier.steps:
             return [(last, last)], self._decode(tokens) if self.rewriter else "", []
         text = self._decode(tokens)
         if not text:
             return [(last, last)], text, [0]
-        ends = step_ends(text, self.told.steps)
+        ends = step_ends(text, self.classifier.steps)
         holding = tokens_of_ends(self._decode, tokens, ends)
         # The end token belongs to the last step; what the policy did not sample belongs to no step's end.
         sampled_at = [*holding[:-1], last]
@@ -240,7 +242,7 @@ FROZEN = (
 )
 
 
-def check_length(batch: Batch, most: int, said: str) -> None:
+def check_length(batch: Batch, most: int, prefix: str) -> None:
     """Check that a model has a position for every token of its sequences. most: 0 checks nothing.
 
     Raises:
@@ -249,7 +251,7 @@ def check_length(batch: Batch, most: int, said: str) -> None:
     if most and len(batch) and int(batch.lengths.max()) > most:
         at = int(batch.lengths.argmax())
         raise ValueError(
-            f"{said}: prompt {int(batch.seq['prompt'][at])}, sample {int(batch.seq['sample'][at])} has "
+            f"{prefix}: prompt {int(batch.seq['prompt'][at])}, sample {int(batch.seq['sample'][at])} has "
             f"{int(batch.lengths[at])} tokens for a model that reads {most} (max_position_embeddings): lower "
             "--rollout.max-new-tokens or --rollout.max-prompt-tokens, or name a model with more positions"
         )
@@ -282,16 +284,17 @@ def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: Prom
         ValueError: its tokenizer is missing, or cannot render the prompts; it reads tokens of its own, and there is an
             environment.
     """
-    trust, said = cfg.model.trust_remote_code, f"{FLAG} {cfg.reward.model}"
+    trust, prefix = cfg.model.trust_remote_code, f"{FLAG} {cfg.reward.model}"
     if labels is None:
         return at_last(FLAG, cfg.reward.model, trust)
-    told, rewriter = read_classifier(cfg.reward.model), None
+    classifier, rewriter = read_classifier(cfg.reward.model), None
     if labels.own_tokens:
         if cfg.env:
             raise ValueError(
-                f"{said}: it reads a prompt and a response in its own tokens, and with --env there are conversations; "
-                "name a model that reads the policy's tokens, or grade the last turn by --reward.function or a judge"
+                f"{prefix}: it reads a prompt and a response in its own tokens, and with --env there are "
+                "conversations; name a model that reads the policy's tokens, or grade the last turn by "
+                "--reward.function or a judge"
             )
-        with named(f"{said}: path"):
-            rewriter = Rewriter(load_tokenizer(resolve(told.path, trust), trust), said, labels.pad)
-    return Reading(told, labels, said, tokenizer, rewriter, {}).of(prompts)
+        with named(f"{prefix}: path"):
+            rewriter = Rewriter(load_tokenizer(resolve(classifier.path, trust), trust), prefix, labels.pad)
+    return Reading(classifier, labels, prefix, tokenizer, rewriter, {}).of(prompts)

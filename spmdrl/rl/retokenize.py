@@ -19,9 +19,9 @@ MARK = "\ue000"
 class Rewriter:
     """Writes a prompt and a response as the tokens of another tokenizer."""
 
-    def __init__(self, tokenizer: Any, said: str, pad: int | None):
+    def __init__(self, tokenizer: Any, prefix: str, pad: int | None):
         """tokenizer: the reward model's. said: begins messages. pad: token that transformers passes over at the end."""
-        self.tokenizer, self.said, self.pad = tokenizer, said, pad
+        self.tokenizer, self.prefix, self.pad = tokenizer, prefix, pad
         self.control = control_words(tokenizer)
 
     def check(self, prompts: list[Prompt]) -> None:
@@ -32,7 +32,7 @@ class Rewriter:
         """
         if any(prompt.chat for prompt in prompts) and not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
-                f"{self.said}: the prompts are chats, and the reward model's tokenizer has no chat template: put one "
+                f"{self.prefix}: the prompts are chats, and the reward model's tokenizer has no chat template: put one "
                 "into its folder (chat_template.jinja), or take --data.chat off"
             )
 
@@ -63,11 +63,11 @@ class Rewriter:
 
     def _text(self, prompt: Prompt, reply: str) -> str:
         """Return the text of a prompt with a reply: a chat through the template, without a generation prompt."""
-        asked = prompt.asked
+        content = prompt.content
         if not prompt.chat:
             # A single message may stand as plain text.
-            return (asked if isinstance(asked, str) else asked[0]["content"]) + reply
-        messages = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+            return (content if isinstance(content, str) else content[0]["content"]) + reply
+        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         try:
             return self.tokenizer.apply_chat_template(
                 [*messages, {"role": "assistant", "content": reply}],
@@ -78,7 +78,7 @@ class Rewriter:
             )
         except Exception as error:  # jinja raises its own errors, and templates raise any
             raise ValueError(
-                f"{self.said}: its chat template could not render prompt {prompt.index} with its response "
+                f"{self.prefix}: its chat template could not render prompt {prompt.index} with its response "
                 f"({type(error).__name__}: {error})"
             ) from error
 
@@ -89,7 +89,9 @@ class Rewriter:
             return text, reply, len(text) - len(reply)
         head, found, tail = self._text(prompt, MARK).rpartition(MARK)
         if not found:
-            raise ValueError(f"{self.said}: its chat template leaves out what the assistant says; give it another one")
+            raise ValueError(
+                f"{self.prefix}: its chat template leaves out what the assistant says; give it another one"
+            )
         # A template may strip the white space around an answer.
         for kept in (reply, reply.strip(), reply.lstrip(), reply.rstrip()):
             if text == head + kept + tail:
@@ -102,7 +104,7 @@ class Rewriter:
         tokens = list(self.tokenizer(text, add_special_tokens=not prompt.chat).input_ids)
         if not tokens:
             raise ValueError(
-                f"{self.said}: its tokenizer gives no tokens for prompt {prompt.index} with its response, the text "
+                f"{self.prefix}: its tokenizer gives no tokens for prompt {prompt.index} with its response, the text "
                 f"{text[:40]!r}, so there is nothing to score: leave the prompt out, or take another model"
             )
         return tokens
@@ -119,7 +121,7 @@ class Rewriter:
             return tokens_of_ends(decode, tokens, [shift + place for place in places])
         if not self.tokenizer.is_fast:
             raise ValueError(
-                f"{self.said}: its tokenizer neither decodes to the text that it was given nor says where its tokens "
+                f"{self.prefix}: its tokenizer neither decodes to the text that it was given nor says where its tokens "
                 "stand: add a tokenizer.json to its folder"
             )
         spans = self.tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=True)["offset_mapping"]

@@ -29,11 +29,11 @@ def teacher_prompts(
         ValueError: the template does not fit the rows, a column stays out of the teacher's prompts that is in the
             student's, or a prompt is longer than there is room for.
     """
-    asked = {prompt.index for prompt in student.prompts}
-    told = cfg.distill.teacher_template
+    wanted = {prompt.index for prompt in student.prompts}
+    template = cfg.distill.teacher_template
     left = room(cfg) - cfg.rollout.max_new_tokens
     chat = cfg.data.chat if chat_template or getattr(tokenizer, "chat_template", None) else "off"
-    data = replace(cfg.data, template=told or cfg.data.template, chat_template=chat_template, chat=chat)
+    data = replace(cfg.data, template=template or cfg.data.template, chat_template=chat_template, chat=chat)
     found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit, teacher=True)
     odd = [line for line in found.left if line not in student.left]
     if odd and chat != cfg.data.chat:
@@ -41,10 +41,10 @@ def teacher_prompts(
             f"--reference.path {cfg.reference.path}: in the teacher's prompts {odd[0]}; the student's have it, so take "
             "a teacher with a chat template, or leave the column out of the rows"
         )
-    tokens = {prompt.index: prompt.tokens for prompt in found.prompts if prompt.index in asked}
+    tokens = {prompt.index: prompt.tokens for prompt in found.prompts if prompt.index in wanted}
     if long := sum(len(each) > left for each in tokens.values()):
-        flag = "--distill.teacher-template: with it" if told else "--distill.align: as the teacher reads them"
-        shorten = "shorten it, or leave" if told else "leave"
+        flag = "--distill.teacher-template: with it" if template else "--distill.align: as the teacher reads them"
+        shorten = "shorten it, or leave" if template else "leave"
         raise ValueError(
             f"{flag} {long} of {len(tokens)} prompts of --data.train are longer than the {left} tokens that the "
             f"teachers' contexts and --policy.max-tokens-per-microbatch leave room for; {shorten} those rows out"

@@ -82,7 +82,7 @@ def expected(rows: list, pair: tuple[str, str], distill: dict):
         marks = ends_of(tokenizers[0], body), ends_of(tokenizers[1], other)
         assert (marks[0] or [0])[-1] == (marks[1] or [0])[-1] == len(text)
         sides = [body + [0] * ended, other + [0] * ended]
-        prompts = tokens[~mask].tolist(), tokenizers[1](prompt.asked).input_ids
+        prompts = tokens[~mask].tolist(), tokenizers[1](prompt.content).input_ids
         logp = []
         for model, said, lead in zip(both, sides, prompts, strict=True):
             logits = model(torch.tensor([lead + said])).logits[0, len(lead) - 1 : -1]

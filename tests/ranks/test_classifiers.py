@@ -106,7 +106,7 @@ def by_hand(folders: dict, model: str, own: bool):
             continue
         prompt = prompts[e.prompt]
         if prompt.chat:
-            turns = [*prompt.asked, {"role": "assistant", "content": text}]
+            turns = [*prompt.content, {"role": "assistant", "content": text}]
             rendered = tokenizer.apply_chat_template(turns, tokenize=False)
             assert rendered == f"<|user|> say {e.prompt - 7}<|end|><|assistant|> {text.strip()}<|end|>"
             made = tokenizer.apply_chat_template(turns, return_dict=False)

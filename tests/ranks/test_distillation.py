@@ -129,7 +129,7 @@ def expected(rows: list, teachers: list, distill: dict):
         response, own = tokens[mask], tokens[~mask].tolist()
         told = own
         if "teacher_template" in distill:
-            told = tokenizer(f"{prompt.asked} {prompt.ground_truth} {prompt.asked}").input_ids
+            told = tokenizer(f"{prompt.content} {prompt.ground_truth} {prompt.content}").input_ids
         if position >= 8:
             said = [*tokenizer(prompt.ground_truth, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
             assert response.tolist() == said[:8]

@@ -20,7 +20,7 @@ from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import Reward
 from spmdrl.rewards.combined_reward import CombinedReward, Term
 from spmdrl.rewards.judge import Judge
-from spmdrl.rewards.judge_engine import Ask, EngineAsker, Said
+from spmdrl.rewards.judge_engine import Ask, EngineAsker, JudgeReply
 from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.judge_verdict import question
 from spmdrl.rewards.load import load_reward
@@ -65,9 +65,9 @@ def text_of(ask: Ask) -> str:
 def test_grades_votes_and_attempts():
     """Each vote is asked for again until there is a verdict, and no further."""
 
-    def says(ask: Ask) -> Said:
+    def says(ask: Ask) -> JudgeReply:
         late = text_of(ask) == "late" and ask.attempt < 2
-        return Said("hm" if late else verdict(ask.vote * 4 + 2), prompt_tokens=10, completion_tokens=3)
+        return JudgeReply("hm" if late else verdict(ask.vote * 4 + 2), prompt_tokens=10, completion_tokens=3)
 
     judge, engine = grader(says, votes=2)
     for i, text in enumerate(("quick", "late")):
@@ -89,10 +89,10 @@ def test_grades_votes_and_attempts():
 
 def test_what_is_no_verdict_is_left_out_and_never_scores():
     told = {
-        "prose": Said("It is good."),
-        "cut": Said(verdict(9), "its answer did not end within the judge's max_new_tokens"),
-        "long": Said(why="the question has 9 tokens", final=True),
-        "good": Said(verdict(5)),
+        "prose": JudgeReply("It is good."),
+        "cut": JudgeReply(verdict(9), "its answer did not end within the judge's max_new_tokens"),
+        "long": JudgeReply(why="the question has 9 tokens", final=True),
+        "good": JudgeReply(verdict(5)),
     }
     judge, engine = grader(lambda ask: told[text_of(ask)])
     for i, text in enumerate(told):
@@ -107,9 +107,9 @@ def test_what_is_no_verdict_is_left_out_and_never_scores():
 
 
 def test_pairs_are_asked_in_both_orders():
-    def says(ask: Ask) -> Said:
+    def says(ask: Ask) -> JudgeReply:
         a, b = (dict(ask.question.material)[f"RESPONSE {x}"] for x in "AB")
-        return Said(better("A" if len(a) > len(b) else "B"))
+        return JudgeReply(better("A" if len(a) > len(b) else "B"))
 
     judge, engine = grader(says, compare=1)
     for sample, text in enumerate(("xx", "x")):
@@ -127,7 +127,7 @@ def test_an_abandoned_rollout_leaves_responses_pending():
 def test_layout_questions_go_out_in_an_order_and_with_words_that_data_alone_decides():
     orders, nonces = [], []
     for texts in (("a", "b", "c"), ("c", "a", "b")):
-        judge, engine = grader(lambda ask: Said("hm"), retries=1)
+        judge, engine = grader(lambda ask: JudgeReply("hm"), retries=1)
         for i, text in enumerate(texts):
             judge.submit((i, 0, i), item(text))
         judge.drain()
@@ -152,11 +152,11 @@ def test_other_rewards_go_on_while_the_engine_judges():
     late.poll = counted
     seen = []
 
-    def says(ask: Ask) -> Said:
+    def says(ask: Ask) -> JudgeReply:
         seen.append(late.polls)
         # It is ready while the engine works.
         late.ready = True
-        return Said(verdict(5))
+        return JudgeReply(verdict(5))
 
     judge, _ = grader(says)
     both = CombinedReward([Term("late", late, 1.0), Term("judge", judge, 0.5)])

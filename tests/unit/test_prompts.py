@@ -69,8 +69,8 @@ def test_an_environment_speaks_in_messages_whatever_the_rows_are(tok):
         load_prompts("builtin:reverse", data, tok, 9, 4)
     begun = load_prompts("builtin:reverse", data, tok, 9, 4, begun=True).prompts
     plain = load_prompts("builtin:reverse", DataConfig(), tok, 9, 4).prompts
-    assert [(p.asked, p.ground_truth, p.tokens, p.chat) for p in begun] == [
-        (p.asked, p.ground_truth, [], True) for p in plain
+    assert [(p.content, p.ground_truth, p.tokens, p.chat) for p in begun] == [
+        (p.content, p.ground_truth, [], True) for p in plain
     ]
 
 

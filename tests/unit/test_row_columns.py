@@ -198,7 +198,7 @@ def test_prompts_read_what_supervised_rows_say_to_the_template(tmp_path, columns
     if "tools" in columns:
         assert prompt.tools == [TOOL] and '"name": "add"' in prompt.text
     if "system" in columns:
-        assert prompt.asked == [{"role": "system", "content": "s"}, USER], "what a judge reads"
+        assert prompt.content == [{"role": "system", "content": "s"}, USER], "what a judge reads"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_an_environment_gets_the_columns_and_the_template_the_variables(tmp_path
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "q", "answer": "a", "system": "s", "enable_thinking": False}) + "\n")
     (prompt,) = load_prompts(str(file), DataConfig(), char_tokenizer(TEMPLATE), 99, begun=True).prompts
-    assert prompt.asked == "q" and prompt.extra["system"] == "s" and prompt.more == {"enable_thinking": False}
+    assert prompt.content == "q" and prompt.extra["system"] == "s" and prompt.more == {"enable_thinking": False}
 
 
 def test_columns_of_prompts_that_no_reward_or_nothing_at_all_reads(tmp_path):
