@@ -355,7 +355,7 @@ def test_plain_text_keeps_the_blank_between_prompt_and_response(steps):
     )
     told = episode_of(0, 0, 0, torch.tensor([2, 3, 4, 2, 1]), torch.tensor([False] + [True] * 4), torch.zeros(5))
     found = reading.places(from_episodes([told]))
-    tokens, text = found.asked.token["tokens"].tolist(), "one two three one"
+    tokens, text = found.inputs.token["tokens"].tolist(), "one two three one"
     assert tokens == TOKENIZER(text).input_ids
     ends = [13, 17] if steps else [17]
     assert found.read_n.tolist() == [by_bytes(tokens, text, end) for end in ends]
