@@ -153,8 +153,8 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
 
     from spmdrl.data.batch import from_episodes
     from spmdrl.data.dealing import share_out
+    from spmdrl.data.replay_buffer import ReplayBuffer
     from spmdrl.rl.fill_batch import Filling
-    from spmdrl.rl.replay_buffer import ReplayBuffer
     from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
 
     made = list(episodes(plain))

@@ -32,6 +32,8 @@ paths.py       the paths of an episode that branches
 scores.py      scores as user code gives them; keys.py names a sample in messages
 batch.py       packs many episodes end to end
 dealing.py     divides a batch among ranks and optimizer steps
+step_batch.py  makes the batch of a step: columns, replayed sequences, optimizer steps
+replay_buffer.py sequences of earlier steps, and resampling
 packing.py     forms micro-batches up to a token budget
 tree.py        computes once the tokens that samples of a prompt or paths of an episode share
 """

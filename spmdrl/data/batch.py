@@ -203,7 +203,7 @@ def from_episodes(
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in paths_of(e)]
 
-    def pack(pick: Callable[[Path], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def per_token(pick: Callable[[Path], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([pick(path).to(dtype) for path in ordered]) if ordered else torch.zeros(0, dtype=dtype)
 
     def column(values, dtype=torch.int64):
@@ -213,18 +213,20 @@ def from_episodes(
         return torch.zeros(len(s)) if s.logp is None else s.logp
 
     token = {
-        "tokens": pack(lambda p: p.pack(lambda s: s.tokens), torch.int64),
-        "mask": pack(lambda p: p.pack(lambda s: torch.full((len(s),), s.sampled)), torch.bool),
-        "rollout_logp": pack(lambda p: p.pack(logp), torch.float32),
-        "version": pack(lambda p: p.pack(lambda s: torch.full((len(s),), s.version)), torch.int64),
+        "tokens": per_token(lambda p: p.along(lambda s: s.tokens), torch.int64),
+        "mask": per_token(lambda p: p.along(lambda s: torch.full((len(s),), s.sampled)), torch.bool),
+        "rollout_logp": per_token(lambda p: p.along(logp), torch.float32),
+        "version": per_token(lambda p: p.along(lambda s: torch.full((len(s),), s.version)), torch.int64),
     }
     if turns:
         before = {id(p.episode): parents(p.episode) for p in ordered}
-        token["turn"] = pack(lambda p: p.spread([s.turn for s in p.segments]), torch.int64)
-        token["state"] = pack(lambda p: p.spread([s.state for s in p.segments]), torch.int64)
-        token["parent"] = pack(lambda p: p.spread([before[id(p.episode)][s.turn] for s in p.segments]), torch.int64)
+        token["turn"] = per_token(lambda p: p.spread([s.turn for s in p.segments]), torch.int64)
+        token["state"] = per_token(lambda p: p.spread([s.state for s in p.segments]), torch.int64)
+        token["parent"] = per_token(
+            lambda p: p.spread([before[id(p.episode)][s.turn] for s in p.segments]), torch.int64
+        )
     if turn_rewards:
-        token["turn_reward"] = pack(Path.turn_rewards, torch.float64)
+        token["turn_reward"] = per_token(Path.turn_rewards, torch.float64)
     if experts_width:
         none = torch.full((0, experts_width), -1, dtype=torch.int16)
         rows = [all_experts(p.episode, experts_width)[p.episode.rows(p.indices)] for p in ordered]

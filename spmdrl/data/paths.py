@@ -24,7 +24,7 @@ class Path:
     def __len__(self) -> int:
         return sum(map(len, self.segments))
 
-    def pack(self, pick: Callable[[Segment], torch.Tensor]) -> torch.Tensor:
+    def along(self, pick: Callable[[Segment], torch.Tensor]) -> torch.Tensor:
         """Returns what `pick` gives of each segment; one that an earlier path has is given to it as an observed one."""
         pieces = zip(self.segments, self.first, strict=True)
         return torch.cat([pick(s if first else replace(s, logp=None, version=0)) for s, first in pieces])
@@ -36,7 +36,7 @@ class Path:
 
     def turn_rewards(self) -> torch.Tensor:
         """float64 [L]: the reward of each sampled segment at its last token."""
-        rewards = self.pack(lambda s: torch.zeros(len(s), dtype=torch.float64))
+        rewards = self.along(lambda s: torch.zeros(len(s), dtype=torch.float64))
         for s, first, end in zip(self.segments, self.first, accumulate(map(len, self.segments)), strict=True):
             if first and s.sampled and len(s):
                 rewards[end - 1] = s.reward

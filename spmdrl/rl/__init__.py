@@ -13,8 +13,6 @@ environment.py   contract of environments that the policy acts in; single turns;
 agents.py        conversations with environments in worker processes
 conversation_state.py  the state of an episode's conversation, which a later step or another process takes up
 fill_batch.py    counts what the rollouts of a step bring until it has its prompts
-replay_buffer.py sequences of earlier steps, and resampling
-batching.py      makes the batch that a step learns from out of episodes
 evaluation.py    measures the policy on a prompt set
 score.py         computes inputs of the update: shaped rewards, old and reference logp, values
 reading.py       how a reward model reads responses: tokens, steps, labels

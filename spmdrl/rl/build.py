@@ -16,6 +16,7 @@ from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import template_text
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.data.row_columns import unread_line
 from spmdrl.data.template_ends import job_template
 from spmdrl.engines.build import check_engine, prompt_limit, stop_tokens
@@ -34,7 +35,6 @@ from spmdrl.rl.evaluation import Evaluation
 from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.rank_state import RankState
 from spmdrl.rl.reading import at_last, reading_of
-from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run import Run
 from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler

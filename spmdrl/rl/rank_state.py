@@ -22,8 +22,8 @@ from spmdrl.checkpoint import treefile
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.prompts import PromptSet
+from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.rl.fill_batch import Experience
-from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.trees import experience, experience_tree, fields_of, group, group_tree
 from spmdrl.session.generators import generator_states, set_generator_states

@@ -13,14 +13,14 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, to_episodes
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import PromptSet
+from spmdrl.data.replay_buffer import ReplayBuffer
+from spmdrl.data.step_batch import make_batch
 from spmdrl.health.preempt import AbandonedError, PreemptedError, any_rank
 from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.objectives.algorithm import Algorithm
-from spmdrl.rl.batching import pack
 from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_rows, with_rates
 from spmdrl.rl.evaluation import Evaluation
 from spmdrl.rl.fill_batch import Experience
-from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.spikes import Spikes
@@ -100,12 +100,21 @@ class Run(JobRun[Config]):
             raise PreemptedError(step, what, abandoned=True)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """This rank's episodes as a batch, see `batching.pack`. Collective."""
+        """This rank's episodes as a batch, see `make_batch`. Collective."""
         # Ranks without the policy add the same columns.
-        cfg, share = self.cfg, shares_prompts(self.cfg.policy)
-        later = self.models.reading.names if self.models.reading else ()
         with self.timer("exchange"):
-            return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share, later)
+            return make_batch(
+                episodes,
+                step,
+                self.cfg,
+                self.world,
+                self.replay,
+                turns="turns" in self.algo.needs,
+                skips_equal=self.algo.skip_zero_advantage,
+                experts_width=self.experts_width,
+                share_prompts=shares_prompts(self.cfg.policy),
+                model_parts=self.models.reading.names if self.models.reading else (),
+            )
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:
         """Work of a rank that does not train, while others do. Collective over ranks of its kind.

@@ -15,10 +15,10 @@ from spmdrl.data.batch import from_episodes
 from spmdrl.data.dealing import balance, share_out
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
 from spmdrl.data.packing import work_of
+from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
-from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.score import score
 from spmdrl.rl.update import update
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce

@@ -10,7 +10,7 @@ from spmdrl.algos.filters import mixed
 from spmdrl.config.learning import FilterConfig
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import Episode, episode_of
-from spmdrl.rl.replay_buffer import ReplayBuffer
+from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
 from spmdrl.rl.sampler import Sampler
 from spmdrl.spmd.exchange import all_gather_rows

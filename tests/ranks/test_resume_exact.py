@@ -20,9 +20,9 @@ from spmdrl.checkpoint.manifest import write_manifest
 from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
 from spmdrl.data.prompts import Prompt, PromptSet
+from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.rl.fill_batch import Experience
 from spmdrl.rl.rank_state import RankState, dealt
-from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.rollout_plan import PromptGroup
 from spmdrl.rl.sampler import Sampler
 from spmdrl.session import generators

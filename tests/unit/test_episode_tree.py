@@ -12,10 +12,10 @@ from spmdrl.config.schema import Config, FilterConfig
 from spmdrl.data.batch import concatenate, from_episodes, to_episodes
 from spmdrl.data.episode import Episode, Segment, prompt_segment
 from spmdrl.data.paths import parents
+from spmdrl.data.replay_buffer import ReplayBuffer, copies
 from spmdrl.data.segment import NONE, PREVIOUS
 from spmdrl.rl.compose import compose
 from spmdrl.rl.describe import describe, sample_row
-from spmdrl.rl.replay_buffer import ReplayBuffer, copies
 from spmdrl.rl.score import shape
 from spmdrl.rl.trees import episode as episode_from
 from spmdrl.rl.trees import episode_tree

@@ -1,4 +1,4 @@
-"""Episodes of a step as the batch that it learns from."""
+"""Makes the batch of a step from its episodes: columns, replayed sequences, and the optimizer step of each."""
 
 import torch
 
@@ -8,21 +8,21 @@ from spmdrl.data.batch import Batch, from_episodes
 from spmdrl.data.dealing import share_out
 from spmdrl.data.episode import Episode
 from spmdrl.data.packing import work_of
-from spmdrl.policy.objectives.algorithm import Algorithm
-from spmdrl.rl.replay_buffer import ReplayBuffer
+from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.spmd.exchange import gather_names
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for, seed_for
 from spmdrl.spmd.world import World
 
 
-def pack(
+def make_batch(
     episodes: list[Episode],
     step: int,
     cfg: Config,
     world: World,
-    algo: Algorithm,
     replay: ReplayBuffer,
+    turns: bool = False,
+    skips_equal: bool = False,
     experts_width: int = 0,
     share_prompts: bool = False,
     model_parts: tuple[str, ...] = (),
@@ -34,8 +34,9 @@ def pack(
         step: counted from 0.
         cfg: the run's settings.
         world: all ranks.
-        algo: says which columns are needed, and what costs nothing to learn from.
-        replay: takes the batch, and gives the one to learn from.
+        replay: takes the batch, and gives the one to train on.
+        turns: the advantage compares turns.
+        skips_equal: prompts whose samples have equal rewards are not run.
         experts_width: as in `from_episodes`.
         share_prompts: what samples of a prompt do once counts once in `seq["work"]`.
         model_parts: parts that a reward model will add.
@@ -45,12 +46,12 @@ def pack(
     prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
     # With an environment also estimators that do not ask for turns see them and their rewards.
     acts = bool(cfg.env)
-    batch = from_episodes(episodes, names, experts_width, acts or "turns" in algo.needs, acts)
+    batch = from_episodes(episodes, names, experts_width, acts or turns, acts)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"], common = work_of(batch, share_prompts)
-    if algo.skip_zero_advantage:
-        # Groups come whole from an engine; one that agrees will not be run, and counts as next to nothing.
+    if skips_equal:
+        # Groups come whole from an engine; one that is not run counts as next to nothing.
         batch.seq["work"] = torch.where(batch.group_differs(), batch.seq["work"], 1)
     if share_prompts:
         batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
