@@ -121,7 +121,7 @@ class Worker:
 
     # ── requests ─────────────────────────────────────────────────────────────
 
-    def hear(self, line: bytes) -> None:
+    def take_request(self, line: bytes) -> None:
         """Take a request."""
         message = json.loads(line)
         env = message.get("env", -1)
@@ -258,7 +258,7 @@ async def serve(requests: int, answers: int) -> None:
         received[:] = rest
         for line in lines:
             if workers:
-                workers[0].hear(line)
+                workers[0].take_request(line)
                 continue
             settings = PoolSettings(**json.loads(line))
             _bound_memory(settings)

@@ -37,7 +37,7 @@ class Rollout:
         self.observations: list[tuple[Place, Observation]] = []
         """Those that came, but have no part in the rollout before the others that are owed have come too."""
         self.ended = 0
-        """Groups that ended since the tally was told, but for those that failed."""
+        """Groups that ended since the tally last counted, but for those that failed."""
         self.idle = 0.0
         """Seconds in which the engine had nothing to do, for the environments'."""
         # No engine starts with more than its even share: what is left goes to whoever is done first.
@@ -76,7 +76,7 @@ class Rollout:
         unfinished = [g for g in self.groups.values() if not g.done]
         done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
         if (self.abandoned and not plan.keeps_graded) or not self.grading.finish(done, plan, timer):
-            # Of a grading that was abandoned the engine's other ranks hear in `Sampler.rollout`.
+            # The engine's other ranks learn of a grading that was abandoned in `Sampler.rollout`.
             self.abandoned = True
         if self.abandoned:
             done = [group for group in done if plan.keeps_graded and self.grading.has(group)]

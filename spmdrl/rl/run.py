@@ -209,13 +209,13 @@ class Run(JobRun[Config]):
     def _write(self, step: int, values: dict[str, float], batch: Batch, done: Experience) -> None:
         """Write the step's numbers and some samples. Collective."""
         rows = []
-        told, labels = {}, self.models.reading.names if self.models.reading else ()
+        columns, labels = {}, self.models.reading.names if self.models.reading else ()
         if self.world.trains and self.models.reading and self.cfg.tracking.samples:
-            told = model_columns(batch, labels, self.peers)
+            columns = model_columns(batch, labels, self.peers)
         if self.world.is_first:
             # A label stands among the model's columns.
             episodes = to_episodes(batch, labels) if self.world.roles.split else done.episodes
-            rows = self._rows(step, episodes, told)
+            rows = self._rows(step, episodes, columns)
         self.journal.rows(self.evaluation.take_rows(step))
         self.journal.step(step, values, rows)
 

@@ -110,12 +110,12 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
     scores.labels = {name: batch.of_last(score_B) for name, score_B in scores.labels.items()}
     scores.steps_B = None if scores.steps_B is None else batch.of_last(scores.steps_B)
     batch.seq["reward"] = batch.seq["reward"] + coef * scores.response_B
-    told = {"reward/model": scores.response_B} | {f"reward/model/{k}": v for k, v in scores.labels.items()}
+    numbers = {"reward/model": scores.response_B} | {f"reward/model/{k}": v for k, v in scores.labels.items()}
     if scores.steps_B is not None:
-        told["reward/model/steps"] = batch.seq["steps"] = scores.steps_B
+        numbers["reward/model/steps"] = batch.seq["steps"] = scores.steps_B
     if models.reading is not None:
         batch.seq["model"] = scores.response_B
-    for name, score_B in told.items():
+    for name, score_B in numbers.items():
         metrics.add(name, score_B[first_E].mean() if n else 0.0, n)
     for name, score_B in scores.labels.items():
         if f"part/{name}" in batch.seq:

@@ -54,9 +54,9 @@ class Spikes:
 
     def restore(self, state: dict[str, dict]) -> None:
         """Take over what `state` gave."""
-        for name, told in state.items():
+        for name, facts in state.items():
             if name in self.guards:
-                self.guards[name].restore(told)
+                self.guards[name].restore(facts)
 
     def keep(self, model: str, seen: AnomalousStep) -> str:
         """Write this rank's part and say how to look at it. Collective over the ranks that train."""
@@ -77,7 +77,7 @@ class Spikes:
         self._meet()
         look = f"python -m spmdrl.tools.replay {place}" if self.replays else f"the batch in {place}"
         if self.world.rank == self.world.roles.trainers[0]:
-            told = {
+            facts = {
                 "step": self.step,
                 "model": model,
                 "share": seen.share,
@@ -92,7 +92,7 @@ class Spikes:
                 "files": [rank_file(rank) for rank in holders],
                 "command": look,
             }
-            (place / FILE).write_text(json.dumps(told, indent=1) + "\n")
+            (place / FILE).write_text(json.dumps(facts, indent=1) + "\n")
         if not seen.finite:
             what = "a loss or gradient that is not finite, left out"
         else:
@@ -112,13 +112,13 @@ def read(place: Path) -> tuple[dict, Batch]:
         ValueError: no such folder, or one that is not whole; says what is missing.
     """
     try:
-        told = json.loads((place / FILE).read_text(encoding="utf-8"))
-        if "unmoved" in told:
+        facts = json.loads((place / FILE).read_text(encoding="utf-8"))
+        if "unmoved" in facts:
             # As older runs call it.
-            told["on_policy"] = told.pop("unmoved")
-        files = [str(name) for name in told["files"]]
-        told |= {name: math.nan if told[name] is None else float(told[name]) for name in ("norm", "median")}
-        wrong = [name for name in NAMES if name not in told]
+            facts["on_policy"] = facts.pop("unmoved")
+        files = [str(name) for name in facts["files"]]
+        facts |= {name: math.nan if facts[name] is None else float(facts[name]) for name in ("norm", "median")}
+        wrong = [name for name in NAMES if name not in facts]
         if wrong or any(Path(name).name != name for name in files) or not files:
             raise ValueError(f"it lacks {', '.join(wrong) or 'files of its own'}")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -129,7 +129,7 @@ def read(place: Path) -> tuple[dict, Batch]:
     try:
         token, seq = ({k: torch.cat([p[kind][k] for p in parts]) for k in parts[0][kind]} for kind in ("token", "seq"))
         batch = Batch(torch.cat([part["lengths"] for part in parts]), token, seq)
-        return told, batch.select(lexsort(batch.keys))
+        return facts, batch.select(lexsort(batch.keys))
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{place}: its files do not make one batch ({type(error).__name__}: {error})") from error
 

@@ -452,7 +452,7 @@ def test_an_environment_of_gymnasium_in_a_pool(pool, gymnasium):
     turns = [AssistantTurn(move) for move in ("2", "none", "1")]
     answers = [asked(pool, "say", "a", turn) for turn in turns]
     assert answers[1].messages[0]["content"] == "Answer with a whole number from 0 to 3." and not answers[1].done
-    assert asked(pool, "save", "a").state is None
+    assert pool.state("a") is None
     again = asked(pool, "open", "b", opening, turns[:2])
     assert again.replayed == [answer.messages for answer in answers[:2]]
     assert asked(pool, "say", "b", turns[2]).messages == answers[2].messages
@@ -466,7 +466,7 @@ def test_attempts_in_a_pool(pool, puzzles):
     opening = Opening("reasoning_gym:basic_arithmetic", row, 1, {"attempts": 3})
     assert text_of(asked(pool, "open", "a", opening)) == row["prompt"]
     assert "2 attempts left" in text_of(asked(pool, "say", "a", AssistantTurn("<answer>no</answer>")))
-    state = asked(pool, "save", "a").state
+    state = pool.state("a")
     assert state == {"scores": [0.0], "tagged": 1}
     asked(pool, "open", "b", opening, [], state)
     assert asked(pool, "say", "b", AssistantTurn(row["answer"])).done
