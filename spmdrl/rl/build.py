@@ -62,12 +62,12 @@ class Sources:
     stop: set[int]
     """Tokens that end a response."""
     prompts: PromptSet
-    asked: PromptSet | None
+    eval_prompts: PromptSet | None
     """Prompts of evaluations; None: there are none."""
 
     def data_sources(self) -> set[str]:
         """The `data_source` of every prompt."""
-        return {prompt.data_source for each in (self.prompts, self.asked) if each for prompt in each.prompts}
+        return {prompt.data_source for each in (self.prompts, self.eval_prompts) if each for prompt in each.prompts}
 
 
 def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGradient) -> Run:
@@ -115,7 +115,7 @@ def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGra
         checkpoints=checkpoints,
         sampler=sampler,
         replay=replay,
-        evaluation=Evaluation(cfg, world, read.asked, sampler, models),
+        evaluation=Evaluation(cfg, world, read.eval_prompts, sampler, models),
         memory=memory,
         journal=Journal(session, first),
         tokenizer=read.tokenizer,
@@ -143,11 +143,11 @@ def read_sources(session: Session[Config]) -> Sources:
     tokenizer = load_tokenizer(folder, trust)
     limit, stop = prompt_limit(cfg, folder), stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
     prompts = same_prompts(session, tokenizer, cfg.data.train, limit, cfg.data.limit, "--data.limit")
-    asked = None
+    eval_prompts = None
     if cfg.is_evaluated:
-        asked = same_prompts(session, tokenizer, cfg.data.eval, limit, cfg.eval.prompts, "--eval.prompts")
+        eval_prompts = same_prompts(session, tokenizer, cfg.data.eval, limit, cfg.eval.prompts, "--eval.prompts")
     check_cost(cfg.reward, cfg.safety.cost)
-    return Sources(folder, tokenizer, limit, stop, prompts, asked)
+    return Sources(folder, tokenizer, limit, stop, prompts, eval_prompts)
 
 
 def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
