@@ -17,7 +17,7 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.template_ends import job_template
 from spmdrl.engines.build import stop_tokens
-from spmdrl.env.calls import Call, parse
+from spmdrl.env.calls import FORMATS, Call, format_of, parse
 from spmdrl.hub.resolve import resolve
 
 Calls = list[dict[str, Any]]
