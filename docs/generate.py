@@ -1,6 +1,7 @@
 """Writes the parts of README.md and docs/ that the code declares: python docs/generate.py
 
-A part stands between the comments `generated: NAME` and `end of NAME`; NAME is a key of PARTS. A test compares every
+A part stands between the comments `generated: NAME` and `end of NAME`; NAME is a key of PARTS. A block of code below a
+comment `file: recipes/...` is that file. A test compares every
 page with what stands here (tests/unit/test_docs_generated.py).
 """
 
@@ -334,11 +335,17 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def generated(text: str) -> str:
-    """Returns the text of a page with its parts as the code declares them.
+    """Returns the text of a page with its parts as the code declares them, and with blocks of code as in their files.
 
     Raises:
         KeyError: a part that is no key of PARTS.
     """
+    text = re.sub(
+        r"(<!-- file: (recipes/\S+) -->\n```python\n).*?(```)",
+        lambda found: f"{found[1]}{(ROOT / found[2]).read_text(encoding='utf-8')}{found[3]}",
+        text,
+        flags=re.DOTALL,
+    )
     return re.sub(
         r"(<!-- generated: ([^>]+) -->\n).*?(<!-- end of \2 -->)",
         lambda found: f"{found[1]}{PARTS[found[2]]()}\n{found[3]}",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from spmdrl.algos import advantages, credit, turns
 from spmdrl.algos.samples import Result
@@ -21,6 +22,9 @@ class Advantage:
     """Further fields that it reads where there are any."""
     compares: bool = True
     """It compares the samples of a group. Others do not look at `group`."""
+    gradient: Literal["exact", "scaled", "biased"] = "biased"
+    """Expectation of its policy gradient: the exact one, that one times 1 - 1/n of n samples, as the own reward is in
+    the baseline, or another (docs/credit.md)."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -34,12 +38,12 @@ def own_advantage(function: Callable[..., Result]) -> Advantage:
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "gae": Advantage(credit.gae, needs=("values",), compares=False),
+    "gae": Advantage(credit.gae, needs=("values",), compares=False, gradient="exact"),
     "grpo": Advantage(advantages.grpo),
-    "dr_grpo": Advantage(advantages.dr_grpo),
-    "rloo": Advantage(advantages.rloo),
-    "reinforce": Advantage(advantages.reinforce, compares=False),
-    "remax": Advantage(credit.remax, needs=("baseline",), compares=False),
+    "dr_grpo": Advantage(advantages.dr_grpo, gradient="scaled"),
+    "rloo": Advantage(advantages.rloo, gradient="exact"),
+    "reinforce": Advantage(advantages.reinforce, compares=False, gradient="scaled"),
+    "remax": Advantage(credit.remax, needs=("baseline",), compares=False, gradient="exact"),
     "reinforce_plus_plus": Advantage(credit.reinforce_plus_plus, compares=False),
     "reinforce_plus_plus_baseline": Advantage(advantages.reinforce_plus_plus_baseline),
     "opo": Advantage(advantages.opo),
@@ -49,9 +53,11 @@ ADVANTAGES: dict[str, Advantage] = {
     "optimal_token_baseline": Advantage(credit.optimal_token_baseline, needs=("logp", "collision")),
     "gigpo": Advantage(turns.gigpo, reads=("turn", "state", "parent")),
     "win_rate": Advantage(advantages.win_rate),
-    "per_token": Advantage(credit.per_token, compares=False),
+    "per_token": Advantage(credit.per_token, compares=False, gradient="exact"),
     "prime": Advantage(credit.prime, needs=("process",)),
     "grpo_process": Advantage(credit.grpo_process, needs=("process", "ends")),
-    "turn_rloo": Advantage(turns.turn_rloo, reads=("turn", "parent")),
-    "turn_gae": Advantage(turns.turn_gae, needs=("values",), reads=("turn", "parent"), compares=False),
+    "turn_rloo": Advantage(turns.turn_rloo, reads=("turn", "parent"), gradient="exact"),
+    "turn_gae": Advantage(
+        turns.turn_gae, needs=("values",), reads=("turn", "parent"), compares=False, gradient="exact"
+    ),
 }

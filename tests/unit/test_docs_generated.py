@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 TOOL = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "generate.py"))
-WRITTEN = [page for page in TOOL["PAGES"] if "<!-- generated: " in page.read_text(encoding="utf-8")]
+WRITTEN = [
+    page for page in TOOL["PAGES"] if re.search("<!-- (generated: |file: recipes/)", page.read_text(encoding="utf-8"))
+]
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
