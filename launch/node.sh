@@ -35,7 +35,7 @@ if [[ $1 == doctor ]]; then
     unset NODE_RANK MASTER_ADDR
     exec "$python" -m spmdrl.tools.doctor --node "$name" "$@"
 fi
-if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # a host that was started from here does not start others
+if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # hosts started from here start no others
     exec "$python" -m spmdrl.tools.ssh_start "$@"
 fi
 nodes=${NNODES:-${SLURM_NNODES:-1}}

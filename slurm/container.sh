@@ -1,6 +1,6 @@
 # Defines how slurm/job.sh, which sources this file, starts a process, in the container CONTAINER or without one.
-# on: srun with its flags. inside: the command that enters an apptainer container. here: the command that starts a process
-# on this node as the run will. python: the interpreter of the batch host.
+# on: srun with its flags. inside: the command that enters an apptainer container. here: the command that starts a
+# process on this node as the run will. python: the interpreter of the batch host.
 python=.venv/bin/python inside=() on=(srun --ntasks-per-node=1 --cpu-bind=none --overlap --export=ALL)
 if [[ -n ${CONTAINER:-} ]]; then
     export IN_CONTAINER=1

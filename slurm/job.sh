@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The common part of the jobs: slurm/job.sh CONFIG [FLAGS] checks settings and nodes, starts one torchrun on each node by
-# one srun, and after SIGUSR1, when the run has saved and left, requeues the job. docs/slurm.md lists the variables.
+# The common part of the jobs: slurm/job.sh CONFIG [FLAGS] checks settings and nodes, starts one torchrun on each node
+# by one srun, and after SIGUSR1, when the run has saved and left, requeues the job. docs/slurm.md lists the variables.
 set -euo pipefail
 label=job
 source launch/checks.sh

@@ -1,4 +1,4 @@
-"""Checks of arguments; each error says what to change."""
+"""Checks arguments, and raises errors that say what to change."""
 
 import math
 

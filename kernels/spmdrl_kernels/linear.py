@@ -1,7 +1,7 @@
 """Computes logp and entropy from hidden states and the output weight, without the logits of all tokens.
 
 T tokens, D hidden, V vocabulary (this rank's part of it), C x V one block of logits. No tensor has shape [T, V]: logits
-exist for one block at a time, and backward computes them again. That costs one more matmul and saves T * V numbers
+exist for one block at a time, and backward computes them again. This costs one more matmul and saves T * V numbers
 (4.6 GiB in fp32 at T=8192, V=151936).
 """
 

@@ -10,7 +10,7 @@ GENERATION = "generation_config.json"
 
 
 def named_ends(folder: Path) -> list[int]:
-    """Return the end tokens of a folder's generation config, or those of config.json where it names none.
+    """Return the end tokens of a folder's generation config, or those of config.json if it names none.
 
     Raises:
         ValueError: they are not numbers.
