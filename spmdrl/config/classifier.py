@@ -1,14 +1,13 @@
 """A reward model's file: which classifier scores responses, by which labels, over which tokens, step by step or not."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Literal
 
 from spmdrl.config.schema import Config
-from spmdrl.config.yaml_file import SUFFIXES, read_fields
+from spmdrl.config.yaml_file import SUFFIXES, read_fields, value_problems
 
 FLAG = "--reward.model"
-TOKENIZERS = ("auto", "own")
-REDUCTIONS = ("min", "mean", "last", "product")
 
 
 @dataclass(frozen=True)
@@ -19,15 +18,12 @@ class ClassifierConfig:
     """The model, as `--model.path`."""
     weights: dict[str, float] = field(default_factory=dict)
     """Label -> factor on its score; the others count 0. Empty: 1 for a model with one label."""
-    tokenizer: str = "auto"
+    tokenizer: Literal["auto", "own"] = "auto"
     """`auto`: the policy's tokens where both tokenizers number them alike, else its own; `own`: always its own."""
     steps: str = ""
     """Separator of reasoning steps, each of which is scored at its end. Empty: the response is scored at its end."""
-    reduce: str = "min"
+    reduce: Literal["min", "mean", "last", "product"] = "min"
     """How the scores of steps make the response's: `min`, `mean`, `last` or `product`."""
-
-
-_KINDS: dict[str, type] = {f.name: dict if f.name == "weights" else str for f in fields(ClassifierConfig)}
 
 
 def is_classifier(value: str) -> bool:
@@ -65,8 +61,9 @@ def read_classifier(file: str) -> ClassifierConfig:
     Raises:
         ValueError: it cannot be read, or settings do not serve: one line for each.
     """
-    given, problems = read_fields(FLAG, file, _KINDS, "a reward model (docs/rewards.md)")
+    given, problems = read_fields(FLAG, file, ClassifierConfig, "a reward model (docs/rewards.md)")
     found = ClassifierConfig(**given)
+    problems += value_problems(found)
     if "path" not in given or not found.path:
         problems.append("path: name the model, as --model.path does")
     for name, value in found.weights.items():
@@ -74,9 +71,6 @@ def read_classifier(file: str) -> ClassifierConfig:
             problems.append(f"weights: {name} {value} must be a finite number")
     if found.weights and not any(found.weights.values()):
         problems.append("weights: all of them are 0, so the model would score nothing; give one another weight")
-    for name, choices in (("tokenizer", TOKENIZERS), ("reduce", REDUCTIONS)):
-        if getattr(found, name) not in choices:
-            problems.append(f"{name} {getattr(found, name)!r}: must be one of {', '.join(choices)}")
     if "reduce" in given and not found.steps:
         problems.append(f"reduce {found.reduce!r}: only scores of steps are reduced; name their separator in steps")
     if problems:

@@ -2,15 +2,16 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal
 
+from spmdrl.config.declare import COUNT, LIMIT, NOT_NEGATIVE, POSITIVE, setting
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import Config, RewardConfig
-from spmdrl.config.yaml_file import SUFFIXES, read_fields
+from spmdrl.config.yaml_file import SUFFIXES, read_fields, value_problems
 
 ROWS = "rows"
 """`--env rows`: each row of the data names its environment, in its column `env`."""
@@ -28,20 +29,20 @@ class EnvironmentConfig:
     if every row names its own in the column `env`."""
     settings: dict = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
-    max_turns: int = 16
+    max_turns: int = setting(16, COUNT)
     """Responses of an episode. After the last one the environment answers once more, and the episode ends."""
-    turn_tokens: int = 0
+    turn_tokens: int = setting(0, NOT_NEGATIVE)
     """Most tokens of a response, after which the environment answers it as it is; 0: all that the episode has left."""
-    max_seconds: float = 0.0
+    max_seconds: float = setting(0.0, NOT_NEGATIVE, free=LIMIT)
     """Seconds of an episode, its environment's and the engine's; 0: no limit. A run that reaches it is not exactly
     repeatable."""
-    timeout: float = 30.0
+    timeout: float = setting(30.0, POSITIVE, free=LIMIT)
     """Seconds that a call may take, unless the environment has a `timeout_s`."""
-    reward_timeout: float = 60.0
+    reward_timeout: float = setting(60.0, POSITIVE, free=LIMIT)
     """Seconds that the final reward may take."""
     on_timeout: Literal["tell", "end"] = "tell"
     """After a call that took too long the model is told of it (`tell`), or the episode ends too (`end`)."""
-    longest_answer: int = 10_000
+    longest_answer: int = setting(10_000, COUNT)
     """Characters of a tool's answer that the model sees. A longer one is cut, and the model is told."""
     cut: Literal["head", "tail", "middle"] = "middle"
     """The part of a longer answer that is kept; `middle`: its beginning and its end."""
@@ -50,33 +51,18 @@ class EnvironmentConfig:
     history: Literal["keep", "branch"] = "keep"
     """For a chat template that renders earlier turns otherwise later on: `keep` goes on with what was sampled, `branch`
     begins a branch of the episode with what the template makes of it."""
-    max_open: int = 0
+    max_open: int = setting(0, NOT_NEGATIVE, free=LIMIT)
     """Episodes of an engine that are open at once, in whole groups; 0: up to the engine's share of all."""
-    workers: int = 1
+    workers: int = setting(1, COUNT, free=LIMIT)
     """Processes of each engine that run environments."""
-    memory_mb: int = 0
+    memory_mb: int = setting(0, NOT_NEGATIVE, free=LIMIT)
     """MiB of memory that a process may have; 0: no limit."""
-    python: str = ""
+    python: str = setting("", free=LIMIT)
     """Interpreter of these processes, for an environment whose packages conflict with the run's: it needs PyYAML and
     what the environment needs. Empty: that of the run."""
 
 
-_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_turns": (lambda x: x >= 1, "must be at least 1"),
-    "turn_tokens": (lambda x: x >= 0, "must be 0 or more"),
-    "max_seconds": (lambda x: 0 <= x < float("inf"), "must be 0 or more"),
-    "timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
-    "reward_timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
-    "longest_answer": (lambda x: x >= 1, "must be at least 1"),
-    "max_open": (lambda x: x >= 0, "must be 0 or more"),
-    "workers": (lambda x: x >= 1, "must be at least 1"),
-    "memory_mb": (lambda x: x >= 0, "must be 0 or more"),
-}
-"""Rules of the settings that are numbers."""
-_CHOICES = {f.name: get_args(f.type) for f in fields(EnvironmentConfig) if get_origin(f.type) is Literal}
-DECIDE = (
-    *("environment", "settings", "max_turns", "turn_tokens", "on_timeout", "longest_answer", "cut", "calls", "history"),
-)
+DECIDE = tuple(each.name for each in fields(EnvironmentConfig) if not each.metadata.get("free"))
 """Settings that decide what an episode is; a resume keeps them."""
 
 
@@ -93,9 +79,7 @@ def read_environment(env: str) -> EnvironmentConfig:
     text = _text(env)
     if any(line.startswith(("tools:", "interaction:")) for line in text.splitlines()):
         return EnvironmentConfig(environment=env)
-    kinds = {f.name: str if f.name in _CHOICES else f.type for f in fields(EnvironmentConfig)}
-    kinds["settings"] = object
-    given, problems = read_fields("--env", env, kinds, "an environment (docs/agents.md)")  # type: ignore[arg-type]
+    given, problems = read_fields("--env", env, EnvironmentConfig, "an environment (docs/agents.md)")
     found = EnvironmentConfig(**given)
     if problems := problems or problems_of(found):
         raise ValueError("\n".join(f"{env}: {problem}" for problem in problems))
@@ -104,11 +88,7 @@ def read_environment(env: str) -> EnvironmentConfig:
 
 def problems_of(found: EnvironmentConfig) -> list[str]:
     """One line for each setting that does not serve."""
-    values = {name: getattr(found, name) for name in _NUMBERS}
-    problems = [f"{k} {x}: {_NUMBERS[k][1]}" for k, x in values.items() if not _NUMBERS[k][0](x)]
-    for name, choices in _CHOICES.items():
-        if getattr(found, name) not in choices:
-            problems.append(f"{name} {getattr(found, name)!r}: must be one of {', '.join(choices)}")
+    problems = value_problems(found)
     if not found.environment:
         problems.append("environment '': name it, as file.py:Class or builtin:guess")
     if found.python and not shutil.which(found.python):

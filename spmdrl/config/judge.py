@@ -1,15 +1,14 @@
 """A judge: a file that says which model grades responses. No message holds a login or what may be a key."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from spmdrl.config.declare import COUNT, NOT_NEGATIVE, POSITIVE, setting
 from spmdrl.config.dump import redact_text
 from spmdrl.config.rewards import functions
 from spmdrl.config.schema import RewardConfig
-from spmdrl.config.yaml_file import SUFFIXES, read_fields
+from spmdrl.config.yaml_file import SUFFIXES, read_fields, value_problems
 
 
 @dataclass
@@ -23,30 +22,30 @@ class JudgeConfig:
     engine: str = ""
     """In the place of a URL, the run's own engine: `policy`, the weights that it holds, or a frozen model of the
     policy's architecture, as `--model.path`."""
-    max_prompt_tokens: int = 4096
+    max_prompt_tokens: int = setting(4096, COUNT)
     """Longest question to the engine, which is built for it. A response whose question is longer has no score."""
-    max_new_tokens: int = 512
+    max_new_tokens: int = setting(512, COUNT)
     """Longest verdict of the engine."""
     rubric: str = ""
     """Text that says what gets which grade. Empty: one for correctness, then completeness and clarity."""
-    compare: int = 0
+    compare: int = setting(0, NOT_NEGATIVE)
     """0: a response is graded by itself. N: it is compared with up to N others of its group, in both orders."""
-    votes: int = 1
+    votes: int = setting(1, COUNT)
     """Answers to each question, which are averaged."""
-    scale: int = 10
+    scale: int = setting(10, COUNT)
     """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]. Comparisons have none."""
-    temperature: float = 0.0
+    temperature: float = setting(0.0, NOT_NEGATIVE)
     """Sampling temperature of the judge."""
-    max_chars: int = 20000
+    max_chars: int = setting(20000, COUNT)
     """Characters of a response that the judge sees; it is told of the cut."""
-    timeout: float = 120.0
+    timeout: float = setting(120.0, POSITIVE)
     """Seconds of a request, to its last byte."""
-    retries: int = 4
+    retries: int = setting(4, NOT_NEGATIVE)
     """Further attempts for a vote after a rate limit, a failure or an answer that is no verdict. Then the sample has no
     score (`--reward.max-ungraded`)."""
-    concurrency: int = 16
+    concurrency: int = setting(16, COUNT)
     """Requests under way at a time, on each rank."""
-    budget: int = 0
+    budget: int = setting(0, NOT_NEGATIVE)
     """Most requests of this start of the job, on each rank, after which the job ends. 0: no bound."""
     cache: str = ""
     """Folder of answers, which ranks and jobs may share: what was asked before is not asked again. Empty: none."""
@@ -54,20 +53,6 @@ class JudgeConfig:
     """Name of the environment variable with the API key. Not set: requests carry none."""
 
 
-_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_prompt_tokens": (lambda x: x >= 1, "must be at least 1"),
-    "max_new_tokens": (lambda x: x >= 1, "must be at least 1"),
-    "compare": (lambda x: x >= 0, "must be 0 or more"),
-    "votes": (lambda x: x >= 1, "must be at least 1"),
-    "scale": (lambda x: x >= 1, "must be at least 1"),
-    "temperature": (lambda x: 0 <= x < float("inf"), "must be 0 or more"),
-    "max_chars": (lambda x: x >= 1, "must be at least 1"),
-    "timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
-    "retries": (lambda x: x >= 0, "must be 0 or more"),
-    "concurrency": (lambda x: x >= 1, "must be at least 1"),
-    "budget": (lambda x: x >= 0, "must be 0 or more"),
-}
-"""Rules of the settings that are numbers."""
 OF_URL = ("model", "timeout", "concurrency", "budget", "cache", "key_env")
 """Settings that only a judge behind a URL reads."""
 OF_ENGINE = ("max_prompt_tokens", "max_new_tokens")
@@ -108,8 +93,7 @@ def read_judge(file: str) -> JudgeConfig:
     Raises:
         ValueError: it cannot be read, or settings do not serve: one line for each.
     """
-    kinds = {field.name: type(field.default) for field in fields(JudgeConfig)}
-    given, problems = read_fields("--reward.function", file, kinds, "a judge (docs/judge.md)", ("key_env",))
+    given, problems = read_fields("--reward.function", file, JudgeConfig, "a judge (docs/judge.md)", ("key_env",))
     judge = JudgeConfig(**given)
     if problems := problems or problems_of(judge):
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
@@ -133,8 +117,7 @@ def graded_by(file: str) -> str:
 
 def problems_of(judge: JudgeConfig) -> list[str]:
     """One line for each setting that does not serve."""
-    values = {name: getattr(judge, name) for name in _NUMBERS}
-    problems = [f"{k} {x}: {_NUMBERS[k][1]}" for k, x in values.items() if not _NUMBERS[k][0](x)]
+    problems = value_problems(judge)
     if judge.compare and judge.scale != JudgeConfig.scale:
         problems.append(f"scale {judge.scale}: a comparison has no grades; leave it out, or compare too")
     if judge.url and judge.engine:

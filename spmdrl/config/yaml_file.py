@@ -1,8 +1,9 @@
 """Reads the settings of a YAML file that a flag names, such as a judge's, each as the type of its field."""
 
 from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
@@ -16,14 +17,14 @@ KINDS = {str: "text", int: "number", float: "number", dict: "list of names with 
 
 
 def read_fields(
-    flag: str, file: str, kinds: dict[str, type], what: str, secret: Collection[str] = ()
+    flag: str, file: str, schema: type, what: str, secret: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of a file, and one line for each that is unknown or of another type.
 
     Args:
         flag: the flag that named the file.
         file: its path.
-        kinds: name -> type of every setting.
+        schema: the dataclass of the settings.
         what: whose settings they are, for the message about a file without any.
         secret: settings whose values no message may show.
 
@@ -40,6 +41,7 @@ def read_fields(
         raise ValueError(f"{flag} {file}: is no YAML ({' '.join(str(error).split())})") from None
     except RecursionError:
         raise ValueError(f"{flag} {file}: is nested too deeply; it holds settings with their values") from None
+    kinds = {each.name: _kind(each.type) for each in fields(schema)}
     if not isinstance(found, dict):
         raise ValueError(f"{flag} {file}: holds no settings of {what}")
     given = {}
@@ -54,6 +56,25 @@ def read_fields(
             shown = "its value" if name in secret else repr(redact_text(str(value)))
             problems.append(f"{name}: {shown} is no {KINDS[kinds[name]]}")
     return given, problems
+
+
+def value_problems(found: Any) -> list[str]:
+    """One line for each setting of a file that its field does not allow, by its choices or its rule (`declare.py`)."""
+    problems = []
+    for each in fields(found):
+        value, choices, rule = getattr(found, each.name), get_args(each.type), each.metadata.get("rule")
+        if get_origin(each.type) is Literal and value not in choices:
+            problems.append(f"{each.name} {value!r}: must be one of {', '.join(choices)}")
+        elif rule and not rule.valid(value):
+            problems.append(f"{each.name} {value}: {rule.says}")
+    return problems
+
+
+def _kind(hint: Any) -> type:
+    """Return the type by which a field's value is read; `object` for a value that is taken as YAML has it."""
+    if get_origin(hint) is Literal:
+        return str
+    return object if hint is dict else get_origin(hint) or hint
 
 
 def _twice(root: yaml.Node | None) -> list[str]:
