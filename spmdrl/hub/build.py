@@ -118,9 +118,9 @@ def empty_model(
 
 def _dtype_and_options(dtype: str | torch.dtype) -> tuple[torch.dtype, dict[str, Any]]:
     """Return the torch type, and options with which transformers computes in it."""
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    resolved: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     # transformers' kernels for experts do not support float64.
-    return dtype, {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    return resolved, {"experts_implementation": "eager"} if resolved == torch.float64 else {}
 
 
 def scores_tokens(config: Any) -> bool:
