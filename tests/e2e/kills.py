@@ -62,12 +62,14 @@ def plant(kill: dict) -> None:
 
 def main() -> None:
     """Runs a job with the kill of SPMDRL_KILL."""
+    from spmdrl.session.job import launch
+
     kill = json.loads(os.environ.get(VARIABLE, "null"))
     job = import_module((kill or {}).get("job", "spmdrl.train"))
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if kill and first and os.environ["RANK"] == str(kill["rank"]):
         plant(kill)
-    job.main()
+    launch(job.JOB)
 
 
 # ── the story ────────────────────────────────────────────────────────────────
