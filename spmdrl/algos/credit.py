@@ -174,7 +174,7 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     respect to the logits. The sums run over the samples that reach time `t`. Returns are `G_t`. It costs one more pass
     of the policy, for the sum over the vocabulary. Every rank holds 4 fp64 columns of the sampled tokens of all ranks.
 
-    A time that one sample alone reaches has baseline 0, as its own return would take all credit away, and so has every
+    A time that one sample alone reaches has baseline 0, as with its own return A would be 0, and so has every
     time of a group of one, where A is `G_t`. Equal rewards: A is 0 up to `eps` where at least two samples are left.
     """
     in_range("eps", eps, 0)

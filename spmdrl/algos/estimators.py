@@ -23,8 +23,8 @@ class Advantage:
     compares: bool = True
     """It compares the samples of a group. Others do not look at `group`."""
     gradient: Literal["exact", "scaled", "biased"] = "biased"
-    """Expectation of its policy gradient: the exact one, that one times 1 - 1/n of n samples, as the own reward is in
-    the baseline, or another (docs/credit.md)."""
+    """Expectation of its policy gradient: `exact`; `scaled` by 1 - 1/n because the baseline of n samples includes the
+    sample itself; or `biased` (docs/credit.md)."""
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def _rows(x: Selecting) -> Samples:
 
 
 def _covariance(x: Selecting, cov_ratio: float) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Covariance [T], each sequence's place among all in sample order [B], how many tokens to select over all ranks."""
+    """Return the covariance [T], each sequence's index over all ranks [B], and the number of tokens to select."""
     rows = _rows(x)
     columns = (rows.lengths, rows.sum_tokens(x.advantages), rows.sum_tokens(x.logp))
     count_N, advantage_N, logp_N, place_B = rows.everyone(*columns)

@@ -91,8 +91,8 @@ def sppo(x: LossInputs, *, eta: float = 1.0) -> LossResult:
     `A` is the mean advantage of the sequence and should be P(it beats the current policy) - 1/2, as of the advantage
     `win_rate`. The default of `eta` is for rewards on the scale of a log ratio, as in
     https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper has 1000. The first optimizer step of a step has a
-    log ratio of 0, so `eta` is all the pull there is. Importance weights multiply by their geometric mean over the
-    sequence.
+    log ratio of 0, so `eta` alone sets the size of its gradient. Importance weights multiply by their geometric mean
+    over the sequence.
 
     Stats: `old_kl`; `sequence_log_ratio`, the sum; `sequence_error`, the sum less its target.
     """

@@ -82,9 +82,8 @@ class AlgoConfig:
     """Source of old_logp: a pass of the policy, or the engine (bypass). `auto`: the update's own first pass where it is
     the same number at no cost (one update a step), else a pass of the policy."""
     skip_zero_advantage: bool = setting(False, only_with=advantage_alone)
-    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero; what the update
-    tells of tokens (clip_fraction, ...) is then of the others. Refused when something else than the advantage stands
-    in the loss."""
+    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero; statistics
+    of tokens (clip_fraction, ...) then exclude them. Refused when the loss has other terms than the advantage."""
 
 
 @dataclass
@@ -109,7 +108,7 @@ class ShapingConfig:
     """Changes to rewards before advantages are computed."""
 
     reward_coef: float = setting(1.0, FINITE)
-    """Factor on the reward; 0 leaves what the reference or teacher says."""
+    """Factor on the reward; 0 leaves the KL term to the reference or teacher alone."""
     clip_low: float | None = setting(None, FINITE)
     """Smallest reward; None: no bound."""
     clip_high: float | None = setting(None, FINITE)

@@ -283,10 +283,10 @@ class RolloutConfig:
     bit-exact runs)."""
     oversample: float = setting(1.0, at_least(1), unread_by=(EVALUATE,))
     """Sample so many times prompts_per_step and stop when prompts_per_step groups are complete: the slowest are cut.
-    Prompts that nobody has begun by then are left for the next step."""
+    Prompts that no engine has begun by then are left for the next step."""
     partial_steps: int = setting(0, NOT_NEGATIVE, unread_by=(EVALUATE,))
-    """Groups that were cut short go on in the next step, for at most so many steps, after which they are waited for.
-    0: they are dropped, and so is what a static assignment leaves unbegun between others (rollout/unbegun_prompts).
+    """Groups that were cut short continue in the next step, for at most so many steps; then the run waits for them.
+    0: they are dropped, and so are prompts that a static assignment did not begin (rollout/unbegun_prompts).
     Checkpoints hold them."""
     max_sequences: int = setting(64, COUNT, free=DRAWN)
     """Sequences one engine runs at a time."""

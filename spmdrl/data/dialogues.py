@@ -79,7 +79,7 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
     system: a system message for dialogues that have none.
 
     Raises:
-        RowError: the row has none of the forms, or a part of it is not what it should be.
+        RowError: the row has none of the forms, or a field is malformed.
     """
     row = Row(row)
     check_text(row)

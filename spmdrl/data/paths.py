@@ -70,7 +70,7 @@ def add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: t
 
 
 def add_rewards(episode: Episode, rewards: torch.Tensor) -> None:
-    """Add rewards of turns, a column [L] of the path that is being continued, to the segments that they stand in."""
+    """Add rewards by token [L] of the path that is being continued to its segments."""
     at = 0
     for i in episode.path:
         s = episode.segments[i]

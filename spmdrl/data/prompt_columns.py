@@ -1,6 +1,6 @@
 """Columns beside a prompt that its chat template reads, and those of the same names that are left to rewards.
 
-The names are ordinary words: `documents` may hold what a reward looks up, `history` that of a patient. A column goes
+The names are ordinary words: `documents` may be data for a reward, `history` a patient record. A column goes
 into the prompt only where a chat template renders it, its value has the form that is looked for, and no other setting
 names it.
 """

@@ -26,7 +26,7 @@ from spmdrl.data.sources import Source, read_source
 from spmdrl.data.unshown import LOOKED, check_read, renderer_of, unshown, unshown_line
 
 REFUSED = SupervisedDataConfig.max_refused
-"""Largest share of rows that are left out because no tokenizer takes their text, as jobs on given rows have it."""
+"""Largest share of rows that may be left out because no tokenizer takes their text; the same limit as in SFT."""
 
 
 @dataclass(frozen=True)

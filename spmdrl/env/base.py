@@ -45,7 +45,7 @@ class Call:
     inline: bool = False
     """True for a block of code, which stays in the content of the message."""
     late: bool = False
-    """It was made and did not answer in time. A replay says so again and does not make it."""
+    """The call timed out. A replay repeats the message of the time-out, not the call."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
 
 
 def skip_space(text: str, at: int) -> int:
-    """Return the place of the next character that is no white space."""
+    """Return the index of the next character that is not whitespace."""
     found = SPACE.match(text, at)
     assert found
     return found.end()

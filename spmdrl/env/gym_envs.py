@@ -145,10 +145,10 @@ class _Config(dict):
 class TextArena:
     """A game of one player of TextArena (https://github.com/LeonGuertler/TextArena).
 
-    The game's observation wrappers repeat the whole game at each turn, so the game itself is asked for what is new; the
-    player's own moves, which the conversation has, are left out. Wrappers of actions are kept. The reward is the game's
-    and falls at its end. Games draw from Python's global generator; each gets a state of its own, seeded by the row's
-    column `seed`, which all samples of a prompt share, or by the run's seed of the sample.
+    The game's observation wrappers repeat the whole game at each turn, so new observations are read from the unwrapped
+    game; the player's own moves, which the conversation has, are left out. Wrappers of actions are kept. The reward is
+    the game's and falls at its end. Games draw from Python's global generator; each gets its own state, seeded by the
+    row's column `seed`, which all samples of a prompt share, or by the run's seed of the sample.
     """
 
     _one_at_a_time = threading.Lock()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 THREADS = 128
-"""Calls of plain functions that run at once in a process; a further one waits, and its time does not run."""
+"""Most calls of plain functions that run at once in a process. The time of a queued call starts when it runs."""
 GONE_WITHIN = 1.0
 """Seconds after its limit in which a call may still end by itself. As no thread can be ended, its process goes then."""
 

@@ -20,7 +20,7 @@ CONNECT_SECONDS = 30.0
 AT_ONCE = 4
 """Servers that a process starts side by side; a further one waits, and its `connect` does not run."""
 QUEUE_SECONDS = 3600.0
-"""Longest wait for the servers before, far beyond what their own limits leave to it."""
+"""Longest wait for a place to start; longer than the start limits of all servers together."""
 _starting = threading.BoundedSemaphore(AT_ONCE)
 _lines: dict[str, Line] = {}
 """Connections that are shared, by their settings."""

@@ -121,7 +121,7 @@ def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
     """Return tools by name.
 
     Raises:
-        ValueError: two of them have one name.
+        ValueError: two tools share a name.
     """
     table: dict[str, Tool] = {}
     for tool in tools:

@@ -168,13 +168,13 @@ class Pool:
         self._processes.send(record.worker, message)
 
     def _leave(self, record: Record) -> None:
-        """A record's environment is not, or no longer to be used, in the process that it was in."""
+        """Detach a record from its process."""
         process, record.worker = record.worker, None
         if process is not None:
             self._processes.leave(process)
 
     def _settle(self, record: Record) -> None:
-        """A record's request is over; the next suspect may run."""
+        """End a record's request; the next suspect may run."""
         self._asked.pop(record.request, None)
         record.request, record.turn, record.original = -1, None, None
         if record.worker is not None and record.worker.retired:
@@ -230,14 +230,14 @@ class Pool:
             if record in late and (record is self._suspect or len(late) == 1):
                 self._late(record)
             elif record in late:
-                # One call stopped the clocks of all: the request that does so when it runs alone is at fault.
+                # One call held up all requests of the process: each runs again alone, which shows the one at fault.
                 self._suspects.append(record)
             elif process.ready or record.begun:
                 innocent.append(record)
             else:
                 self._fail(record, f"was not loaded within {START_SECONDS:.0f} s")
         self._next_suspect()
-        # In a process that takes no others, only calls of these can interrupt them, each of those once.
+        # The innocent run again in a process of their own, which takes no new requests that could disturb them.
         aside = self._processes.aside() if innocent else None
         for record in innocent:
             self._run(record, aside)

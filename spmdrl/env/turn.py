@@ -6,10 +6,10 @@ from typing import Any
 
 
 class AnewError(Exception):
-    """Calls of a turn go on beyond their limits, and may change the environment: it has to be opened anew."""
+    """Calls of a turn still run after their time limits and may change the environment: it must be opened anew."""
 
     def __init__(self, late: list[int], calls: list[asyncio.Future]):
-        """late: indices of all calls of the turn that did not answer. calls: those that go on."""
+        """late: indices of the calls that timed out. calls: those of them that still run."""
         super().__init__(late)
         self.late, self.calls = late, calls
 
@@ -24,9 +24,9 @@ class Turn:
     """The messages take the place of the whole conversation."""
     done: bool = False
     late: list[int] = field(default_factory=list)
-    """Indices of the calls that did not answer."""
+    """Indices of the calls that timed out."""
     going_on: list[asyncio.Future] = field(default_factory=list)
-    """The calls among them that did not end either."""
+    """Those of them that still run."""
     counts: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("calls", "failed_calls", "timeouts", "cut", "malformed", "seconds"), 0)
     )

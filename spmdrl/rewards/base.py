@@ -62,7 +62,7 @@ class Reward:
     """Why the response could not be graded, through no fault of its own: the score is nan, and the sample is left out.
     Empty: it was graded."""
     shut: bool = False
-    """A gate took the score, which is 0 therefore, and with it all that fell in turns."""
+    """A gate failed: the score and all rewards of turns are 0."""
 
 
 class RewardError(ValueError):

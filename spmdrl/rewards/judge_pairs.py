@@ -59,7 +59,7 @@ class PairQuestion(Question):
         """See `Question`."""
         better, reason = parse_answer(content, "better")
         if not isinstance(better, str) or better not in VALUES:
-            raise BadVerdictError(f"better is none of {', '.join(VALUES)}")
+            raise BadVerdictError(f"`better` must be one of {', '.join(VALUES)}")
         return Verdict(VALUES[better], reason)
 
 

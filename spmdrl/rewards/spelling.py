@@ -93,7 +93,7 @@ def _repeated(m: re.Match) -> str:
 
 
 def plain(text: str) -> str:
-    """An answer without what changes its looks alone."""
+    """Return an answer without LaTeX that only formats."""
     text = CURRENCY.sub("", text.translate(SIGNS).translate(_SPOKEN))
     for pattern, instead in _PLACED:
         text = pattern.sub(instead, text)

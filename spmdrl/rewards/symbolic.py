@@ -192,7 +192,7 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def _allowance(a: Any, b: Any) -> float:
-    """EXACT for two decimals, and for a decimal and a whole number, which no rounding makes of one another."""
+    """Return the tolerance: EXACT if both are written as numbers, else DECIMAL, as a decimal may be a rounded value."""
     from sympy import Float, Integer
 
     if not (a.has(Float) or b.has(Float)):

@@ -1,8 +1,8 @@
 """Tries a reward on the rows of a data set before a run: right answers, none at all, and wrong ones.
 
 A right answer is the truth itself, in each of the forms that graders look for; for programs a row's own solution. The
-form that scores most counts, row by row, as rows of several kinds want several forms. A reward by which it is not above
-all that deserves nothing teaches something else than what was meant, whatever its scale.
+form that scores most counts, row by row, as rows of several kinds want several forms. A reward that does
+not score it above every wrong answer trains the wrong behaviour, whatever its scale.
 """
 
 import contextlib

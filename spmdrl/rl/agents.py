@@ -27,7 +27,7 @@ from spmdrl.spmd.seeds import seed_for
 SEED = 0x454E56
 """Key of the seeds of environments."""
 CHARACTERS = 200
-"""More than a token stands for. A text that has more for each token that there may be is refused as it is, at once."""
+"""Most characters of a token. A text longer than this times the token limit is refused without tokenizing it."""
 
 
 class Agents:
@@ -127,7 +127,7 @@ class Agents:
                 self._take(self.episodes[place], reply)
             if self.ready or not left or not self.pool.pending:
                 break
-        # In an order that no clock has a part in, as far as that goes: what came together is sorted.
+        # Sorted, so that the order of what came together does not depend on timing.
         ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
         return ready
 

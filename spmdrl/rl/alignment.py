@@ -139,8 +139,10 @@ class Alignment:
     def places(
         self, batch: Batch, read: Batch, kept: list[int], found: list[Aligned]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[range]]:
-        """Rows of the spans' bases, the student's [N] and the teacher's [N]; of the teacher's other tokens, the number
-        of their span [M] and their row [M]; the student's rows of each span.
+        """Return row numbers of the N aligned spans, each of which has one base token on either side.
+
+        First the bases' rows of the student [N] and the teacher [N]; then, for the teacher's M other tokens, the number
+        of their span [M] and their row [M]; last, for each span, all of the student's rows.
         """
         last = self.cfg.distill.merge == "last"
         starts = [

@@ -24,7 +24,7 @@ class ConversationState:
     """
 
     messages: list[dict] = field(default_factory=list)
-    """All messages up to the last observation, from the last ones on that took the place of all before."""
+    """Messages up to the last observation; those before the history was last replaced are gone."""
     tools: list[dict] = field(default_factory=list)
     turns: list[AssistantTurn] = field(default_factory=list)
     """The policy's turns that the environment got, in order."""

@@ -121,7 +121,7 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
 
 
 def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
-    """Add how many versions older than `version`, where the update begins, sampled tokens are."""
+    """Add the staleness of sampled tokens, in versions of the weights. version: where the update begins."""
     age_T = (version - batch.token["version"][batch.sampled]).double()
     stats.add("rollout/staleness", age_T.mean(), len(age_T))
 

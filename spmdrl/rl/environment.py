@@ -87,7 +87,7 @@ class Environment(Protocol):
 
 
 class SingleTurn:
-    """The environment that ends an episode with its first response; a subclass whose `reply` says more goes on."""
+    """The environment that ends an episode with its first response, unless a subclass returns more from `reply`."""
 
     turn_tokens = most_open = 0
     remote = False

@@ -26,8 +26,8 @@ class Experience:
 
     episodes: list[Episode]
     drawn: int = 0
-    """Prompts that the step took from the line, over all ranks, up to the last one that was begun; known to the ranks
-    that sample. Later ones are drawn in the next step."""
+    """Number of prompts that the step consumed over all ranks, up to the last one that was begun; known to the ranks
+    that sample. The next step draws the later ones."""
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups for the next step that were cut short on this rank's engine, or drawn and not begun there."""
     bad_samples: int = 0

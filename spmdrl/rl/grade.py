@@ -34,7 +34,7 @@ class Grading:
         warn_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
 
     def ended(self, group: PromptGroup, episode: Episode) -> None:
-        """Have an episode that ended graded, or with it its whole group, if that has ended and the grader wants it."""
+        """Submit an episode that ended, or its whole group once that has ended if the grader wants groups."""
         if not self.grader.wants_groups:
             self.submit(group, episode)
         elif group.done:
@@ -107,7 +107,7 @@ class Grading:
         for episode in (episode for group in groups for episode in group.episodes):
             reward = self.rewards.get((episode.position, episode.sample))
             if reward and reward.shut:
-                # Else the last turn would be charged for what the others earned.
+                # Rewards of turns must be 0 too, as the last turn gets the score minus their sum.
                 episode.segments = [replace(s, reward=0.0) for s in episode.segments]
         return not any(grader.pending for grader in self.graders)
 

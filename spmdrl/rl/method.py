@@ -16,7 +16,7 @@ class PolicyGradient:
     """Advantages of the policy's own samples. Other methods replace the pieces in which they differ."""
 
     replays = True
-    """`spmdrl.replay` can run an optimizer step again."""
+    """`spmdrl.tools.replay` can run an optimizer step again."""
 
     def __init__(self, run: "Run"):
         self.run = run

@@ -32,7 +32,7 @@ from spmdrl.spmd.world import World
 
 @dataclass
 class RankState:
-    """The parts of a run on this rank that something is held in; a `session.checkpoints.RankKept`."""
+    """State of a run on this rank that goes into checkpoints; a `session.checkpoints.RankKept`."""
 
     cfg: Config
     world: World
@@ -149,7 +149,7 @@ class RankState:
         numbers, share, shares = dealt(self.world.rank, self.world.size, before)
         entries = [(step, Batch(**tree)) for i in numbers for step, tree in read(i)["replay"]]
         for step, batch in sorted(entries, key=lambda entry: entry[0]):
-            # Batches of before episodes had paths have one of each.
+            # A batch that was saved without paths has one path an episode.
             batch.seq |= batch.identity
             mine = batch
             if shares > 1:
@@ -163,10 +163,10 @@ def _lost(why: str, what: list[str]) -> str:
 
 
 def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
-    """Deals what `before` holders had to holder `mine` of `count`: (their numbers, its share, of how many shares).
+    """Assign the state that `before` ranks saved to rank `mine` of `count`; every item goes to exactly one rank.
 
-    Everything is taken once. As many holders as before: each its own. Fewer: each that of several. More: several share
-    what one had, thing by thing in turn.
+    Returns the numbers of the saved ranks that it reads, and which share of how many it takes of each: with as many
+    ranks as before it takes its own, with fewer those of several, with more every n-th item of one.
     """
     if before >= count:
         return list(range(mine, before, count)), 0, 1

@@ -35,9 +35,9 @@ class Rollout:
         self.phases: Counter[str] = Counter()
         """Number of episodes in each phase (`Episode.phase`)."""
         self.observations: list[tuple[Place, Observation]] = []
-        """Those that came, but have no part in the rollout before the others that are owed have come too."""
+        """Observations that wait until all outstanding ones have arrived."""
         self.ended = 0
-        """Groups that ended since the tally last counted, but for those that failed."""
+        """Groups that were completed since the last tally, without failed ones."""
         self.idle = 0.0
         """Seconds in which the engine had nothing to do, for the environments'."""
         # No engine starts with more than its even share: what is left goes to whoever is done first.

@@ -163,7 +163,7 @@ def unbegun(plan: RolloutPlan, result: RolloutResult, last: int, world: World) -
 
 
 def enough_here(plan: RolloutPlan, world: World) -> int:
-    """Groups that this engine alone has to bring under a fixed assignment; over all engines under the queue."""
+    """Return the groups that this engine must complete (static assignment), or all engines together (queue)."""
     if plan.assignment != "static" or not plan.enough:
         return plan.enough
     engines = world.engine_count

@@ -26,7 +26,7 @@ class RunState:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See the contract. What was set anew (--run.allow-changes) is as it was set."""
+        """See the contract. A coefficient whose setting was changed (--run.allow-changes) keeps its new value."""
         begun = state.get("begun_with", self.begun_with)
         self.algo.state |= {k: v for k, v in state["algorithm"].items() if begun.get(k) == self.begun_with.get(k)}
         self.spikes.restore(state.get("guards", {}))

@@ -52,7 +52,7 @@ class Sampler:
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups that the last step cut short on this rank's engine."""
     ready: deque[Experience] = field(default_factory=deque)
-    """Experience of the steps before `step` that nobody has taken."""
+    """Experience that is sampled and not yet consumed, oldest step first."""
 
     def take(self, step: int, version: int) -> Experience:
         """Returns this step's experience, sampled by the weights of `version` unless it is ready.

@@ -11,7 +11,7 @@ from spmdrl.hub.resolve import resolve
 
 
 def room(cfg: DistillationConfig) -> int:
-    """Tokens of the longest sequence that every teacher takes."""
+    """Return the length in tokens of the longest sequence that all teachers accept."""
     trust = cfg.model.trust_remote_code
     paths = [cfg.reference.path, *(each.path for each in cfg.further_teachers().values())]
     return min(*(context_length(resolve(path, trust), trust) for path in paths), cfg.policy.max_tokens_per_microbatch)

@@ -51,7 +51,7 @@ def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
 
 
 def experience_tree(done: Experience) -> dict:
-    """A step's. `carried` is left out: the newest one's is the sampler's, an older one's is over."""
+    """Return a step's experience. `carried` is left out: the sampler saves that of the newest step."""
     return {
         "episodes": [episode_tree(e) for e in done.episodes],
         "drawn": done.drawn,

@@ -26,8 +26,7 @@ log = logging.getLogger("spmdrl")
 STRIDE = 0x9E3779B1
 """Keeps seeds of neighbouring tokens apart."""
 FEW = 1000
-"""Rows from which on the share of refused ones is that of the rows so far; up to there it is that of so many rows, or
-of the set where that is smaller."""
+"""Smallest denominator of the share of refused rows; the size of the data set where that is smaller."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
 """Counts of a step, in the order in which they travel."""
 NAMED = ("truncated", "dropped", "unanswered")
@@ -195,7 +194,7 @@ class Rows:
         )
 
     def _check_kept(self, last: bool) -> None:
-        """Raise ValueError where no row so far could be trained, which would save the model as it was."""
+        """Raise ValueError if no row so far could be trained: the job would save an untrained model."""
         rows = self.totals["rows"]
         if not self.totals["kept"] and (last or rows >= min(self.mixture.rows or FEW, FEW)):
             raise ValueError(

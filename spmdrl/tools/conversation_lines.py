@@ -66,6 +66,6 @@ def _tokens(episode: "Episode", indices: list[int]) -> list[int]:
 
 
 def _branch(episode: "Episode", before: int) -> str:
-    """Return the words for the place at which a branch begins. before: index of the segment that it follows, or -1."""
+    """Describe where a branch begins. before: index of the segment that it follows, or -1."""
     sampled = [episode.segments[i].turn for i in episode.path_to(before) if episode.segments[i].sampled]
     return f" (branch after turn {sampled[-1]})" if sampled else " (branch from the prompt)"

@@ -141,7 +141,7 @@ def together(
     running = []
     for local in range(here):
         ours, theirs = context.Pipe(duplex=False)
-        # A local rank above the GPUs there are puts every rank on the CPU.
+        # An index beyond the number of GPUs puts all ranks on the CPU.
         place = local if gpus >= here else 1 << 20
         args = (theirs, first + local, size, place, where, mib, limit)
         process = context.Process(target=_rank, args=args, daemon=True)

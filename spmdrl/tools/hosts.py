@@ -102,7 +102,7 @@ def tell(process: subprocess.Popen, line: str) -> None:
 def far_end() -> int:
     """Runs the command of the first line on stdin, passes on signals from later ones, ends it at the end of stdin."""
     order = json.loads(sys.stdin.readline())
-    # A host whose shell sets HOSTS must not start the others in its turn.
+    # Without HOSTS, this host does not start the job on the others again.
     variables = {name: value for name, value in os.environ.items() if name not in ("HOSTS", "NODE_RANK")}
     child = subprocess.Popen(
         order["words"], env=variables | order["variables"], stdin=subprocess.DEVNULL, start_new_session=True

@@ -133,8 +133,8 @@ def slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) ->
 def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
     """Makes rounds that pair each suspect with a node that is known to be good.
 
-    Where there is none, the suspects meet once more, and the other one of each pair listens: one meeting may fail by
-    chance, and then there is nobody else to tell.
+    Where there is none, the pairs of suspects run once more with listener and client swapped, as one try may fail by
+    chance.
     """
     if not clean:
         return [[(second, first) for first, second in pairs] for pairs in rounds_of(suspects)]

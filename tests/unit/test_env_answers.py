@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.env import Answer
-from spmdrl.env.answers import BadRewardError, cut_text, joined, told, valid
+from spmdrl.env.answers import BadRewardError, cut_text, joined, tool_result, valid
 
 
 class Mute:
@@ -48,7 +48,7 @@ ITSELF.append(ITSELF)
 
 
 def text(result, longest=1000, cut="middle"):
-    return told(result, longest, cut).text
+    return tool_result(result, longest, cut).text
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_results_without_a_text_raise_what_they_raise():
 
 
 def test_rewards_of_calls():
-    got = told(("well", np.float32(0.5)), 100, "head")
+    got = tool_result(("well", np.float32(0.5)), 100, "head")
     assert (got.text, got.reward, got.done) == ("well", 0.5, False)
-    got = told(Answer({"a": 1}, 2, True), 100, "head")
+    got = tool_result(Answer({"a": 1}, 2, True), 100, "head")
     assert (got.text, got.reward, got.done) == ('{"a": 1}', 2.0, True)
-    assert told(Answer("x", None), 100, "head").reward is None
-    assert told("x", 100, "head").reward is None
+    assert tool_result(Answer("x", None), 100, "head").reward is None
+    assert tool_result("x", 100, "head").reward is None
     for pair in [("a", "b"), (1, 2), ("a", True)]:
-        assert told(pair, 100, "head") == told(list(pair), 100, "head"), "no reward"
+        assert tool_result(pair, 100, "head") == tool_result(list(pair), 100, "head"), "no reward"
     for bad in (math.nan, math.inf, "much"):
         with pytest.raises(BadRewardError, match="not a finite number"):
-            told(Answer("x", bad), 100, "head")  # type: ignore[arg-type]
+            tool_result(Answer("x", bad), 100, "head")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("raw", ["0123456789", b"0123456789"])
@@ -136,7 +136,7 @@ def test_ten_megabytes(cut):
         ["y" * 100] * (size // 100),
         {"k": "\x00" * size},
     ]:
-        got = told(result, 1000, cut)
+        got = tool_result(result, 1000, cut)
         assert got.was_cut and len(got.text) < 1200
         got.text.encode()
     assert time.process_time() - begin < 20, "each costs time by its size at most"
