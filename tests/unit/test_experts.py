@@ -1,5 +1,8 @@
 """Models with experts: their parameters as checkpoint tensors, and the choice of experts recorded and made again."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -261,6 +264,7 @@ def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
     from spmdrl.engines.engine import Completion
     from spmdrl.rewards.base import Reward
     from spmdrl.rl import rollout
+    from spmdrl.rl.grade import Grading
     from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
 
     prompt = Prompt(0, [5, 6, 7], "", "", {}, "")
@@ -279,8 +283,10 @@ def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
     extend(1, 0, "abort", 0, None)
     extend(0, 3, "stop", 1, experts(7, 2))  # ran all of its 5 + 3 tokens but the last
     extend(1, 1, "stop", 1, experts(3, 3))
-    rewards = {(0, sample): Reward(0.0, {}) for sample in range(2)}
-    recorded = [all_experts(e, 4)[:, 0].tolist() for e in rollout.finished(plan, group, rewards)]
+    nothing_to_grade: Any = SimpleNamespace()
+    grading = Grading(nothing_to_grade, None, leads=True)
+    grading.rewards = {(0, sample): Reward(0.0, {}) for sample in range(2)}
+    recorded = [all_experts(e, 4)[:, 0].tolist() for e in grading.graded(group, plan)]
     assert recorded[0] == [1, 1, 1, 1, 2, 2, 2, FREE]
     assert recorded[1] == [1, 1, 1, FREE], "the prompt as its group's first sample ran it"
 
