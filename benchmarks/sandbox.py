@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "sandbox")]
 
 from benchmarks._models import TINY, random_model  # noqa: E402
 from spmdrl_sandbox import bubblewrap  # noqa: E402

@@ -20,7 +20,7 @@ python=.venv/bin/python torchrun=.venv/bin/torchrun
 if [[ -n ${IN_CONTAINER:-} ]]; then # the image brings what .venv holds elsewhere
     torchrun=$(command -v torchrun) || fail "the container has no torchrun on PATH"
     python=python3
-    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH=$PWD:$PWD/kernels:$PWD/sandbox${PYTHONPATH:+:$PYTHONPATH}
 fi
 if [[ ! -x $torchrun ]]; then
     fail "no .venv here: run ./launch/install.sh once (on a shared file system one node is enough)"

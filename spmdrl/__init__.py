@@ -6,7 +6,9 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 # In a checkout, the packages that import nothing of this one stand in folders beside it, which an install maps.
+_root = Path(__file__).resolve().parents[1]
 for _folder in ("kernels", "sandbox"):
-    _path = Path(__file__).resolve().parents[1] / _folder
-    if (_path / f"spmdrl_{_folder}").is_dir() and str(_path) not in sys.path:
-        sys.path.append(str(_path))
+    _path = str(_root / _folder)
+    if (_root / _folder / f"spmdrl_{_folder}").is_dir() and _path not in sys.path:
+        # Right behind the checkout: a package of the same name that is installed belongs to another one.
+        sys.path.insert(sys.path.index(str(_root)) + 1 if str(_root) in sys.path else len(sys.path), _path)

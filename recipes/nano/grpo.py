@@ -337,11 +337,12 @@ def main() -> None:
     for name, (default, about) in FLAGS.items():
         short = name.split(".")[1].replace("-", "_")
         parser.add_argument(f"--{name}", dest=short, type=type(default), default=default, help=about)
+    cfg = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group()  # gloo for tensors on the host, NCCL for those on GPUs
-    train(parser.parse_args(), device)
+    train(cfg, device)
     dist.destroy_process_group()
 
 

@@ -179,8 +179,13 @@ class Loss:
 
 
 def own_loss(function: Callable[..., LossResult]) -> Loss:
-    """The row of a user's own function; its attribute `token_separable` says that each token counts for itself."""
-    return Loss(function, scope="token" if getattr(function, "token_separable", False) else "sequence", skips=False)
+    """The row of a user's own function; its attribute `token_separable` says that each token counts for itself.
+
+    So does each token of a built-in loss of that scope which the user's file hands on.
+    """
+    built_in = any(loss.function is function and loss.scope == "token" for loss in LOSSES.values())
+    separable = built_in or getattr(function, "token_separable", False)
+    return Loss(function, scope="token" if separable else "sequence", skips=False)
 
 
 LOSSES: dict[str, Loss] = {

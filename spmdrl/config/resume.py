@@ -79,7 +79,9 @@ def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
 
     kinds: entry point -> its settings. They have all of the sections, and one that the class which they extend lacks.
     """
-    there, sizes = set(sections), {}
+    # A section that no kind has was written by another version.
+    there = set(sections) & {each.name for schema in kinds.values() for each in fields(schema)}
+    sizes: dict[str, int] = {}
     for name, schema in kinds.items():
         names, (base, *_) = {each.name for each in fields(schema)}, schema.__bases__
         if issubclass(base, TrainingConfig) and there <= names and there - {each.name for each in fields(base)}:

@@ -100,7 +100,7 @@ class SupervisedDataConfig:
     the file, as for a curriculum."""
     rows_per_step: int = setting(64, COUNT)
     """Rows of one optimizer step over all ranks."""
-    epochs: float = setting(1.0, POSITIVE, only_with=lambda c: not c.run.steps)
+    epochs: float = setting(1.0, POSITIVE)
     """Times that the rows are gone through, where `--run.steps` is 0."""
     max_tokens: int = setting(2048, at_least(2))
     """Longest sequence."""

@@ -11,15 +11,15 @@ from types import ModuleType
 from typing import Any
 
 
-def function_of(path: Path, name: str) -> Callable[..., Any]:
-    """Return a function of a file.
+def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any]:
+    """Return a function of a file. ahead: as in `import_file`.
 
     Raises:
         ValueError: naming the file and the line, or the functions that it has.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path} (from {Path.cwd()})")
-    module = import_file(path)
+    module = import_file(path, ahead)
     function = getattr(module, name, None)
     if not callable(function):
         own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
@@ -29,21 +29,24 @@ def function_of(path: Path, name: str) -> Callable[..., Any]:
     return function
 
 
-def import_file(path: Path) -> ModuleType:
+def import_file(path: Path, ahead: bool = False) -> ModuleType:
     """Import a file, once unless it changes; it may import its neighbours.
+
+    ahead: its neighbours come before installed packages of the same names, as suits a process that runs user code
+    alone. A rank that trains imports packages late, and no file in a user's folder must take their place.
 
     Raises:
         ValueError: naming the file and the line.
     """
-    return _imported(path.resolve(), path.stat().st_mtime_ns)
+    return _imported(path.resolve(), path.stat().st_mtime_ns, ahead)
 
 
 @cache
-def _imported(path: Path, changed: int) -> ModuleType:
+def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
     # Two files of one name in different folders are two modules.
     name = f"spmdrl_user_{'_'.join(path.with_suffix('').parts[1:])}"
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+        sys.path.insert(0 if ahead else len(sys.path), str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, path
     module = importlib.util.module_from_spec(spec)

@@ -279,11 +279,11 @@ class CallFormat:
 
 FORMATS: dict[str, CallFormat] = {
     "hermes": CallFormat(hermes, "<tool_call>", "<tool_call>"),
-    "qwen3_coder": CallFormat(qwen3_coder, "<tool_call>", "<function="),
     "glm": CallFormat(glm, "<tool_call>", "<arg_key>"),
+    "qwen3_coder": CallFormat(qwen3_coder, "<tool_call>", "<function="),
+    "gpt_oss": CallFormat(gpt_oss, shown="<|channel|>commentary", thought=analysis),
     "mistral": CallFormat(mistral, "[TOOL_CALLS]", "[TOOL_CALLS]"),
     "deepseek": CallFormat(deepseek, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    "gpt_oss": CallFormat(gpt_oss, shown="<|channel|>commentary", thought=analysis),
     "llama3": CallFormat(llama3, "<|python_tag|>", opens=("{", "<|python_tag|>")),
     "python": CallFormat(python),
     "none": CallFormat(none),

@@ -165,7 +165,7 @@ def _module(module_name: str) -> ModuleType:
         path = Path(module_name)
         if not path.is_file():
             raise ValueError(f"there is no file {module_name} (from {Path.cwd()})")
-        return import_file(path)
+        return import_file(path, ahead=True)
     try:
         return importlib.import_module(module_name)
     except BaseException as e:  # SystemExit too

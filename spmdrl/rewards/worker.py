@@ -38,7 +38,7 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
         name = spec.removeprefix("builtin:")
         return importlib.import_module(f"spmdrl.rewards.{REWARDS[name].module}").load(name, settings)
     path, _, name = spec.rpartition(":")
-    return adapted(function_of(Path(path), name), f"{name} in {path}", settings)
+    return adapted(function_of(Path(path), name, ahead=True), f"{name} in {path}", settings)
 
 
 def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) -> dict:

@@ -219,6 +219,10 @@ def test_resume_a_run_of_another_entry_point_is_refused_by_its_name(tmp_path, th
     name = next(name for name, schema in KINDS.items() if schema is there)
     with pytest.raises(ValueError, match=f"holds a run of {name}, which"):
         checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
+    with open(tmp_path / "config.yaml", "a") as file:
+        file.write("section_of_another_version: {x: 1}\n")
+    with pytest.raises(ValueError, match=f"holds a run of {name}, which"):
+        checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "\x00", "3", "", "{1: 2}", "optimizer: 5", "? [a]\n: b", "&a [*a]"])

@@ -438,6 +438,7 @@ def test_formats_of_the_templates_of_trl():
 def test_a_template_that_describes_calls_without_rendering_them_is_known_by_its_marks():
     describes = "{{ 'Write <tool_call>{...}</tool_call>.' }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert format_of(describes) == "hermes"
+    assert format_of(describes.replace("{...}", "<function=x> or <arg_key>")) == "qwen3_coder"
     mistral = (
         "{% for m in messages %}{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
         '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'

@@ -31,6 +31,7 @@ from spmdrl.algos import (
     token_weights,
     value_loss,
 )
+from spmdrl.algos.losses import own_loss
 from spmdrl.algos.rows import paper_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "verl_0.9.1.json"
@@ -653,3 +654,13 @@ def test_dual_step_climbs_the_lagrangian_in_log_space():
     for wrong in ((0.0, 1, 1, 1, 1), (1, math.nan, 1, 1, 1), (1, 1, 1, 0, 1), (1, 1, 1, 1, 0)):
         with pytest.raises(ValueError):
             dual_step(*wrong)
+
+
+def test_own_losses_count_by_token_where_they_say_so_or_hand_on_a_built_in_one_that_does():
+    def own(x):
+        return x.logp, {}
+
+    assert own_loss(own).scope == "sequence"
+    own.token_separable = True
+    assert own_loss(own).scope == own_loss(LOSSES["ppo"].function).scope == "token"
+    assert own_loss(LOSSES["gspo"].function).scope == "sequence"

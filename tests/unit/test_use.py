@@ -109,7 +109,6 @@ def test_setting_that_nothing_reads_is_refused_with_what_would_read_it(words, un
         ),
         (SFTConfig, "--generate.engine hf", "--generate.engine hf", "--generate.every above 0"),
         (SFTConfig, "--eval.rows 5", "--eval.rows 5", "--data.eval"),
-        (SFTConfig, "--run.steps 5 --data.epochs 2", "--data.epochs 2.0", "--run.steps 0"),
         (SFTConfig, "--lora.alpha 32", "--lora.alpha 32", "--lora.rank above 0"),
         (
             PreferenceConfig,
