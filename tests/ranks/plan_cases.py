@@ -1,8 +1,7 @@
 """One job twice, for `test_plan.py`: on real gloo ranks, and by the planner, both counted in the same way."""
 
 import ctypes
-from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -99,10 +98,7 @@ def sharded_by_layer(cfg: Config):
 @contextmanager
 def host_apart():
     """Host memory is another place than the device, as beside a GPU: `--policy.offload host` moves tensors."""
-    names = ["spmdrl.policy.fsdp.policy"] + ["spmdrl.policy.megatron.policy"] * bool(find_spec("megatron"))
-    with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(patch(f"{name}.moves", lambda place, device: place != "none"))
+    with patch("spmdrl.policy.learner.moves", lambda place, device: place != "none"):
         yield
 
 
