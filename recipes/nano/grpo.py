@@ -257,13 +257,12 @@ def take_update(policy, optimizer, samples: list[Sample], rows: int, lr: float, 
 
 
 # ── the loop ─────────────────────────────────────────────────────────────────
-def shard(model):
+def shard(model) -> None:
     """Divide weights, gradients and moments over all ranks (FSDP2)."""
     for part in [*model.model.layers, model]:
         fully_shard(part)
-        part.set_gradient_divide_factor(1.0)  # FSDP2 averages gradients, unless it is told not to
+        part.set_gradient_divide_factor(1.0)  # FSDP2 averages gradients unless this is 1
         part.set_force_sum_reduction_for_comms(True)
-    return model
 
 
 @torch.no_grad()
@@ -291,8 +290,9 @@ def train(cfg, device: torch.device) -> None:
     if cfg.prompts_per_step % (cfg.updates_per_step * ranks) or cfg.samples_per_prompt < 2:
         raise SystemExit("take two samples or more, and a multiple of updates x ranks as --rollout.prompts-per-step")
     tokenizer = AutoTokenizer.from_pretrained(cfg.path)
-    sampler, policy = (AutoModelForCausalLM.from_pretrained(cfg.path, dtype=torch.float32).eval() for _ in range(2))
-    sampler, policy = sampler.to(device), shard(policy.to(device))
+    how = {"dtype": torch.float32, "use_safetensors": True}  # other formats may hold pickles, which run code
+    sampler, policy = (AutoModelForCausalLM.from_pretrained(cfg.path, **how).eval().to(device) for _ in range(2))
+    shard(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
     named = sampler.generation_config.eos_token_id
     ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]

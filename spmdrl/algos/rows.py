@@ -1,4 +1,4 @@
-"""What a function of algos/ says of itself: its settings and its paper; and names in a table of such functions."""
+"""Reads the settings and the paper of a function of algos/ from it, and finds functions by name in a table."""
 
 import difflib
 import inspect

@@ -31,7 +31,7 @@ class Rule:
     valid: Callable[[Any], bool]
     """Written so that NaN fails."""
     says: str
-    """What a valid value is, for the message."""
+    """The valid values, in the words of the message."""
 
 
 NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, "must be 0 or more")
@@ -99,7 +99,7 @@ def unread_by(field: dataclasses.Field) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a setting declares beside its default, as the arguments of `setting`."""
+    """The declaration of a setting beside its default, as the arguments of `setting`."""
 
     rule: Rule | None
     free: str

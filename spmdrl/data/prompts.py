@@ -54,8 +54,8 @@ class Prompt:
     more: dict = field(default_factory=dict)
     """Variables of the chat template: those of its row over those of the run."""
     opening: list | None = None
-    """Where an environment begins the episodes: the prompt's messages with those of other columns before them (a
-    system's, earlier exchanges); None where no column gives any."""
+    """Messages with which an environment begins an episode: those of other columns (a system message, earlier
+    exchanges), then the prompt's; None if no column gives any."""
 
 
 @dataclass(frozen=True)

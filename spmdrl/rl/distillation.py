@@ -1,4 +1,4 @@
-"""Distillation beside a run: answers of the data set, what the teacher says of a batch, and the student's update.
+"""Distillation: answers of the data set, the teacher's log-probabilities of a batch, and the student's update.
 
 The teacher is the run's frozen `reference`. It may read another prompt than the student, with something in it that the
 student does not see; the response is the same.
@@ -38,7 +38,7 @@ def build_distillation(session: Session[Config]) -> Run:
 
 
 class Distillation(PolicyGradient):
-    """What a teacher says of the student's own samples, and the update towards it."""
+    """Scores the student's own samples by a teacher, and moves the student towards it."""
 
     replays = False
 

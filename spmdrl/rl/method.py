@@ -1,4 +1,4 @@
-"""What a run learns by: the pieces of a step in `train.py` between experience and the next policy."""
+"""The learning method of a run: the pieces of a step in `train.py` between experience and the next policy."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PolicyGradient:
-    """Advantages of the policy's own samples. Other methods replace the pieces in which they differ."""
+    """Learns from advantages of the policy's own samples. Other methods replace the pieces in which they differ."""
 
     replays = True
     """`spmdrl.tools.replay` can run an optimizer step again."""
@@ -22,11 +22,11 @@ class PolicyGradient:
         self.run = run
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """This rank's episodes of a step as a batch. Collective, within a rollout phase."""
+        """Return this rank's episodes of a step as a batch. Collective, within a rollout phase."""
         return self.run.pack(episodes, step)
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """What models say of a batch: the batch to learn from, and numbers for the log. Collective over trainers.
+        """Score a batch; return the batch to learn from and numbers for the log. Collective over trainers.
 
         Raises:
             ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
@@ -40,7 +40,7 @@ class PolicyGradient:
         return Metrics()
 
     def advantages(self, batch: Batch) -> Batch:
-        """The batch with an advantage for each token. Collective over trainers."""
+        """Return the batch with an advantage for each token. Collective over trainers."""
         return self.run.algo.advantages(batch, self.run.peers)
 
     def update(self, batch: Batch, step: int) -> Metrics:

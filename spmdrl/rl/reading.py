@@ -48,9 +48,9 @@ class Places:
     token_n: torch.Tensor
     """int64: the last sampled token of the step, in the pack."""
     inputs: Batch
-    """What the model reads: the batch itself, or the same responses in other tokens."""
+    """The model's input: the batch itself, or the same responses in other tokens."""
     read_n: torch.Tensor
-    """int64: the token of `asked` whose score is the step's."""
+    """int64: the token of `inputs` whose score is the step's."""
 
 
 @dataclass
@@ -246,7 +246,7 @@ def check_length(batch: Batch, most: int, prefix: str) -> None:
     """Check that a model has a position for every token of its sequences. most: 0 checks nothing.
 
     Raises:
-        ValueError: it begins with `said` and names the longest.
+        ValueError: it begins with `prefix` and names the longest.
     """
     if most and len(batch) and int(batch.lengths.max()) > most:
         at = int(batch.lengths.argmax())

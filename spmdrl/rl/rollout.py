@@ -207,7 +207,7 @@ class Rollout:
 
 
 def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
-    """Add what the engine made of an episode's request."""
+    """Add the engine's completion to its episode."""
     if completion.tokens and completion.version != plan.version:
         raise StaleEngineError(f"a sample of weight version {completion.version} came into a rollout of {plan.version}")
     over = completion.finish != "abort"

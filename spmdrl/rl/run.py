@@ -54,7 +54,7 @@ class Run(JobRun[Config]):
     experts_width: int
     """Columns of routing that a batch replays; 0: none."""
     method: "PolicyGradient" = field(init=False)
-    """What it learns by; `rl/build.py` sets it once the run stands."""
+    """The learning method; `rl/build.py` sets it once the run is built."""
     timeouts_seen: int = 0
     digits = 3
 

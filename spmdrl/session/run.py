@@ -24,7 +24,7 @@ C = TypeVar("C", bound=TrainingConfig)
 
 @dataclass(kw_only=True)
 class JobRun(Generic[C]):
-    """Parts that every job has on a rank. A kind of job adds its own, and says how it samples, measures and logs."""
+    """Parts that every job has on a rank. A kind of job adds its own, and its ways to sample, measure and log."""
 
     session: Session[C]
     models: Models
@@ -78,11 +78,11 @@ class JobRun(Generic[C]):
         return {"version": self.policy.version}
 
     def leave(self, left: PreemptedError) -> None:
-        """Save what was learnt where no checkpoint has it. Collective."""
+        """Save the models unless a checkpoint has them. Collective."""
         self.checkpoints.leave(left)
 
     def finish(self) -> None:
-        """Measure what was learnt, and say where everything is. Collective."""
+        """Measure the models, and show where everything is. Collective."""
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
         rank_status.step = rank_status.done = done
         numbers, saver = self.measure_last(done), self.checkpoints.saver
@@ -93,7 +93,7 @@ class JobRun(Generic[C]):
         self.session.finish([shown] if numbers else [])
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Measure and write down what was learnt in `done` steps; the numbers of the last lines. Collective."""
+        """Measure the models after `done` steps, log it, and return the numbers of the last lines. Collective."""
         raise NotImplementedError
 
     def close(self) -> None:

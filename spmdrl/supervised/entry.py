@@ -1,4 +1,4 @@
-"""What jobs on given rows do before ranks meet: they read their sources, so that a mistake in them ends the job."""
+"""Reads the sources of jobs on given rows before ranks meet, so that a mistake in them ends the job."""
 
 import dataclasses
 from typing import Any
