@@ -382,6 +382,7 @@ ACTS = {
 """What a tool is told -> what the policy reads of it."""
 
 
+@pytest.mark.slow
 def test_whatever_a_tool_does_is_text_and_never_a_control_token(make):
     agents = make(longest_answer=100)
     played = Played(agents, *([call(what), said("done")] for what in ACTS))
@@ -418,6 +419,7 @@ def test_malformed_and_unknown_calls_are_answered(make):
     assert agents.take_counts()["malformed"] >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("mcp"), reason="mcp is not installed")
 def test_an_mcp_server_that_dies_is_told_and_comes_back(make, tmp_path):
     from tests.unit.test_env_mcp import SERVER
@@ -485,6 +487,7 @@ def test_two_tools_of_one_name_are_refused_at_start(make, file):
         assert name in str(refused.value)
 
 
+@pytest.mark.slow
 def test_tools_that_the_template_does_not_show_are_refused_at_start(make, file):
     """Before an episode is played. Without tools, or with the form of calls by the user's word, the run goes on."""
     shown = r"does not show the tools: choose one that does with --data.chat-template, or name by `calls` in the YAML"
@@ -679,6 +682,7 @@ def told(played: Played) -> list:
     return [(s.tokens.tolist(), s.sampled, s.turn, s.reward) for s in played.group.episodes[0].segments]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Saved", "Unsaved"])
 def test_a_conversation_goes_on_elsewhere_from_its_state_or_its_turns(make, name, caplog):
     script = [said("one"), call("plain") if name == "Unsaved" else said("two"), said("three"), said("four")]
@@ -705,6 +709,7 @@ def test_a_conversation_goes_on_elsewhere_from_its_state_or_its_turns(make, name
     assert episode.given == whole.group.episodes[0].given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Saved", "Unsaved"])
 def test_a_turn_that_is_not_answered_at_a_cut_is_said_again(make, name):
     script = [said("one"), call("plain") if name == "Unsaved" else said("two"), said("three"), said("four")]
@@ -731,6 +736,7 @@ def test_a_turn_that_is_not_answered_at_a_cut_is_said_again(make, name):
     assert episode.given == whole.group.episodes[0].given and not episode.unanswered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Graded", "Regraded"])
 def test_a_final_reward_that_is_not_there_at_a_cut_is_asked_for_again(make, name):
     script = [said("one"), said("two"), said("three"), said("four")][: 4 if name == "Graded" else 1]
@@ -891,6 +897,7 @@ def test_a_history_counts_towards_the_limits(make):
     assert empty.finish == "abort" and "returned a History without messages from step" in played.why[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
 def test_a_conversation_with_another_history_goes_on_elsewhere(make, turns):
     """Its turns are run again, and the messages must come again, from the last history on."""

@@ -33,6 +33,7 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(n, {"tokens": tokens}, {"position": index, "sample": torch.zeros_like(index)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [8, 64, 1024])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_layout_balance_of_heavy_tailed_lengths_is_within_2_percent(parts, seed):
@@ -112,6 +113,7 @@ def test_karmarkar_karp_is_a_partition_with_a_bounded_spread(costs, parts):
     assert max(sums) - min(sums) <= max(costs, default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "budget"), [(8, 20560), (8, 32768), (8, 65536), (64, 32768), (64, 65536)])
 def test_layout_microbatches_are_full_and_never_over_budget(ranks, budget):
     lengths = heavy_tail(DAPO, 3)

@@ -291,6 +291,7 @@ def test_full_disk_in_the_middle_removes_what_is_half_written_and_nothing_else(s
     assert not list(tmp_path.glob(".incomplete*"))
 
 
+@pytest.mark.slow
 def test_full_disk_as_safetensors_and_the_system_tell_it(tmp_path):
     """A limit on a file's size raises the same error as a full disk, here by the library itself."""
     script = """

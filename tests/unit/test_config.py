@@ -188,6 +188,7 @@ def test_an_evaluation_passes_over_what_files_say_of_training(yaml_file):
     assert asked("--config", yaml_file(to_yaml(loaded.config), "again.yaml")).config == loaded.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_evaluation_reads_the_files_of_every_method(preset, yaml_file):
     run = load("--algo.preset", preset, "--rollout.samples-per-prompt", "1")
@@ -389,6 +390,7 @@ def test_all_problems_come_together_and_each_names_its_flag():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "words", "parts"),
     [
@@ -489,6 +491,7 @@ def test_an_engine_that_is_not_installed_is_refused_with_its_command(monkeypatch
     assert "SGLang is not installed; run ./launch/install.sh --sglang" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
@@ -707,6 +710,7 @@ def test_deterministic_has_a_short_name_and_implies_the_static_assignment(tmp_pa
         check(load("--deterministic", "--rollout.assignment", "queue"), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("written", "target"),
     [

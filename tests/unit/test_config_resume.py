@@ -50,6 +50,7 @@ def test_resume_the_same_settings_and_what_may_change_pass(folder):
     assert settled(load()) == settled(load(*free.split())) != settled(load("--run.seed", "1"))
 
 
+@pytest.mark.slow
 def test_resume_with_another_engine_is_a_change_also_where_auto_takes_it(folder, monkeypatch):
     """hf and vllm draw different tokens from the same seeds; the engine that ran is compared."""
 
@@ -159,6 +160,7 @@ def test_resume_settings_older_than_the_program_count_as_their_defaults(folder):
     assert differences(path, load("--critic.lr", "1")).lines[-1] == "--critic.lr: 0.0005 there, 1.0 here"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "flags", "older", "more"),
     [
@@ -207,6 +209,7 @@ def test_resume_of_a_folder_without_a_template_whose_messages_were_chatml(tmp_pa
     assert checkpoint.check_settings(tmp_path, cfg, ALONE) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", KINDS.values())
 @pytest.mark.parametrize("here", KINDS.values())
 def test_resume_a_run_of_another_entry_point_is_refused_by_its_name(tmp_path, there, here):
@@ -225,6 +228,7 @@ def test_resume_a_run_of_another_entry_point_is_refused_by_its_name(tmp_path, th
         checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a: [", "- 1", "\x00", "3", "", "{1: 2}", "optimizer: 5", "? [a]\n: b", "&a [*a]"])
 def test_resume_a_file_that_is_no_config_is_told_and_counts_as_defaults(folder, text):
     path = folder / "config.yaml"

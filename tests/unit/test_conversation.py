@@ -161,6 +161,7 @@ def same_as_sft(talk, messages: list[dict], tools: list | None, context: list[in
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversations_are_proved_in_the_templates_of_trl(name):
     counts = sum((check(name, seed, history) for history in ("keep", "branch") for seed in range(DIALOGUES)), Counter())

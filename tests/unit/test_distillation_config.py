@@ -27,6 +27,7 @@ def read(words: str) -> DistillationConfig:
     return from_command_line(words.split(), "python -m spmdrl.distill", DistillationConfig).config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, said",
     [

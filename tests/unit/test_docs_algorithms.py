@@ -217,6 +217,7 @@ def test_a_recipe_says_what_it_is(recipe):
         assert address in page and address in settings, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", YAMLS, ids=name_of)
 def test_config_loads_and_passes_the_checks(path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -250,6 +251,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "ranks", "flags"), COMMANDS)
 def test_command_passes_the_checks_on_its_number_of_ranks(job, ranks, flags, monkeypatch):
     monkeypatch.chdir(ROOT)

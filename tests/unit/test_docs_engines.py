@@ -94,6 +94,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 def test_readers_find_what_they_look_for():
     assert len(COMMANDS) >= 9 and {"push", "wake", "rollout", "exchange"} <= timed()
     for name in (
@@ -126,6 +127,7 @@ def test_commands_pass_the_checks_on_their_number_of_ranks(ranks, flags, monkeyp
     check_use(from_command_line(flags))
 
 
+@pytest.mark.slow
 @each_page
 def test_flags_in_the_text_parse(page):
     """A backticked `--rollout.oversample 1.5` is a setting and a value of its type."""
@@ -147,6 +149,7 @@ def test_named_files_and_tests_exist(page):
         assert test in functions_of(ROOT / file), f"{file}::{test}"
 
 
+@pytest.mark.slow
 @each_page
 def test_named_metrics_exist(page):
     sections = "rollout|logp_diff|mismatch|memory|time|filter|eval|entropy|kl"

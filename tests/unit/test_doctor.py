@@ -70,6 +70,7 @@ def test_bad_limits_fail_with_exit_code_1_and_json_on_stdout(tmp_path):
     assert [found["name"] for found in bad] == ["open files"] and "fail open files" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -296,6 +297,7 @@ def test_prompts_and_files_of_functions_must_be_there(tmp_path):
     assert broken["--data.chat-template"][0] == "fail"
 
 
+@pytest.mark.slow
 def test_bad_settings_of_another_machine_fail_with_exit_code_1(tmp_path):
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     ended = doctor("--quick", "--dir", tmp_path, "--config", "configs/dapo_671b.yaml", env=env)
@@ -497,6 +499,7 @@ def test_clocks_of_ranks_are_compared_to_less_than_a_second():
     assert alike[0]["all_reduce"] == alike[2]["all_reduce"] > 0 and alike[0]["backend"] == "gloo"
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_are_an_error_within_the_limit():
     found = doctor_ranks.together(1, 1, 2, ("127.0.0.1", 1), 0, 1, 2.0)
     assert found.error and bandwidth("pair", found).level == "fail"

@@ -85,6 +85,7 @@ def assert_same(ours, theirs) -> None:
     assert names[0] == names[1], "tied alike"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_filled_model_is_that_of_from_pretrained(family, folders):
     folder = folders(family)

@@ -158,6 +158,7 @@ def turn(draw: random.Random, format: str, most: int = 3) -> tuple[str, str, lis
     return lead, lead + written(format, calls), calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", VLLM)
 def test_calls_are_those_that_were_written_and_those_that_vllm_reads(format):
     draw = random.Random(7)
@@ -171,6 +172,7 @@ def test_calls_are_those_that_were_written_and_those_that_vllm_reads(format):
         assert content == ("" if format == "llama3" else lead.strip())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", VLLM)
 def test_where_vllm_reads_calls_in_a_damaged_text_they_are_ours(format):
     """Ours may say that a call is malformed where vLLM completes or drops it, and never reads another call."""
@@ -362,6 +364,7 @@ GARBAGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_megabyte_of_garbage_is_read(format):

@@ -231,6 +231,7 @@ def run(*words: str, given: str = "", folder: Path | None = None) -> subprocess.
     )
 
 
+@pytest.mark.slow
 def test_what_init_writes_works_and_passes_its_test(tmp_path):
     made = run("spmdrl.env", "init", "coin_game", folder=tmp_path)
     assert made.returncode == 0 and "wrote coin_game.py and test_coin_game.py" in made.stdout, made.stderr

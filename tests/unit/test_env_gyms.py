@@ -522,6 +522,7 @@ def test_a_missing_package_is_named(name, package, monkeypatch):
 # an interpreter of their own
 
 
+@pytest.mark.slow
 @APART
 def test_gyms_with_requirements_of_their_own_pass_there():
     """The tests above that are skipped where the two packages are not installed."""

@@ -215,6 +215,7 @@ def test_a_server_over_http_that_is_killed_and_comes_back(script):
         server.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings, why",
     [
@@ -277,11 +278,13 @@ def test_a_package_that_is_missing_or_old_is_named(monkeypatch):
         Mcp(command="a")
 
 
+@pytest.mark.slow
 def test_a_tool_that_is_not_there_is_named(script):
     with pytest.raises(BrokenError, match="no tool 'subtract'.*but add, tally, die, reveal, meet, wait"):
         Mcp(command=[sys.executable, script], only=["subtract"]).reset({}, 0)
 
 
+@pytest.mark.slow
 def test_a_server_in_a_worker(script):
     with Play("spmdrl.env.mcp_tools:Mcp", {"command": [sys.executable, script]}) as play:
         opened = play.open({"prompt": "Add."})
@@ -293,6 +296,7 @@ def test_a_server_in_a_worker(script):
         play.open({"prompt": "Add."})
 
 
+@pytest.mark.slow
 def test_a_server_that_ignores_the_end_of_its_input_ends_with_its_worker(script):
     with Play("spmdrl.env.mcp_tools:Mcp", {"command": [sys.executable, script, "stay"]}) as play:
         play.open({"prompt": "Add."})

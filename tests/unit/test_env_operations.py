@@ -295,6 +295,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON, st.dictionaries(st.sampled_from(["a", "b", "query", "mode", "kinds", "limits", "flag"]), JSON))
 def test_any_arguments_fit_or_are_refused(value, arguments):
     for function in (add, search):

@@ -656,6 +656,7 @@ def test_check_tells_at_start(room):
 # ── calls that hang, processes that die ──────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_hung_call_is_told_and_its_process_is_gone_a_second_later(make):
     room = make()
     for key, name in [("a", "Tools"), ("b", "Tools"), ("c", "Saved"), ("d", "Dice"), ("e", "Steps")]:
@@ -681,6 +682,7 @@ def test_a_hung_call_is_told_and_its_process_is_gone_a_second_later(make):
     assert room.pids() != old and room.pool.pending == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_hung_call_is_made_once_whatever_else_the_turn_does(make, in_order):
     room = make()
@@ -724,6 +726,7 @@ def test_calls_that_hang_or_block_delay_no_other_episode(make, what, within):
     assert wait_until(lambda: room.pool._processes.turn(0.05) or (len(room.pids()) == 1 and ended(old[0])))
 
 
+@pytest.mark.slow
 def test_threads_of_closed_environments_take_no_time_of_new_ones(make):
     room = make()
     for i in range(THREADS):
@@ -738,6 +741,7 @@ def test_threads_of_closed_environments_take_no_time_of_new_ones(make):
     assert room.say("new", text="x").messages[0]["content"] == "heard 1: x"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Late", "LateSaved"])
 def test_a_late_call_is_as_if_it_had_not_been_made(make, name):
     room = make()
@@ -766,6 +770,7 @@ def test_an_async_call_that_is_cancelled_has_ended_before_anything_else_runs(roo
     assert texts == ["the tool did not answer within 0.3 s", "x", "['cleared up', 'x']"]
 
 
+@pytest.mark.slow
 def test_a_text_that_hangs_is_a_call_that_hangs(room):
     room.open("a", "Tools")
     old = room.pids()
@@ -774,6 +779,7 @@ def test_a_text_that_hangs_is_a_call_that_hangs(room):
     assert room.told("a", "x") == ["x"]
 
 
+@pytest.mark.slow
 def test_a_call_that_is_late_but_ends_costs_no_process(room):
     room.open("a", "Tools")
     before = room.pids()
@@ -789,6 +795,7 @@ def test_on_timeout_end_ends_the_episode(make):
     assert reply.done and reply.messages[0]["content"] == "the tool did not answer within 0.3 s"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "tool"), [("stubborn", "later"), ("block", "later"), ("gil", "act")])
 def test_calls_that_nothing_stops(make, what, tool):
     """An async call that is not cancelled, one that blocks the loop, and one that blocks the whole process."""
@@ -1030,6 +1037,7 @@ def test_settings_that_mean_nothing(settings, says):
         Pool(0)
 
 
+@pytest.mark.slow
 def test_a_caller_that_comes_late_changes_nothing(make):
     """Answers wait in the pipe, which is full, and beyond it in the process."""
     room = make(longest_answer=50_000)

@@ -42,6 +42,7 @@ def test_programs_are_stopped():
     assert len(SANDBOXES.idle["auto"]) == 1
 
 
+@pytest.mark.slow
 def test_sessions_keep_variables_until_they_end():
     tool = PythonSession(seconds=2.0)
     tool.reset({}, 0)

@@ -318,6 +318,7 @@ def test_episodes_share_a_tool_and_not_its_state(users):
     assert len(made) == 8 and {entry[1] for entry in logs() if entry[0] == "release"} == made
 
 
+@pytest.mark.slow
 def test_ids_belong_to_the_episode_and_come_again_with_it(users):
     """A tool that prints its id passes its replay, after a death of its process and in another pool."""
     opening = Opening(tools_yaml(users, tool_entry("Shy")), {"prompt": "go"}, 7)

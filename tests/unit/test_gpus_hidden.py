@@ -111,6 +111,7 @@ def test_a_run_of_the_gpu_tests_alone_is_one_process(tmp_path):
     assert counts == {"passed": 3} and len({pid for pid, _ in told}) == 2, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", [None, "13.0"])
 def test_without_a_gpu_its_tests_say_so(tmp_path, built):
     project(tmp_path, built, "")

@@ -321,6 +321,7 @@ def readable_truth(function: str) -> str:
     raise AssertionError(f"{function} reads neither a letter nor a number")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", sorted(set(QUICK) - READ_NO_TEXT))
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_strings_take_no_time_and_earn_nothing(function, name):
@@ -339,6 +340,7 @@ def test_the_reward_of_an_environment_is_the_environments_whatever_the_text_is(n
         QUICK["environment"](RewardInput("src", HOSTILE[name], "7"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["boxed", "math_dapo", "math_dapo_boxed", "exact_match_qa"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_truths_take_no_time(function, name):

@@ -129,6 +129,7 @@ def test_a_beat_is_three_requests_however_many_ranks_there_are(monkeypatch):
         assert max(store.bytes.values()) < 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_of_a_job_that_ends_read_few_beats_and_still_name_who_is_missing(size, monkeypatch):
     store, away = FakeStore(), size - 2

@@ -174,6 +174,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p):
     assert torch.allclose(logp, want.log()[tokens], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_keeps_its_tail():
     """Half of the mass is spread over all but one of 150,000 tokens: a float32 sum would be off by much."""
     v, n = 150_000, 300
@@ -244,6 +245,7 @@ def stateful(folder, family: str):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", STATEFUL)
 def test_parity_of_states_whose_rows_end_apart(family, tmp_path, caplog):
     model = stateful(tmp_path, family)

@@ -62,6 +62,7 @@ def test_grades_become_scores(start):
     assert server.paths == ["/v1/chat/completions"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [
@@ -338,6 +339,7 @@ def test_server_that_never_recovers_leaves_samples_ungraded(start, status):
     assert len(server.requests) == 4 and grader.ungraded == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", [Answer(verdict(9), seconds=30.0), Answer(verdict(9), drip=0.1)])
 def test_server_that_hangs_or_drips_is_left_after_the_timeout(start, hang):
     grader, _ = start(in_turn(hang, Answer(verdict(3))), timeout=0.5)
@@ -356,6 +358,7 @@ def test_server_that_is_not_there_is_ungraded(start):
     assert math.isnan(reward.score) and "connection to http://127.0.0.1" in reward.ungraded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "change"),
     [
@@ -532,6 +535,7 @@ def test_judge_among_the_rewards_passes_the_checks(tmp_path):
     grader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

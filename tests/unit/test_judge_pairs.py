@@ -140,6 +140,7 @@ def test_layout_scores_do_not_depend_on_who_is_answered_or_submitted_first(start
 # -- what is no verdict -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [
@@ -325,6 +326,7 @@ def test_trial_compares_right_answers_with_words_and_garbage_with_right_ones(tmp
             assert found["ok"] and by["gold", "after ####"] == 1.0 and by["garbage", "nothing"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [

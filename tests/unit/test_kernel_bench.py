@@ -74,6 +74,7 @@ def test_kernel_bench_given_checks_in_place_gradients(bench):
         assert "dlogits is off by 5.0e-01" in bench.given.check(wrong, "cpu", dtype)
 
 
+@pytest.mark.slow
 def test_kernel_bench_given_fills_the_logits_again(bench):
     seen = []
 
@@ -107,6 +108,7 @@ def test_kernel_bench_compiles_every_shape_and_never_times_what_is_not_compiled(
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_kernel_bench_what_raises_is_a_row_with_an_error(bench):
     calls = []
 
@@ -125,6 +127,7 @@ def test_kernel_bench_what_raises_is_a_row_with_an_error(bench):
     assert "ms" not in rows[0] and "ms" not in rows[1] and "ms" in rows[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux tells the peak of one call")
 def test_kernel_bench_peak_is_that_of_the_call(bench):
     def hold(mib):

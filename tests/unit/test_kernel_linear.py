@@ -194,6 +194,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.slow
 def test_kernel_peak_memory_is_that_of_the_workspace():
     """The process's peak is in MiB, 2.3 of it gradient: all logits would be 148, a block is 2, 64 whole rows are 37."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}

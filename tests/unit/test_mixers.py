@@ -240,6 +240,7 @@ def assert_alone(plain, packed, model, tokens, lengths, mask, limit: float, tigh
     assert want[0].abs().max() > 0.5  # random weights that say something
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layout_packs_and_trees_are_each_sequence_alone(family):
     plain, packed = pair(family)

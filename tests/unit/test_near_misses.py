@@ -37,6 +37,7 @@ def near_misses() -> list[tuple[str, str, list[str], list[str]]]:
     return [(reward[0], truth[0], right, wrong) for reward, truth, right, wrong in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", near_misses(), ids=lambda row: f"{row[0]} {row[1]}")
 def test_the_pages_answers_score_as_it_says(row, score):
     reward, truth, right, wrong = row
@@ -325,6 +326,7 @@ NAMES = (r"\mathrm{%s}", r"\mathbf{%s}", r"\mathit{%s}", r"\text{%s}", r"\operat
 SUMS = 20
 
 
+@pytest.mark.slow
 def test_math_tells_signs_letters_marks_and_units_of_made_up_sums_apart(score):
     """A sum of terms scores 1 in any order and with any dress of its names, and 0 with one part changed."""
     draw = random.Random(1)

@@ -139,6 +139,7 @@ def scalar(logp, entropy):
     return (weight * logp).sum() + (weight.flip(0) * entropy).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layout_packed_forward_is_plain_hugging_face(family, monkeypatch):
     plain, packed = pair(family)

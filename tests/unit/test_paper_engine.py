@@ -196,6 +196,7 @@ def test_names_beyond_the_rules_are_whole_and_named():
     assert found.needs(model.entries).boxes == [(0, model.entries[0].box), (1, model.entries[1].box)]
 
 
+@pytest.mark.slow
 def test_layers_that_predict_further_tokens_are_passed_over(deepseek):
     layout = EngineLayout("vllm", deepseek[0], 8)
     assert layout.cut("model.layers.60.self_attn.o_proj.weight", (7168, 16384), 1).boxes == [((0, 7168), (2048, 4096))]
@@ -221,6 +222,7 @@ def shares(model: Model) -> Counter:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "dp", "ep"), [(32, 1, 1), (64, 1, 64), (8, 8, 64), (1, 64, 64)])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_deepseek_v3_weighs_its_tensors_divided_by_their_axes(deepseek, kind, tp, dp, ep):

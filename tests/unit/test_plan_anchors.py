@@ -247,6 +247,7 @@ def test_settings_and_layout_pass_the_checks(anchor):
     assert message == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m['anchor']}: {m['what']}")
 def test_checks_refuse_what_breaks_rules_and_nothing_else(mutation):
     """Memory and the KV cache are the plan's to judge."""

@@ -186,6 +186,7 @@ def test_looks_fit_into_two_minutes():
     assert ALL < 120 and FIRST < ALL and SECOND < ALL - FIRST + 20
 
 
+@pytest.mark.slow
 def test_reports_come_by_files_and_broken_words_are_no_report(tmp_path):
     class Writes(Hosts):
         def on(self, hosts, words, seconds, output):

@@ -358,6 +358,7 @@ def test_a_row_to_which_no_reward_applies_is_counted_and_named(caplog):
     assert "reward function late could not grade prompt 7, sample 2, which is left out: none of the rew" in caplog.text
 
 
+@pytest.mark.slow
 def test_several_rewards_work_at_the_same_time(file, start):
     grader = start(f"{file}:verl", more=(f"{file}:slow_one=0", f"{file}:slow_two=0"))
     began = time.monotonic()

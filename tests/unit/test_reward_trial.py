@@ -141,6 +141,7 @@ def own(tmp_path):
     return tmp_path / "own.py"
 
 
+@pytest.mark.slow
 def test_right_answers_score_best_on_any_scale(rows, own, capsys):
     """Rewards below 1, above it, and less something for length: only the order of scores counts."""
     below = "right answers get 1 or more in 0.0% of the rows, and eval/accuracy counts such scores alone"
@@ -246,6 +247,7 @@ def test_scores_that_are_not_finite_are_told_as_the_run_would(rows, tmp_path, ca
     assert any(each.startswith("24 of 228 answers get a score that is not finite") for each in said(capsys)["problems"])
 
 
+@pytest.mark.slow
 def test_a_judge_that_does_not_answer_is_told_after_one_kind_of_answers(rows, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(judge_server, "FIRST_PAUSE", 0.01)
     for answer, ok in ((Answer(status=503), False), (Answer("I grade it 10 of 10."), False), (None, True)):

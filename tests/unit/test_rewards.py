@@ -221,6 +221,7 @@ def test_last_boxed():
     assert last_boxed("none") is None
 
 
+@pytest.mark.slow
 def test_math_is_equal_in_value_and_stops_at_the_limit(started):
     cases = [
         (r"so \boxed{540}", "540", 1),
@@ -411,6 +412,7 @@ sys.meta_path.insert(0, Slow())
 """
 
 
+@pytest.mark.slow
 def test_what_a_row_needs_is_loaded_off_its_clock(started, tmp_path, monkeypatch):
     """A symbolic grading has half the time that its import takes, also in the worker that follows a killed one."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
@@ -495,6 +497,7 @@ def tensors(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_tensor_of_one_number_is_that_number(tensors, started):
     """The file imports torch, as files of users do."""
     scores = {"scalar": 0.25, "one": 0.5, "integer": 3.0, "truth": 1.0, "half": 0.75, "graph": 2.0}
@@ -506,6 +509,7 @@ def test_a_tensor_of_one_number_is_that_number(tensors, started):
     assert grade(started(function=f"{tensors}:batch", workers=1), item("scalar")) == [Reward(0.25)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solution", "says"),
     [
@@ -533,6 +537,7 @@ def test_a_hang_is_killed_in_time_and_named(user_file, started):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 def test_a_hang_may_score_zero_and_the_rest_is_graded(user_file, started):
     grader = started(function=str(user_file), timeout=1.0, on_timeout="zero", workers=2)
     rewards = grade(grader, *(item("hang" if i in (2, 9) else "abc") for i in range(3 * PREFETCH)))
@@ -540,6 +545,7 @@ def test_a_hang_may_score_zero_and_the_rest_is_graded(user_file, started):
     assert grader.timeouts == 2 and grader.pending == 0
 
 
+@pytest.mark.slow
 def test_time_is_the_workers_not_the_callers(user_file, started):
     """A caller that polls late changes nothing: quick gradings pass, one over the limit counts although it ended."""
     grader = started(function=f"{user_file}:slow", timeout=1.0, on_timeout="zero")
@@ -570,6 +576,7 @@ def test_a_kill_reaches_the_childrens_processes(user_file, started):
     assert wait_until(lambda: not alive())
 
 
+@pytest.mark.slow
 def test_poll_does_not_wait_and_large_texts_pass(user_file, started):
     grader = started(function=f"{user_file}:slow", workers=2)
     for i in range(4):
@@ -618,6 +625,7 @@ def test_what_cannot_travel_is_refused(user_file, started):
 # -- what is wrong with the setting is said at load --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "name", "says"),
     [
@@ -671,6 +679,7 @@ def test_cost_that_a_stopped_grading_would_not_have_is_refused(on_timeout):
     check_cost(RewardConfig(function="gsm8k"), "format")
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_rewards_runs():
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "rewards.py"
     done = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True, timeout=120)

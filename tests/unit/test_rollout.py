@@ -160,6 +160,7 @@ def test_what_is_cut_does_not_wait_for_the_environment(keep):
     assert slow.left == [([(5, sample) for sample in range(4)], keep)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_rollout_that_waits_for_environments_may_be_abandoned(in_order):
     began = time.monotonic()

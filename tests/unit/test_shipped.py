@@ -26,6 +26,7 @@ PARAMETERS = {
 COPIES = {"DeepSeek-V3-bf16": "DeepSeek-V3", "Kimi-K2-Instruct-bf16": "Kimi-K2-Instruct"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name):
     from transformers import AutoModelForCausalLM

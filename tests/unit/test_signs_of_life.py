@@ -77,6 +77,7 @@ def test_heart_asks_again_by_itself(store, monkeypatch):
     assert not fails and heart.beats()[0]["count"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", [-3600.0, 3600.0])
 def test_heart_times_others_by_no_clock_of_theirs(store, monkeypatch, skew):
     """Clocks of two machines differ by an hour: a rank that beats is not missing, and one that does not is."""
@@ -164,6 +165,7 @@ def test_last_words_count_what_is_lost(monkeypatch, step, done, saved, lost):
     assert lost_steps() == lost
 
 
+@pytest.mark.slow
 def test_last_words_wait_for_no_disk():
     rank_status.step, rank_status.saved = 3, lambda: time.sleep(60) or 2
     began = time.monotonic()
@@ -202,6 +204,7 @@ def test_signs_of_a_library_are_the_files_it_writes(tmp_path, monkeypatch):
         assert rank_status.count == count + 1, "it hangs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("works", [True, False])
 def test_signs_of_the_background_are_passed_on_while_it_is_waited_for(works):
     saver, ended = Saver.__new__(Saver), threading.Event()
@@ -258,6 +261,7 @@ def test_restart_finds_nothing_of_the_start_before(store):
         assert join(store, order) == {0: 3, 1: 3, 2: 3}
 
 
+@pytest.mark.slow
 def test_words_of_errors_ask_no_heart_for_long(monkeypatch):
     class Hanging:
         def missing(self):

@@ -290,6 +290,7 @@ def test_tensorboard_events_read_back(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50)]
 
 
+@pytest.mark.slow
 def test_wandb_works_offline_without_an_account(tmp_path):
     """wandb runs in a process with an empty home: it starts helpers and reads the account of the machine."""
     code = (

@@ -82,6 +82,7 @@ def folders(tmp_path_factory):
     return {name: small_model(root / name.replace(" ", "_"), 0, **changes) for name, changes in FAMILIES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["padded", "eager", *KERNELS])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

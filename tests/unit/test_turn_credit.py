@@ -301,6 +301,7 @@ def test_a_baseline_with_the_own_reward_in_it_scales_the_gradient(where, name):
     assert distance(got, p.exact / 2) < EXACT < SEEN < distance(got, p.exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BIASED)
 def test_these_estimators_are_biased(name):
     """Not by a factor alone: the nearest multiple of the exact gradient is another one."""
@@ -318,6 +319,7 @@ def test_lambda_below_one_is_exact_only_with_exact_values(where, name):
     assert distance(p.expected(name, chosen, values="any"), p.exact) > SEEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [
@@ -342,6 +344,7 @@ def test_only_a_sum_over_tokens_is_exact():
         assert (distance(scale * got, p.exact) < EXACT) == mode.startswith("seq-mean-token-sum"), mode
 
 
+@pytest.mark.slow
 def test_a_reward_that_two_branches_share_is_missed_by_credit_of_descendants():
     """The earlier branch is not paid for it. Outcome estimators, which pay every token for everything, stay exact."""
     p = process("shared")
@@ -350,6 +353,7 @@ def test_a_reward_that_two_branches_share_is_missed_by_credit_of_descendants():
         assert distance(p.expected(name, CHOSEN.get(name, {})), p.exact) > SEEN, name
 
 
+@pytest.mark.slow
 def test_branches_that_follow_each_other_are_exact_whatever_they_share():
     """With the turn before in time as parent, each turn answers for all that comes after it."""
     in_time = [replace(p, tokens=tuple(replace(t, parent=t.turn - 1) for t in p.tokens)) for p in forked(2.0)]
@@ -578,6 +582,7 @@ def test_credit_over_trees_matches_recursion(name, chosen, seed, sizes):
         assert got_T.shape == x.mask.shape and (got_T[~x.mask] == 0).all(), "a tool's tokens have no advantage"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chosen"), [*TREES, ("turn_gae", {"whiten": True}), ("prime", {}), ("grpo_process", {})]
 )

@@ -54,6 +54,7 @@ def test_an_estimator_that_needs_what_samples_do_not_have_is_refused(needs, tmp_
         compose(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "unread", "reader"),
     [
@@ -197,6 +198,7 @@ def test_every_preset_reads_its_own_settings(preset):
     assert unread == ({"algo.aggregation"} if LOSSES[config.algo.loss].scope == "one per sequence" else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", TRAINED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_configs_and_recipes_have_no_setting_without_effect(file):
     with contextlib.chdir(ROOT):
@@ -261,6 +263,7 @@ def test_functions_of_a_user_are_not_called(tmp_path):
     assert f"--algo.clip-high 0.3: nothing in this run reads it; let {tmp_path}/own.py:own take a parameter" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", jobs().values(), ids=jobs())
 def test_every_job_can_tell_which_of_its_settings_it_reads(job):
     config = job.settings()
@@ -314,11 +317,13 @@ def compare(configs: Iterator[Any]) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_step_reads_what_settings_declare(preset):
     assert not unlike(from_command_line(["--algo.preset", preset]).config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -394,6 +399,7 @@ def test_advantage_over_a_preset_takes_its_own_papers_values():
     assert compose(from_command_line(["--algo.preset", "ppo"]).config).advantage_settings == {"gamma": 1.0, "lam": 0.95}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [
