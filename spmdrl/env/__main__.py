@@ -16,10 +16,11 @@ from typing import Any
 
 from spmdrl.config.environment import ROWS, read_environment
 from spmdrl.env.base import limits_of
-from spmdrl.env.by_hand import by_hand
 from spmdrl.env.calls import FORMATS
+from spmdrl.env.model_player import load_player
 from spmdrl.env.play import Play, PlayError
 from spmdrl.env.scaffold import scaffold
+from spmdrl.env.terminal import by_hand, by_model
 
 PROG = "python -m spmdrl.env"
 
@@ -83,19 +84,17 @@ def _try(args: argparse.Namespace) -> int:
     if args.format not in ("", *FORMATS):
         raise ValueError(f"--format {args.format!r}: take one of {', '.join(FORMATS)}")
     if args.python and not shutil.which(args.python):
-        raise ValueError(f"--python {args.python}: there is no such interpreter")
+        raise ValueError(f"--python {args.python}: this interpreter is not found")
     with Play(found.environment, settings, limits_of(found, args.python)) as play:
         print(f"{args.name}: {play.hello}")
         if not args.model:
             by_hand(play, row, args.seed)
             return 0
-        from spmdrl.env.by_model import by_model, load_speaker
-
-        speaker = load_speaker(args.model, args.format, args.max_new_tokens, args.temperature, args.seed)
+        player = load_player(args.model, args.format, args.max_new_tokens, args.temperature, args.seed)
         total = 0.0
         for number in range(args.episodes):
             print(f"\n-- episode {number + 1}, seed {args.seed + number}")
-            total += by_model(play, speaker, row, args.seed + number, args.turns)
+            total += by_model(play, player, row, args.seed + number, args.turns)
         print(f"\n{args.episodes} episodes, {total / args.episodes:g} on average")
         return 0
 

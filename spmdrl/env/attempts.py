@@ -7,7 +7,7 @@ from spmdrl.config.user_code import error_text
 from spmdrl.data.builtin import nearest
 from spmdrl.data.reasoning import answer_of, graded, score
 from spmdrl.data.scores import is_right
-from spmdrl.env.opening import opening, seed_of
+from spmdrl.env.messages import opening, seed_of
 
 ASK = "Put your final answer between <answer> and </answer>."
 KEEPS = ("best", "last")

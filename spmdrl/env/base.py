@@ -19,6 +19,20 @@ class BrokenError(Exception):
     """A tool of an environment that is itself at fault raises this: the episode is left out, the model is not told."""
 
 
+class Stateless:
+    """An environment that keeps nothing: it begins with the prompt of its row, and needs no turns to be restored."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        """Begin with the prompt of the row."""
+
+    def state(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from an empty state."""
+
+
 @dataclass(frozen=True)
 class Opening:
     """An environment to open."""

@@ -9,13 +9,7 @@ from spmdrl.env.answers import Answer
 _NUMBER = re.compile(r"\d{1,9}")
 
 
-class Guess:
-    """Guessing a number: the first number in a message is the guess, and the answer is `higher` or `lower`.
-
-    The reward is 1 for the right number, less `late` for each guess before it, and 0 without it. Halving the range
-    finds each of n numbers within log2(n) + 1 guesses.
-    """
-
+class _Game:
     parallel_calls = False
 
     def __init__(self, numbers: int = 8, turns: int = 4, late: float = 0.0):
@@ -37,12 +31,6 @@ class Guess:
         self._used, self._found = 0, False
         return row.get("prompt") or f"guess 1-{self._numbers}:"
 
-    def step(self, message: dict[str, Any]) -> tuple[str | None, float | None, bool]:
-        """Compare the number in a message."""
-        guess = _NUMBER.search(message["content"] or "")
-        text, reward, done = self._compare(int(guess[0]) if guess else None)
-        return (None if done else text), reward, done
-
     def _compare(self, guess: int | None) -> tuple[str, float | None, bool]:
         self._used += 1
         self._found = guess == self._number
@@ -61,18 +49,22 @@ class Guess:
         self._number, self._used, self._found = state["number"], state["used"], state["found"]
 
 
-class GuessTool:
+class Guess(_Game):
+    """Guessing a number: the first number in a message is the guess, and the answer is `higher` or `lower`.
+
+    The reward is 1 for the right number, less `late` for each guess before it, and 0 without it. Halving the range
+    finds each of n numbers within log2(n) + 1 guesses.
+    """
+
+    def step(self, message: dict[str, Any]) -> tuple[str | None, float | None, bool]:
+        """Compare the number in a message."""
+        guess = _NUMBER.search(message["content"] or "")
+        text, reward, done = self._compare(int(guess[0]) if guess else None)
+        return (None if done else text), reward, done
+
+
+class GuessTool(_Game):
     """The game of `guess`, with a tool for the guesses."""
-
-    parallel_calls = False
-
-    def __init__(self, numbers: int = 8, turns: int = 4, late: float = 0.0):
-        """See `Guess`."""
-        self._game = Guess(numbers, turns, late)
-
-    def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """See `Guess`."""
-        return self._game.reset(row, seed)
 
     def guess(self, number: int) -> Answer:
         """Compare a number with the hidden one.
@@ -80,13 +72,4 @@ class GuessTool:
         Args:
             number: The number that you guess.
         """
-        text, reward, done = self._game._compare(number)
-        return Answer(text, reward, done)
-
-    def state(self) -> dict[str, Any]:
-        """See `Guess`."""
-        return self._game.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See `Guess`."""
-        self._game.restore(state)
+        return Answer(*self._compare(number))

@@ -6,6 +6,8 @@ from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Any
 
+from spmdrl.env.base import Stateless
+
 LONGEST = 1_000
 """Characters of an expression."""
 MOST_BITS = 14_000
@@ -26,11 +28,8 @@ OPERATORS: dict[type[ast.AST], Any] = {
 }
 
 
-class Calculator:
+class Calculator(Stateless):
     """A tool for exact arithmetic, `calculate`. It keeps nothing."""
-
-    def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row."""
 
     def calculate(self, expression: str) -> str:
         """Work out an arithmetic expression exactly.
@@ -39,13 +38,6 @@ class Calculator:
             expression: Numbers, + - * / // % ** and parentheses, as in (3 + 4) * 2 ** 10 / 7.
         """
         return shown(value_of(expression))
-
-    def state(self) -> dict:
-        """Return what an episode has to keep, which is nothing."""
-        return {}
-
-    def restore(self, state: dict) -> None:
-        """Go on from `state`."""
 
 
 def value_of(expression: str) -> Fraction:

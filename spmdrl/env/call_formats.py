@@ -4,19 +4,28 @@ Each form has its source beside it. `tools` are OpenAI function schemas, which t
 need to tell `1` from `"1"`.
 """
 
-import ast
-import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from spmdrl.env.base import Call
-from spmdrl.env.call_reading import MalformedError, Tools, arguments_of, between, broken, call_of, json_at, typed
+from spmdrl.env.call_reading import (
+    MOST_CALLS,
+    MalformedError,
+    Tools,
+    arguments_at,
+    arguments_of,
+    between,
+    broken,
+    call_of,
+    json_at,
+    python_call,
+    typed,
+)
 
 CODE = "python"
 """Name of the tool that blocks of code call, with the argument `code`."""
-MOST_TRIES = 64
-"""Braces that are tried where calls have no mark."""
 
 
 def hermes(text: str, tools: Tools) -> tuple[str, list[Call]]:
@@ -101,12 +110,8 @@ def mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
     def read(text: str, at: int) -> tuple[list[Call], int]:
         named = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]([A-Za-z0-9]+))?(?:\[ARGS\])?").match(text, at)
         if named:
-            name = named[1]
-            try:
-                value, at = json_at(text, named.end())
-            except MalformedError as error:
-                raise MalformedError(f"the arguments are {error}", name) from None
-            return [Call(name, arguments_of(value, name), named[2] or "")], at
+            arguments, at = arguments_at(text, named.end(), named[1])
+            return [Call(named[1], arguments, named[2] or "")], at
         value, at = json_at(text, at)
         return [call_of(each) for each in (value if isinstance(value, list) else [value])], at
 
@@ -126,14 +131,11 @@ def deepseek(text: str, tools: Tools) -> tuple[str, list[Call]]:
             raise MalformedError("there is no name before <｜tool▁sep｜>")
         block = re.compile(r"([^\n<]{1,200})\n```json\n").match(text, lead.end())
         name = (block or lead)[1].strip()
-        try:
-            value, at = json_at(text, (block or lead).end())
-        except MalformedError as error:
-            raise MalformedError(f"the arguments are {error}", name) from None
+        arguments, at = arguments_at(text, (block or lead).end(), name)
         if block:
             fence = re.compile(r"\s*```").match(text, at)
             at = fence.end() if fence else at
-        return [Call(name, arguments_of(value, name))], at
+        return [Call(name, arguments)], at
 
     kept, calls = between(text, re.compile(first), end, read)
     return re.sub("<｜tool▁calls▁(begin|end)｜>", "", kept), calls
@@ -155,7 +157,7 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
     kept: list[str] = []
     calls: list[Call] = []
     at, done, tries = 0, 0, 0
-    while (start := text.find("{", at)) >= 0 and tries < MOST_TRIES:
+    while (start := text.find("{", at)) >= 0 and tries < MOST_CALLS:
         try:
             value, end = json_at(text, start)
             if meant < 0 and not ({"name"} < value.keys() and {"arguments", "parameters"} & value.keys()):
@@ -177,14 +179,11 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
 def _python_tag(text: str) -> Call:
     """Return the call that text after `<|python_tag|>` is."""
     if re.match(r"\w+\.call\(", text) and len(text) < 10_000:
-        try:
-            tree = ast.parse(text, mode="eval").body
-            assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute)
-            assert isinstance(tree.func.value, ast.Name) and not tree.args
-            given = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
-            return Call(tree.func.value.id, json.loads(json.dumps(given)))
-        except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
-            return broken(MalformedError("not NAME.call(KEY=VALUE)", text.partition(".")[0]))
+        with suppress(ValueError):
+            function, arguments = python_call(text)
+            if (name := function.removesuffix(".call")).isidentifier():
+                return Call(name, arguments)
+        return broken(MalformedError("not NAME.call(KEY=VALUE)", text.partition(".")[0]))
     return Call(CODE, {"code": text}) if text else broken(MalformedError("nothing follows <|python_tag|>"))
 
 
@@ -203,8 +202,8 @@ def gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
                 kept.append(body)
             continue
         name = to[1].removeprefix("functions.")
-        if len(calls) >= MOST_TRIES:
-            calls.append(broken(MalformedError(f"more than {MOST_TRIES} calls in one turn")))
+        if len(calls) >= MOST_CALLS:
+            calls.append(broken(MalformedError(f"more than {MOST_CALLS} calls in one turn")))
             break
         if name == CODE and not body.lstrip().startswith("{"):
             calls.append(Call(CODE, {"code": body}))
@@ -246,7 +245,7 @@ def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     at = 0
     opening, closing = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n", re.MULTILINE), re.compile(r"^[ \t]*```", re.M)
-    while (start := opening.search(text, at)) and len(calls) < MOST_TRIES:
+    while (start := opening.search(text, at)) and len(calls) < MOST_CALLS:
         end = closing.search(text, start.end())
         if end is None:
             why = "The block of code is not closed by ```, so it was not run."

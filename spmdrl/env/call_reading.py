@@ -3,6 +3,7 @@
 Every reader takes time in proportion to the text: it goes forward only, and gives up after `MOST_CALLS` calls.
 """
 
+import ast
 import json
 import math
 import re
@@ -15,7 +16,6 @@ Tools = Sequence[dict[str, Any]]
 """OpenAI function schemas."""
 MOST_CALLS = 64
 """Calls of one turn that are read."""
-SPACE = re.compile(r"\s*")
 
 
 class MalformedError(ValueError):
@@ -38,25 +38,21 @@ def _constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
 
 
-DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
 
 
-def skip_space(text: str, at: int) -> int:
-    """Return the index of the next character that is not whitespace."""
-    found = SPACE.match(text, at)
-    assert found
-    return found.end()
+def _skip_space(text: str, at: int) -> int:
+    return re.compile(r"\s*").match(text, at).end()  # type: ignore[union-attr]
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
     """Return the JSON value that begins at a place, and the place after it. Lone surrogates in strings become `?`.
 
-    Raises:
-        MalformedError: there is none.
+    Raises MalformedError.
     """
-    at = skip_space(text, at)
+    at = _skip_space(text, at)
     try:
-        value, end = DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
         raise MalformedError(f"not valid JSON: {error.msg} at character {error.pos - at}") from None
     except RecursionError:
@@ -68,28 +64,42 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
     return value, end
 
 
-def arguments_of(value: Any, name: str) -> dict[str, Any]:
-    """Return the arguments of a call: an object, or an object as JSON in a string.
+def arguments_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
+    """Return the arguments of a call, JSON that begins at a place, and the place after them. Raises MalformedError."""
+    try:
+        value, at = json_at(text, at)
+    except MalformedError as error:
+        raise MalformedError(f"the arguments are {error}", name) from None
+    return arguments_of(value, name), at
 
-    Raises:
-        MalformedError: they are something else.
-    """
+
+def arguments_of(value: Any, name: str) -> dict[str, Any]:
+    """Return the arguments of a call: an object, or an object as JSON in a string. Raises MalformedError."""
     if isinstance(value, str):
-        try:
-            value, end = json_at(value, 0)
-        except MalformedError as error:
-            raise MalformedError(f"the arguments are {error}", name) from None
+        return arguments_at(value, 0, name)[0]
     if not isinstance(value, dict):
         raise MalformedError("the arguments are no JSON object", name)
     return value
 
 
-def call_of(value: Any) -> Call:
-    """Return the call that an object describes: `name`, `arguments` (or `parameters`), and `id` if it has one.
+def python_call(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the function and the arguments of `FUNCTION(KEY=VALUE)`, whose values are literals that JSON has.
 
     Raises:
-        MalformedError: it describes none.
+        ValueError: it is something else.
     """
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError("arguments are given by name")
+        given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return ast.unparse(call.func), json.loads(json.dumps(given))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from None
+
+
+def call_of(value: Any) -> Call:
+    """Return the call of `{"name", "arguments" (or "parameters"), "id" (or none)}`. Raises MalformedError."""
     if not isinstance(value, dict):
         raise MalformedError('not a JSON object with "name" and "arguments"')
     name = value.get("name")
@@ -127,7 +137,7 @@ def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tu
         try:
             found, at = read(text, start.end())
             if closing:
-                at = skip_space(text, at)
+                at = _skip_space(text, at)
                 if not text.startswith(closing, at) and at < len(text):
                     name = found[-1].name if found else ""
                     raise MalformedError(f"there is other text before {closing}", name)

@@ -5,7 +5,7 @@ renders and the form's reader reads back.
 """
 
 import os
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from spmdrl.env.base import AssistantTurn, Call
@@ -112,14 +112,6 @@ def format_of(template: str) -> str:
     return next((name for name, form in reversed(FORMATS.items()) if form.shown and form.shown in template), "none")
 
 
-@dataclass
-class _Bare:
-    """The part of a tokenizer that renders templates."""
-
-    chat_template: str
-    special_tokens_map: dict[str, str]
-
-
 def _rendered_call(template: str) -> str:
     """Return the text that a template adds for an assistant's turn with one call; empty if it refuses it."""
     from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
@@ -127,9 +119,9 @@ def _rendered_call(template: str) -> str:
     call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
     question = [{"role": "user", "content": "a"}]
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    tokens: dict[str, str] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
     try:
-        render = Renderer(_Bare(template, tokens), template)
+        render = Renderer(SimpleNamespace(chat_template=template, special_tokens_map=tokens), template)
         before, whole = render(Dialogue(question), ask=True), render(Dialogue([*question, turn]))
     except TemplateError:
         return ""

@@ -15,8 +15,7 @@ from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import functions_of
 from spmdrl.env.limits import LateError, Limits, RaisedError
-from spmdrl.env.messages import FailedError, messages_of, said_type, text_of_error
-from spmdrl.env.opening import OPENING
+from spmdrl.env.messages import OPENING, FailedError, messages_of, text_of_error, type_name
 from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
 from spmdrl.env.turn import AnewError, Turn
 
@@ -219,7 +218,7 @@ class EnvInstance:
     async def _step(self, message: dict, answer: Turn) -> None:
         result = await self._own("step", partial(self._environment.step, message))
         if not isinstance(result, tuple | list) or len(result) != 3:
-            raise FailedError(f"must return (messages, reward, done) from step, and returned {said_type(result)}")
+            raise FailedError(f"must return (messages, reward, done) from step, and returned {type_name(result)}")
         messages, reward, done = result
         if isinstance(messages, History):
             answer.messages, answer.anew = messages_of(messages.messages, "step", math.inf, "head")[0], True

@@ -33,7 +33,6 @@ from spmdrl.config.user_code import error_text, import_file, place
 from spmdrl.env import gyms, verl_form
 from spmdrl.env.operations import by_name, methods_of, tool_of
 from spmdrl.env.trl import FromTRL, Functions, is_trl
-from spmdrl.env.verl_modules import provide
 
 BUILTIN = {
     "guess": "spmdrl.env.builtin:Guess",
@@ -144,11 +143,12 @@ def mcp_settings(name: str) -> dict[str, Any]:
     return {"url" if rest.startswith(("http://", "https://")) else "command": rest}
 
 
-def _library(name: str) -> Form | None:
-    """A name that a library's registry gives, or a file of its settings."""
+def _library(found: Any, name: str) -> Form | None:
+    """A class that was written for a library, or a partial of one; None: a name or a file that the library knows."""
     for kind, library in LIBRARIES.items():
-        if library.is_mine(None, name):
-            return Form(functools.partial(_wrapped, library, name), kind, name)
+        if library.is_mine(found, name):
+            target, hello = (name, name) if found is None else (found, f"{kind} environment of {name}")
+            return Form(functools.partial(_wrapped, library, target), kind, hello)
     return None
 
 
@@ -160,7 +160,7 @@ def _wrapped(library: ModuleType, target: Any, settings: dict[str, Any]) -> Any:
 
 
 def _module(module_name: str) -> ModuleType:
-    provide()  # files written for verl import its modules
+    verl_form.provide()  # files written for verl import its modules
     if module_name.endswith(".py"):
         path = Path(module_name)
         if not path.is_file():
@@ -199,14 +199,6 @@ def _class(found: Any, name: str) -> Form | None:
         return Form(lambda settings: FromTRL(made(found, settings)), "trl", f"TRL's class {kind.__name__}")
     check_class(kind, name)
     return Form(lambda settings: made(found, settings), "class", f"class {kind.__name__}")
-
-
-def _library_class(found: Any, name: str) -> Form | None:
-    """A class that was written for a library, or a partial of one."""
-    for kind, library in LIBRARIES.items():
-        if library.is_mine(found, name):
-            return Form(functools.partial(_wrapped, library, found), kind, f"{kind} environment of {name}")
-    return None
 
 
 def check_class(kind: type, name: str) -> None:
@@ -265,7 +257,7 @@ def functions_of(environment: Any) -> list[Callable[..., Any]]:
     return list(listed)
 
 
-OF_NAMES: list[Callable[[str], Form | None]] = [_builtin, _mcp, _library]
+OF_NAMES: list[Callable[[str], Form | None]] = [_builtin, _mcp, functools.partial(_library, None)]
 """Read a name as a whole; the first that knows it gives its form."""
-OF_OBJECTS: list[Callable[[Any, str], Form | None]] = [_tools, _library_class, _class]
+OF_OBJECTS: list[Callable[[Any, str], Form | None]] = [_tools, _library, _class]
 """Read the object that a name `file.py:object` names; the first that knows it gives its form."""

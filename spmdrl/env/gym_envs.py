@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from spmdrl.env.opening import opening, prompt_of, seed_of
+from spmdrl.env.messages import opening, prompt_of, seed_of
 
 HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 WHOLE = re.compile(r"-?\d+")

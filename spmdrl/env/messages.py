@@ -1,4 +1,4 @@
-"""Messages as an environment's code returns them, checked, and the errors of that code in words."""
+"""Messages of a row's prompt, messages that an environment's code returns, checked, and texts of its errors."""
 
 import json
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 from spmdrl.config.user_code import error_text
 from spmdrl.env.answers import cut_text, joined, raw_text
 
+OPENING = "prompt_messages"
+"""Key of a row that holds the messages of its prompt with its system's message and its history before them, if any."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message whose values are texts, for the templates that read them."""
@@ -26,7 +28,7 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
     given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
     given = [given] if isinstance(given, dict) else given
     if not isinstance(given, list | tuple):
-        raise FailedError(f"must return messages, a text or None from {what}, and returned {said_type(given)}")
+        raise FailedError(f"must return messages, a text or None from {what}, and returned {type_name(given)}")
     out, cuts = [], 0
     for message in given:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
@@ -81,7 +83,7 @@ def _fits(arguments: Any) -> bool:
     return isinstance(arguments, dict | None)
 
 
-def said_type(value: object) -> str:
+def type_name(value: object) -> str:
     """Name the type of a value, of a tuple with its length."""
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
 
@@ -92,3 +94,34 @@ def text_of_error(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except BaseException:  # its text is its own code
         return error_text(error)
+
+
+def prompt_of(row: dict) -> list[dict]:
+    """Return the messages of a row's prompt, after those that its other columns give; a text is a user's message."""
+    prompt = row.get(OPENING) or row.get("prompt") or []
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+
+
+def opening(row: dict, text: str) -> list[dict]:
+    """Return the row's prompt with a first observation after it, in its last message if that is a user's."""
+    messages = prompt_of(row)
+    if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
+        messages[-1]["content"] = "\n\n".join(part for part in (messages[-1]["content"], text) if part)
+        return messages
+    return [*messages, {"role": "user", "content": text}]
+
+
+def seed_of(row: dict, seed: int) -> int:
+    """Return the seed of an episode, below 2^31: the row's column `seed`, if there is one, or the run's of the sample.
+
+    All samples of a prompt share the column, and so begin alike.
+
+    Raises:
+        ValueError: the column holds no whole number.
+    """
+    own = row.get("seed")
+    if own is None:
+        return seed % 2**31
+    if isinstance(own, bool) or not isinstance(own, int):
+        raise ValueError(f"the column seed of a row holds a whole number, not {own!r}")
+    return own % 2**31

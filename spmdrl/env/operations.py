@@ -12,10 +12,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin
 
 from spmdrl.env.arguments import fitted
-from spmdrl.env.docstrings import described
 
 _JSON_NAMES: dict[Any, str] = {
     int: "integer",
@@ -27,6 +27,9 @@ _JSON_NAMES: dict[Any, str] = {
     tuple: "array",
     dict: "object",
 }
+_HEADER = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Yields|Raises|Examples?|Notes?):\s*$")
+_ARGUMENTS = ("Args", "Arguments", "Parameters")
+_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
@@ -64,7 +67,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     doc = inspect.getdoc(function) if hasattr(function, "__name__") else None
     if not doc or not doc.strip() or not name.isidentifier():
         raise ValueError(f"{name} is no tool: write it as a function with a docstring, which the model reads")
-    description, texts = described(doc)
+    description, texts = _descriptions(doc)
     try:
         hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters
@@ -182,3 +185,37 @@ def _typed(hint: Any, what: str) -> dict[str, Any]:
         f"{what} has the type {getattr(hint, '__name__', hint)}, which no call can give: take str, int, float, bool, "
         "list, tuple, dict, Literal, or a union of them"
     )
+
+
+def _descriptions(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return the descriptions of a function and of its arguments, from a docstring without indentation.
+
+    The style is Google's: https://google.github.io/styleguide/pyguide.html, section 3.8.
+    """
+    lines = docstring.strip().splitlines()
+    heads = [i for i, line in enumerate(lines) if _HEADER.match(line)]
+    description = "\n".join(lines[: heads[0]] if heads else lines).strip()
+    arguments: dict[str, str] = {}
+    for begin, end in pairwise([*heads, len(lines)]):
+        if lines[begin].split(":")[0] in _ARGUMENTS:
+            arguments |= _entries(lines[begin + 1 : end])
+    return description, arguments
+
+
+def _entries(lines: list[str]) -> dict[str, str]:
+    """Read `name: text` or `name (type): text`, with further lines of a text indented deeper."""
+    found: dict[str, list[str]] = {}
+    depth, name = None, ""
+    for line in lines:
+        text = line.strip()
+        if not text:
+            continue
+        indent = len(line) - len(line.lstrip())
+        depth = indent if depth is None else depth
+        entry = _ENTRY.match(text) if indent <= depth else None
+        if entry:
+            name = entry[1]
+            found[name] = [entry[2].strip()]
+        elif name:
+            found[name].append(text)
+    return {name: " ".join(part for part in parts if part) for name, parts in found.items()}

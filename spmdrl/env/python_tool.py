@@ -4,7 +4,7 @@ import atexit
 import threading
 from typing import Any, cast
 
-from spmdrl.env.base import BrokenError
+from spmdrl.env.base import BrokenError, Stateless
 from spmdrl_sandbox.base import Limits, Outcome, Program, SandboxError
 from spmdrl_sandbox.open import open_for
 from spmdrl_sandbox.session import Answer, Session
@@ -49,7 +49,7 @@ SANDBOXES = Sandboxes()
 atexit.register(SANDBOXES.close)
 
 
-class Python:
+class Python(Stateless):
     """A tool that runs programs, `python`, each by itself in the sandbox (docs/sandbox.md). It keeps nothing."""
 
     def __init__(self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512) -> None:
@@ -63,9 +63,6 @@ class Python:
         self.provider = provider
         self.limits = Limits(seconds=seconds, cpu_seconds=max(1, round(seconds)), memory_mib=memory_mib)
         self.timeout_s = seconds + 20.0
-
-    def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row."""
 
     def python(self, code: str) -> str:
         """Run a Python program and return what it prints. Nothing is kept for the next program.
@@ -81,13 +78,6 @@ class Python:
             raise BrokenError(f"the sandbox has ended: {error}") from None
         SANDBOXES.give_back(self.provider, warm)
         return as_text(ended, self.limits)
-
-    def state(self) -> dict:
-        """Return what an episode has to keep, which is nothing."""
-        return {}
-
-    def restore(self, state: dict) -> None:
-        """Go on from `state`."""
 
 
 class PythonSession:

@@ -9,7 +9,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from spmdrl.config.dump import redact_text
-from spmdrl.env.base import BrokenError
+from spmdrl.env.base import BrokenError, Stateless
 from spmdrl.env.corpus import CACHE, Corpus, Passage, open_corpus, passage_of
 
 MOST_BYTES = 8 << 20
@@ -20,7 +20,7 @@ class SearchError(BrokenError):
     """The server of a search is at fault; the message says why, without what is secret in an address."""
 
 
-class Search:
+class Search(Stateless):
     """A tool that searches a corpus on this machine (needs bm25s) or asks a server, `search`. It keeps nothing."""
 
     def __init__(
@@ -55,9 +55,6 @@ class Search:
         self.url = url
         self.corpus: Corpus | None = open_corpus(corpus, cache) if corpus else None
 
-    def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row."""
-
     def search(self, query: str) -> str:
         """Search for passages about a subject.
 
@@ -71,13 +68,6 @@ class Search:
         else:
             found = ask(self.url, query, self.results, self.timeout)
         return shown(found, self.longest)
-
-    def state(self) -> dict:
-        """Return what an episode has to keep, which is nothing."""
-        return {}
-
-    def restore(self, state: dict) -> None:
-        """Go on from `state`."""
 
 
 def shown(found: list[Passage], longest: int) -> str:

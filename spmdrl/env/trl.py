@@ -10,28 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.env.answers import joined
-from spmdrl.env.base import BrokenError
-from spmdrl.env.opening import prompt_of
+from spmdrl.env.base import BrokenError, Stateless
+from spmdrl.env.messages import prompt_of
 from spmdrl.env.operations import methods_of
 
 _OF_TRL = ("reset", "get_reward")
 
 
-class Functions:
-    """Typed functions as the tools of an environment that asks the row's prompt and keeps nothing."""
+class Functions(Stateless):
+    """An environment whose tools are typed functions."""
 
     def __init__(self, tools: list[Callable[..., Any]]):
         self.tools = tools
-
-    def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Begin with the row's own prompt."""
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: functions keep nothing."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Do nothing."""
 
 
 def is_trl(kind: type) -> bool:

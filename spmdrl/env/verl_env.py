@@ -4,7 +4,7 @@
 A tool lives as long as its episode, which is the older of verl's two ways and the one that all four keywords of
 `tools_kwargs` belong to: `create` at the first call, or at the start where the row names the tool; `execute` for each
 call; `calc_reward` at the end; then `release`. (verl's agent loop creates and releases a tool around each call, so that
-`calc_reward` is never asked.) `create` gets its keywords both by name and as `create_kwargs`, since tools read either.
+`calc_reward` is never called.) `create` gets its keywords both by name and as `create_kwargs`, since tools read either.
 An interaction answers each assistant's message that calls no tool.
 
 verl hands the numbers of tools and interactions to the reward function; here they count: an execution's reward and an
@@ -13,7 +13,6 @@ do not, and the tools' `calc_reward` are parts of the reward beside the score 0.
 """
 
 import asyncio
-import hashlib
 import inspect
 import itertools
 import json
@@ -23,19 +22,37 @@ from typing import Any
 
 from spmdrl.data.scores import as_number
 from spmdrl.env.answers import Answer
-from spmdrl.env.base import EPISODE, BrokenError
-from spmdrl.env.opening import prompt_of
-from spmdrl.env.verl_modules import AgentData
+from spmdrl.env.base import EPISODE, BrokenError, digest
+from spmdrl.env.messages import prompt_of
 
 KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 OLD_NAME = "gsm8k"
 """The interaction of a row that names none: verl's default before names were required."""
 
 
-_HELD: dict[str, asyncio.Event] = {}
+_OPEN: dict[str, asyncio.Event] = {}
 """Ids of the episodes that are open in this process, and events for their end."""
-_OTHERS = itertools.count()
+_UNNAMED = itertools.count()
 """Names of episodes that have none."""
+
+
+@dataclass
+class AgentData:
+    """The conversation, as verl hands it to a tool's `execute`; `extra_fields` is the tools' own, for one episode."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    image_data: Any = None
+    video_data: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    request_id: str = ""
+    tools_kwargs: dict[str, Any] = field(default_factory=dict)
+    interaction: Any = None
+    interaction_kwargs: dict[str, Any] = field(default_factory=dict)
+    turn_scores: list[float] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+    user_turns: int = 0
+    assistant_turns: int = 0
+    extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,8 +73,8 @@ class VerlTools:
         self._kwargs: dict[str, dict[str, dict]] = {}
         self._made: dict[str, asyncio.Task[tuple[str, str]]] = {}
         self._agent = AgentData()
-        self._own, self._tries = "", itertools.count()
-        self._over: asyncio.Event | None = None
+        self._id, self._tries = "", itertools.count()
+        self._closed: asyncio.Event | None = None
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
         """Create the tools that the row names. Return messages only where a tool has a text to begin with.
@@ -65,29 +82,29 @@ class VerlTools:
         row: `extra_info` holds `tools_kwargs` (tool -> the four keywords) and `need_tools_kwargs`, as verl's rows do.
 
         Raises:
-            ValueError: the row names a tool that the YAML has not, or lacks the keywords that it says it needs.
+            ValueError: the row names a tool that the YAML lacks, or needs keywords and has none.
         """
         extra = row.get("extra_info") or {}
         self._kwargs = _tools_kwargs(row.get("tools_kwargs") or extra.get("tools_kwargs") or {}, self._parts.tools)
         if extra.get("need_tools_kwargs") and not self._kwargs:
             raise ValueError("the row's extra_info says need_tools_kwargs, and its tools_kwargs are empty: add them")
-        await self._named(seed)
-        self._agent = AgentData(messages=prompt_of(row), request_id=self._own, tools_kwargs=self._kwargs)
+        await self._take_id(seed)
+        self._agent = AgentData(messages=prompt_of(row), request_id=self._id, tools_kwargs=self._kwargs)
         made = await asyncio.gather(*map(self._instance, self._kwargs))
         texts = zip(self._kwargs, made, strict=True)
         answers = [{"role": "tool", "name": name, "content": text} for name, (_, text) in texts if text]
         self._agent.messages += answers
         return list(self._agent.messages) if answers else None
 
-    async def _named(self, seed: int) -> None:
+    async def _take_id(self, seed: int) -> None:
         """Take an id that is the same when the episode is opened again, as tools may print it.
 
-        The tools are shared and know an episode by it, so an earlier opening of the same one must have been closed.
+        The shared tools distinguish episodes by it, so an earlier opening of the same one must have been closed.
         """
-        self._own = _id(seed, EPISODE.get() or next(_OTHERS))
-        while held := _HELD.get(self._own):
-            await held.wait()
-        self._over = _HELD[self._own] = asyncio.Event()
+        self._id = digest([seed, EPISODE.get() or next(_UNNAMED)])
+        while earlier := _OPEN.get(self._id):
+            await earlier.wait()
+        self._closed = _OPEN[self._id] = asyncio.Event()
 
     def tool_schemas(self) -> list[dict]:
         """Return the tools' schemas in OpenAI's form."""
@@ -98,7 +115,7 @@ class VerlTools:
 
         Raises:
             BrokenError: it returned something else than verl's three values.
-            Exception: whatever the tool raises, which is for the model to hear.
+            Exception: whatever the tool raises, whose text the model gets.
         """
         tool, kwargs = self._parts.tools[name], self._of(name, "execute_kwargs")
         key, _ = await self._instance(name)
@@ -113,11 +130,7 @@ class VerlTools:
         return Answer(text, reward if self._counts else None)
 
     async def reward(self) -> dict[str, float]:
-        """Return each tool's `calc_reward` under its name, and `score`, their sum.
-
-        Raises:
-            TypeError: a reward is no number.
-        """
+        """Return each tool's `calc_reward` under its name, and `score`, their sum."""
 
         async def of(name: str) -> float:
             key, _ = await self._made[name]
@@ -136,10 +149,10 @@ class VerlTools:
         try:
             await self._release()
         finally:
-            if self._over is not None:
-                self._over.set()
-                del _HELD[self._own]
-                self._over = None
+            if self._closed is not None:
+                self._closed.set()
+                del _OPEN[self._id]
+                self._closed = None
 
     async def _release(self) -> None:
         made, self._made = self._made, {}
@@ -159,63 +172,64 @@ class VerlTools:
 
     async def _create(self, name: str) -> tuple[str, str]:
         tool, kwargs = self._parts.tools[name], self._of(name, "create_kwargs")
-        own = _id(self._own, name, next(self._tries))
+        own = digest([self._id, name, next(self._tries)])
         more = {"create_kwargs": kwargs} if _takes(tool.create, "create_kwargs") else {}
         result = await _awaited(tool.create(own, **{**more, **kwargs}))
         key, response = result if isinstance(result, tuple) else (result, "")
         return (key if isinstance(key, str) else own), _text(response)
 
 
-class VerlTalk(VerlTools):
+class VerlInteraction(VerlTools):
     """An environment of verl's interactions, and of its tools if there are any."""
 
     _interaction: Any = None
-    _name = ""
-    _id = ""
-    _heard = 0
+    _interaction_name = ""
+    _instance_id = ""
+    _answered = 0
     """Messages up to the last answer; answers of tools stand behind them, before the message that called is known."""
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
-        """Create the tools and begin the interaction that the row's `interaction_kwargs` (in `extra_info`) name.
-
-        Raises:
-            ValueError: the row names an interaction or a tool that the YAML has not.
-        """
+        """Create the tools and begin the interaction that the row's `interaction_kwargs` (in `extra_info`) name."""
         begun = await super().reset(row, seed)
-        self._heard = len(self._agent.messages)
-        given = row.get("interaction_kwargs") or (row.get("extra_info") or {}).get("interaction_kwargs") or {}
-        given = _present(given)
+        self._answered = len(self._agent.messages)
+        extra, known = row.get("extra_info") or {}, self._parts.interactions
+        given = _present(row.get("interaction_kwargs") or extra.get("interaction_kwargs") or {})
         if not given and self._parts.tools:
-            return begun  # as in verl, such a row is one of tools alone
-        self._name = _interaction_name(given, self._parts.interactions)
-        self._interaction = self._parts.interactions[self._name]
+            return begun  # as in verl, the episode has tools alone
+        name = given.get("name") or (next(iter(known)) if len(known) == 1 else OLD_NAME)
+        if name not in known:
+            raise ValueError(
+                f"the row's interaction_kwargs name the interaction {name!r}; the YAML has {', '.join(known)}"
+            )
+        self._interaction_name, self._interaction = name, known[name]
         self._agent.interaction, self._agent.interaction_kwargs = self._interaction, given
-        own = self._agent.request_id
-        key = await _awaited(self._interaction.start_interaction(own, **given))
-        self._id = key if isinstance(key, str) else own
+        key = await _awaited(self._interaction.start_interaction(self._id, **given))
+        self._instance_id = key if isinstance(key, str) else self._id
         return begun
 
     async def step(self, message: dict) -> tuple[str | None, float | None, bool]:
         """Let the interaction answer a message that calls no tool: (its text, the turn's score, whether it ends)."""
         agent = self._agent
-        agent.messages.insert(self._heard, message)
-        self._heard = len(agent.messages)
+        agent.messages.insert(self._answered, message)
+        self._answered = len(agent.messages)
         agent.assistant_turns += 1
         agent.user_turns += 1
         if message.get("tool_calls"):
             return None, None, False
         if self._interaction is None:
             return None, None, True
-        answer = self._interaction.generate_response(self._id, list(agent.messages), **agent.interaction_kwargs)
+        answer = self._interaction.generate_response(
+            self._instance_id, list(agent.messages), **agent.interaction_kwargs
+        )
         result = await _awaited(answer)
         if not isinstance(result, tuple) or len(result) != 4:
             raise TypeError(
-                f"generate_response of the interaction {self._name} returned {type(result).__name__}, not "
+                f"generate_response of the interaction {self._interaction_name} returned {type(result).__name__}, not "
                 "(should_terminate, response, score, anything else)"
             )
         done, text, score = bool(result[0]), _text(result[1]), result[2]
         agent.messages.append({"role": "user", "content": text})
-        self._heard += 1
+        self._answered += 1
         if score is not None:
             agent.turn_scores.append(score)
         return text, score if self._counts else None, done
@@ -225,11 +239,7 @@ class VerlTalk(VerlTools):
         interaction, self._interaction = self._interaction, None
         if interaction is not None:
             end = interaction.finalize_interaction
-            await _awaited(end(self._id) if _takes(end, "instance_id") else end())
-
-
-def _id(*parts: str | int) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+            await _awaited(end(self._instance_id) if _takes(end, "instance_id") else end())
 
 
 def schema_of(tool: Any) -> dict:
@@ -256,15 +266,6 @@ def _tools_kwargs(given: dict, tools: dict[str, Any]) -> dict[str, dict[str, dic
 def _present(given: dict) -> dict:
     """Return the items that a row has: parquet gives every row the keys of all rows, with None where it had none."""
     return {key: value for key, value in given.items() if value is not None}
-
-
-def _interaction_name(given: dict, interactions: dict[str, Any]) -> str:
-    name = given.get("name") or (next(iter(interactions)) if len(interactions) == 1 else OLD_NAME)
-    if name not in interactions:
-        raise ValueError(
-            f"the row's interaction_kwargs name the interaction {name!r}; the YAML has {', '.join(interactions)}"
-        )
-    return name
 
 
 def _text(response: Any) -> str:

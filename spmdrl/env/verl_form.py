@@ -16,15 +16,17 @@ Either list may stand in a file of its own, as in verl: the setting `interaction
 import importlib
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 
 from spmdrl.config.user_code import error_text
-from spmdrl.env.verl_env import Parts, VerlTalk, VerlTools, schema_of
-from spmdrl.env.verl_modules import provide, provided
+from spmdrl.env.verl_env import AgentData, Parts, VerlInteraction, VerlTools, schema_of
 
 SUFFIXES = (".yaml", ".yml")
 SETTINGS = ("interaction_config_path", "count_rewards")
@@ -38,10 +40,9 @@ def is_verl_yaml(path: str) -> bool:
     if file.suffix not in SUFFIXES or not file.is_file():
         return False
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return _has_lists(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
         return False
-    return isinstance(found, dict) and any(isinstance(found.get(key), list) for key in METHODS)
 
 
 def is_mine(target: object, name: str) -> bool:
@@ -63,17 +64,13 @@ def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
         return load_yaml(target)(settings)
     assert isinstance(target, type)
     entry = {key: settings[key] for key in ("config", "tool_schema") if key in settings}
-    rest = {key: value for key, value in settings.items() if key not in entry}
     parts = Parts()
-    if _kind(target) == "tools":
-        _add_tool(parts, target, entry, target.__name__)
-    else:
-        _add_interaction(parts, target, entry, target.__name__)
-    return _environment(parts, rest, target.__name__)
+    _add(parts, _kind(target), target, entry, target.__name__)
+    return _environment(parts, target.__name__, {key: settings[key] for key in settings.keys() - entry})
 
 
 def load_yaml(path: str) -> Callable[[dict[str, Any]], VerlTools]:
-    """Return what makes environments of a YAML: a function of the settings.
+    """Return a function of the settings that makes environments of a YAML.
 
     Settings: `interaction_config_path`, a second YAML, beside the first unless it is found from the working directory;
     `count_rewards` (default true), whether the tools' and interactions' numbers are rewards.
@@ -81,30 +78,22 @@ def load_yaml(path: str) -> Callable[[dict[str, Any]], VerlTools]:
     Raises:
         ValueError: the file, a class or a schema cannot be used; the message names it and says what to change.
     """
-    parts = _read(str(Path(path).expanduser().resolve()))
-
-    def make(settings: dict[str, Any]) -> VerlTools:
-        rest = dict(settings)
-        second = rest.pop("interaction_config_path", None)
-        if second is None:
-            return _environment(parts, rest, path)
-        file = Path(second).expanduser()
-        file = file if file.is_file() else Path(path).expanduser().resolve().parent / second
-        more = _read(str(file.resolve()))
-        return _environment(Parts(parts.tools, {**parts.interactions, **more.interactions}), rest, path)
-
-    return make
+    return partial(_environment, _read(str(Path(path).expanduser().resolve())), path)
 
 
-def _environment(parts: Parts, settings: dict[str, Any], of: str) -> VerlTools:
-    if unknown := sorted(settings.keys() - {"count_rewards"}):
+def _environment(parts: Parts, of: str, settings: dict[str, Any]) -> VerlTools:
+    if unknown := sorted(settings.keys() - set(SETTINGS)):
         raise ValueError(
             f"{of}: there is no setting {unknown[0]!r} of verl's tools; the settings: {', '.join(SETTINGS)}"
         )
     counts = settings.get("count_rewards", True)
     if not isinstance(counts, bool):
         raise ValueError(f"{of}: the setting count_rewards is true or false, not {counts!r}")
-    return VerlTalk(parts, counts) if parts.interactions else VerlTools(parts, counts)
+    if second := settings.get("interaction_config_path"):
+        file = Path(second).expanduser()
+        file = file if file.is_file() else Path(of).expanduser().resolve().parent / second
+        parts = Parts(parts.tools, parts.interactions | _read(str(file.resolve())).interactions)
+    return VerlInteraction(parts, counts) if parts.interactions else VerlTools(parts, counts)
 
 
 @lru_cache(maxsize=32)
@@ -118,11 +107,12 @@ def _read(path: str) -> Parts:
         raise ValueError(f"cannot read {path} ({e})") from e
     except (yaml.YAMLError, RecursionError) as e:
         raise ValueError(f"{path} is no YAML ({' '.join(str(e).split())})") from e
-    if not isinstance(found, dict) or not any(isinstance(found.get(key), list) for key in METHODS):
+    if not _has_lists(found):
         raise ValueError(f"{path}: a YAML of verl's has a list `tools` or a list `interaction`")
     if "${" in text:
         found = _resolved(path, found)
-    _make_importable(path)
+    # Classes are imported from the working directory, as verl's users do, and from beside the file.
+    sys.path += [each for each in (str(Path.cwd()), str(Path(path).parent)) if each not in sys.path]
     parts = Parts()
     for key in METHODS:
         for number, entry in enumerate(found.get(key) or ()):
@@ -137,12 +127,12 @@ def _read(path: str) -> Parts:
                     f"{where}: only tools of config.type native are read from verl's YAML, and this is of type "
                     f"{config['type']!r}; name an MCP server as an environment of its own"
                 )
-            kind = _class(entry["class_name"], where)
-            if key == "tools":
-                _add_tool(parts, kind, entry, where)
-            else:
-                _add_interaction(parts, kind, entry, where)
+            _add(parts, key, _class(entry["class_name"], where), entry, where)
     return parts
+
+
+def _has_lists(found: Any) -> bool:
+    return isinstance(found, dict) and any(isinstance(found.get(key), list) for key in METHODS)
 
 
 def _resolved(path: str, found: dict) -> dict:
@@ -158,13 +148,6 @@ def _resolved(path: str, found: dict) -> dict:
     return filled
 
 
-def _make_importable(path: str) -> None:
-    """Let classes be imported from the working directory, as verl's users do, and from beside the file."""
-    for folder in (str(Path.cwd()), str(Path(path).parent)):
-        if folder not in sys.path:
-            sys.path.append(folder)
-
-
 def _class(name: str, where: str) -> type:
     module, _, last = name.rpartition(".")
     if not module:
@@ -173,7 +156,7 @@ def _class(name: str, where: str) -> type:
         kind = getattr(importlib.import_module(module), last, None)
     except Exception as e:  # whatever the user's file does
         missing = isinstance(e, ModuleNotFoundError) and (e.name or "").partition(".")[0] == "verl"
-        more = f"; verl is not installed, and of it there are only {', '.join(provided())}" if missing else ""
+        more = f"; verl is not installed, and of it there are only {', '.join(modules())}" if missing else ""
         raise ValueError(f"{where}: cannot import {module} ({error_text(e)}){more}") from e
     if not isinstance(kind, type):
         raise ValueError(f"{where}: the module {module} has no class {last}: change class_name")
@@ -185,37 +168,73 @@ def _kind(target: type) -> str:
     return next((key for key, names in METHODS.items() if all(callable(getattr(target, n, None)) for n in names)), "")
 
 
-def _add_tool(parts: Parts, kind: type, entry: dict, where: str) -> None:
-    """Make a tool as verl does, of its config and the model of its schema."""
-    if _kind(kind) != "tools":
-        raise ValueError(f"{where}: {kind.__name__} is no tool; it has not all of {', '.join(METHODS['tools'])}")
+def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
+    """Make a tool or an interaction as verl does: of its config, and the model of its schema or its name."""
+    what = {"tools": "tool", "interaction": "interaction"}[key]
+    if lacking := [name for name in METHODS[key] if not callable(getattr(kind, name, None))]:
+        raise ValueError(f"{where}: {kind.__name__} is no {what}; it has no {lacking[0]}")
     config, schema = dict(entry.get("config") or {}), entry.get("tool_schema")
-    provide()
-    schemas = importlib.import_module("verl.tools.schemas")
-    if schema is not None:
+    if key == "tools" and schema is not None:
         if not isinstance(schema, dict) or not isinstance(schema.get("function"), dict):
             raise ValueError(f"{where}: tool_schema has no `function` with a name, a description and parameters")
         if not isinstance(schema["function"].get("name"), str) or not schema["function"]["name"]:
             raise ValueError(f"{where}: tool_schema.function has no name: the model calls the tool by it")
     try:
-        model = None if schema is None else schemas.OpenAIFunctionToolSchema.model_validate(schema)
-        tool = kind(config=config, tool_schema=model)
-        name = schema_of(tool)["function"]["name"]
+        if key == "tools":
+            provide()
+            schemas = importlib.import_module("verl.tools.schemas")
+            model = None if schema is None else schemas.OpenAIFunctionToolSchema.model_validate(schema)
+            part = kind(config=config, tool_schema=model)
+            name = schema_of(part)["function"]["name"]
+        else:
+            name = entry.get("name") or (kind.__name__.removesuffix("Interaction") or kind.__name__).lower()
+            part = kind(config={**config, "name": name})
     except Exception as e:  # pydantic's and the user's own
         raise ValueError(f"{where}: {kind.__name__} cannot be made ({error_text(e)})") from e
-    if name in parts.tools:
-        raise ValueError(f"{where}: there are two tools named {name!r}: rename one in its tool_schema")
-    parts.tools[name] = tool
+    table = parts.tools if key == "tools" else parts.interactions
+    if name in table:
+        raise ValueError(f"{where}: there are two {what}s named {name!r}: give one another name")
+    table[name] = part
 
 
-def _add_interaction(parts: Parts, kind: type, entry: dict, where: str) -> None:
-    """Make an interaction as verl does, of its config with its name in it."""
-    if _kind(kind) != "interaction":
-        raise ValueError(f"{where}: {kind.__name__} is no interaction; it has no generate_response")
-    name = entry.get("name") or (kind.__name__.removesuffix("Interaction") or kind.__name__).lower()
-    if name in parts.interactions:
-        raise ValueError(f"{where}: there are two interactions named {name!r}: give one another name")
+# ── modules of verl's names ──────────────────────────────────────────────────
+
+
+def modules() -> dict[str, dict[str, Any]]:
+    """Return the modules of verl that files can import where verl is not installed, with their contents.
+
+    Raises:
+        ValueError: pydantic is not installed.
+    """
     try:
-        parts.interactions[name] = kind(config={**(entry.get("config") or {}), "name": name})
-    except Exception as e:  # the user's own
-        raise ValueError(f"{where}: {kind.__name__} cannot be made ({error_text(e)})") from e
+        from spmdrl.env import verl_stand_ins
+    except ImportError as e:
+        raise ValueError("tools in verl's form need the package pydantic: pip install pydantic") from e
+    found = {
+        name: {each: getattr(verl_stand_ins, each) for each in names} for name, names in verl_stand_ins.MODULES.items()
+    }
+    return found | {"verl.experimental.agent_loop.tool_agent_loop": {"AgentData": AgentData}}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules where nothing else finds verl: it stands last in `sys.meta_path`."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "verl":
+            return None
+        if "." in fullname and getattr(sys.modules["verl"].__spec__, "loader", None) is not self:
+            return None  # verl is installed
+        known = any(f"{name}.".startswith(f"{fullname}.") for name in modules())
+        return ModuleSpec(fullname, self, is_package=True) if known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(modules().get(module.__name__, {}))
+
+
+_FINDER = _Finder()
+
+
+def provide() -> None:
+    """Let files import verl's modules from here on, where verl is not installed. May be called again."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)

@@ -10,7 +10,7 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.segment import STATES
 from spmdrl.env.base import AssistantTurn, Call, Opening, Reply
-from spmdrl.env.opening import OPENING
+from spmdrl.env.messages import OPENING
 
 KEYS = ("name", "settings")
 """Keys of a row's environment that is an object."""

@@ -14,10 +14,10 @@ from spmdrl.config.environment import DECIDE, EnvironmentConfig, read_environmen
 from spmdrl.config.load import from_command_line
 from spmdrl.data.conversation import Conversation
 from spmdrl.env.__main__ import main
-from spmdrl.env.by_hand import by_hand
 from spmdrl.env.forms import PARTS
 from spmdrl.env.gyms import PACKAGES
 from spmdrl.env.play import Play
+from spmdrl.env.terminal import by_hand
 from spmdrl.rl.agents import Agents
 from spmdrl.rl.environment import COUNTS
 from tests.e2e.runner import ROOT, argv, metrics

@@ -12,10 +12,10 @@ import pytest
 
 from spmdrl.env.__main__ import main
 from spmdrl.env.base import Call
-from spmdrl.env.by_hand import by_hand, understood
-from spmdrl.env.by_model import Speaker, by_model
 from spmdrl.env.forms import BUILTIN, mcp_settings
+from spmdrl.env.model_player import ModelPlayer
 from spmdrl.env.play import Play, PlayError
+from spmdrl.env.terminal import by_hand, by_model, parse_line
 
 ROOT = Path(__file__).resolve().parents[2]
 GAME = '''
@@ -146,7 +146,7 @@ def test_a_history_of_the_environment_is_shown_and_is_all_that_a_model_sees(tmp_
         shown: list[str] = []
         by_hand(play, {}, 0, lines("a"), shown.append)
         assert shown[1:4] == ["user: go", "the conversation goes on from these messages alone:", "user: so far: a"]
-        by_model(play, Speaker(speak, "none"), {}, 0, 3, shown.append)
+        by_model(play, ModelPlayer(speak, "none"), {}, 0, 3, shown.append)
     assert heard == [["go"], ["so far: note 1"], ["so far: note 2"]]
     assert shown.count("the conversation goes on from these messages alone:") == 4
 
@@ -162,8 +162,8 @@ def test_a_history_of_the_environment_is_shown_and_is_all_that_a_model_sees(tmp_
         ('[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "", [("f", {}), ("g", {})]),
     ],
 )
-def test_lines_are_understood(line, text, calls):
-    said, found = understood(line, {"f"})
+def test_lines_are_parse_line(line, text, calls):
+    said, found = parse_line(line, {"f"})
     assert (said, [(call.name, call.arguments) for call in found]) == (text, calls)
 
 
@@ -173,7 +173,7 @@ def test_lines_are_understood(line, text, calls):
 )
 def test_lines_that_begin_as_calls_and_are_none(line):
     with pytest.raises(ValueError, match="a call is|no JSON"):
-        understood(line, {"f"})
+        parse_line(line, {"f"})
 
 
 def test_a_model_plays_and_its_calls_are_read(game):
@@ -193,9 +193,9 @@ def test_a_model_plays_and_its_calls_are_read(game):
 
     shown: list[str] = []
     with Play(game) as play:
-        assert by_model(play, Speaker(speak, "hermes"), {}, 1, 5, shown.append) == 1.25
+        assert by_model(play, ModelPlayer(speak, "hermes"), {}, 1, 5, shown.append) == 1.25
         with pytest.raises(ValueError, match="name their form with --format"):
-            by_model(play, Speaker(speak, "none"), {}, 1, 5, shown.append)
+            by_model(play, ModelPlayer(speak, "none"), {}, 1, 5, shown.append)
     assert shown[2:7] == [
         "assistant (thought): Where?",
         "assistant: I look.",

@@ -13,7 +13,7 @@ import pytest
 from spmdrl.data.sources import read_source
 from spmdrl.env.base import AssistantTurn, Opening, PoolSettings, Reply
 from spmdrl.env.gyms import is_mine, wrap
-from spmdrl.env.opening import opening, seed_of
+from spmdrl.env.messages import opening, seed_of
 from spmdrl.env.play import Play
 from spmdrl.env.pool import Pool
 

@@ -17,9 +17,8 @@ import pytest
 from spmdrl.env.answers import Answer
 from spmdrl.env.base import AssistantTurn, BrokenError, Call, Opening, PoolSettings, Reply
 from spmdrl.env.pool import Pool
-from spmdrl.env.verl_form import is_mine, is_verl_yaml, load_yaml, wrap
-from spmdrl.env.verl_gsm8k import compute_score, extract_solution
-from spmdrl.env.verl_modules import provide, provided
+from spmdrl.env.verl_form import is_mine, is_verl_yaml, load_yaml, modules, provide, wrap
+from spmdrl.env.verl_stand_ins import compute_score, extract_solution
 
 TOOLS = '''
 import asyncio
@@ -555,7 +554,7 @@ BAD_FILES = {
     "class without module": ("tools: [{class_name: Safe}]", "has no module: give it as package.module.Class"),
     "no such module": ("tools: [{class_name: nowhere_at_all.Safe}]", "cannot import nowhere_at_all"),
     "no such class": ("tools: [{class_name: safe_tools.Nothing}]", "has no class Nothing: change class_name"),
-    "not a tool": ("tools: [{class_name: safe_tools.NoTool}]", "NoTool is no tool; it has not all of create, execute"),
+    "not a tool": ("tools: [{class_name: safe_tools.NoTool}]", "NoTool is no tool; it has no create"),
     "part of verl": (
         "tools: [{class_name: verl.tools.search_tool.SearchTool}]",
         "of it there are only verl.tools.schemas, ",
@@ -662,7 +661,7 @@ def test_an_installed_verl_is_taken(users):
 def test_modules_that_stand_in_for_verls():
     provide()
     provide()
-    for name in provided():
+    for name in modules():
         assert importlib.import_module(name).__name__ == name
     assert sum(type(finder).__name__ == "_Finder" for finder in sys.meta_path) == 1
     schemas = importlib.import_module("verl.tools.schemas")

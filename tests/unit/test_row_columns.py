@@ -25,7 +25,7 @@ from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.row_columns import Row
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.turns import sequences_of
-from spmdrl.env.opening import prompt_of
+from spmdrl.env.messages import prompt_of
 from spmdrl.plan.dry_data import data_lines, with_data
 from spmdrl.rl.conversation_state import opening_of
 from spmdrl.rl.teacher_prompts import teacher_prompts

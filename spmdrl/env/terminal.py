@@ -1,0 +1,162 @@
+"""Episodes in the terminal, played by hand or by a model, and their messages, calls and rewards as lines."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from spmdrl.env.answers import CONTROLS
+from spmdrl.env.base import AssistantTurn, Call, Reply
+from spmdrl.env.call_reading import python_call
+from spmdrl.env.calls import FORMATS, parse, parse_turn
+from spmdrl.env.model_player import ModelPlayer
+from spmdrl.env.play import Play
+
+HELP = """\
+You are the assistant. Write a text, or a call of a tool: name(key=value), or as JSON
+{"name": ..., "arguments": {...}}, a list of these for several calls at once.
+A line that ends with \\ goes on in the next one. /quit ends."""
+Write = Callable[[str], None]
+
+
+def by_hand(
+    play: Play, row: dict[str, Any], seed: int, read: Callable[[str], str] = input, write: Write = print
+) -> float:
+    """Play an episode by hand, and return the sum of its rewards.
+
+    read: shows a prompt and returns a line; it raises EOFError at the end. write: shows a line.
+
+    Raises:
+        PlayError: the environment failed.
+    """
+    opened = play.open(row, seed)
+    write(HELP)
+    for tool in opened.tools:
+        write(f"tool: {_tool_line(tool)}")
+    names = {tool["function"]["name"] for tool in opened.tools}
+
+    def next_turn(_: list[dict[str, Any]]) -> AssistantTurn | None:
+        while True:
+            try:
+                line = read("> ")
+                while line.endswith("\\"):
+                    line = f"{line[:-1]}\n{read('. ')}"
+                return None if line.strip() == "/quit" else AssistantTurn(*parse_line(line, names))
+            except EOFError:
+                return None
+            except ValueError as error:
+                write(f"not understood: {error}")
+
+    return _play(play, opened, next_turn, " early", write)
+
+
+def by_model(
+    play: Play, player: ModelPlayer, row: dict[str, Any], seed: int, turns: int, write: Write = print
+) -> float:
+    """Let a model play an episode of at most `turns` turns, and return the sum of its rewards.
+
+    Raises:
+        ValueError: the environment has tools, and the model's form of calls is not known.
+        PlayError: the environment failed.
+    """
+    opened = play.open(row, seed)
+    if opened.tools and player.format in ("", "none"):
+        why = player.why or "the model's chat template shows no tool calls"
+        raise ValueError(f"{why}: name their form with --format ({', '.join(FORMATS)})")
+    left = iter(range(turns))
+
+    def next_turn(messages: list[dict[str, Any]]) -> AssistantTurn | None:
+        if next(left, None) is None:
+            return None
+        turn = parse_turn(player.generate(messages, opened.tools), player.format or "none", opened.tools)
+        if turn.thought:
+            write(_printable(f"assistant (thought): {turn.thought}"))
+        if turn.content or not turn.calls:
+            write(_message_line(turn.message))
+        for call in turn.calls:
+            write(f"assistant calls {_call_line(call)}")
+        return turn
+
+    return _play(play, opened, next_turn, f" after {turns} turns", write)
+
+
+def _play(
+    play: Play, opened: Reply, next_turn: Callable[[list[dict]], AssistantTurn | None], cut: str, write: Write
+) -> float:
+    """Play an opened episode until it is done or `next_turn(messages)` returns None, and write its lines.
+
+    cut: how it ended in the latter case.
+    """
+    messages, reply, total = [], opened, 0.0
+    while True:
+        if reply.anew:
+            messages = []
+            write("the conversation goes on from these messages alone:")
+        messages += reply.messages
+        for message in reply.messages:
+            write(_message_line(message))
+        if reply.reward is not None:
+            write(_reward_line(reply, "reward"))
+            total += reply.reward
+        turn = None if reply.done else next_turn(messages)
+        if turn is None:
+            break
+        messages.append(turn.message)
+        reply = play.turn(turn)
+    final = play.score()
+    if final.reward is not None:
+        write(_reward_line(final, "final reward"))
+        total += final.reward
+    write(f"the episode has ended{'' if reply.done else cut}, with {total:g} in all")
+    return total
+
+
+def parse_line(line: str, names: set[str]) -> tuple[str, list[Call]]:
+    """Return the text and the calls of a typed line. names: of the tools.
+
+    Raises:
+        ValueError: it begins as a call does, and is none.
+    """
+    text = line.strip()
+    if text.startswith(("{", "[{")):
+        rest, calls, _ = parse(f"[TOOL_CALLS]{text}", "mistral")
+        if rest or any(call.error for call in calls):
+            why = next((call.error for call in calls if call.error), f"{rest!r} follows it")
+            raise ValueError(f'a call is {{"name": "...", "arguments": {{...}}}} ({why})')
+        return "", calls
+    name, opened, _ = text.partition("(")
+    if not opened or name not in names:
+        return line, []
+    try:
+        return "", [Call(name, python_call(text)[1], "call00000")]
+    except ValueError as error:
+        raise ValueError(f"a call is {name}(key=value) with plain values ({error})") from None
+
+
+def _printable(text: str) -> str:
+    return CONTROLS.sub("\ufffd", text.encode("utf-8", "replace").decode())
+
+
+def _message_line(message: dict[str, Any]) -> str:
+    name = f" {message['name']}" if message.get("name") else ""
+    return _printable(f"{message['role']}{name}: {message.get('content') or ''}")
+
+
+def _call_line(call: Call) -> str:
+    if call.arguments is None:
+        return _printable(f"{call.name or 'a call'}: {call.error}")
+    given = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.arguments.items())
+    return _printable(f"{call.name}({given})")
+
+
+def _tool_line(tool: dict[str, Any]) -> str:
+    """Return a tool as `name(key: type)`, with the first line of its description."""
+    about = tool["function"]
+    kinds = {key: each.get("type", "any") for key, each in about.get("parameters", {}).get("properties", {}).items()}
+    shown = [f"{key}: {kind if isinstance(kind, str) else ' or '.join(kind)}" for key, kind in kinds.items()]
+    first = (about.get("description") or "").strip().partition("\n")[0]
+    return _printable(f"{about['name']}({', '.join(shown)})  {first}")
+
+
+def _reward_line(reply: Reply, what: str) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in reply.parts.items())
+    return _printable(f"{what} {reply.reward:g}{f' ({parts})' if parts else ''}")
