@@ -38,7 +38,8 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     fail "NODES=$NODES and SLURM gave ${#hosts[@]}: sbatch --nodes=$NODES at least, more for spares"
 # Settings are checked first, because the preflight of all nodes takes longer.
 ranks=$((NODES * ${NPROC:-${SLURM_GPUS_ON_NODE:-$GPUS}}))
-"${here[@]}" env WORLD_SIZE=$ranks RANK=0 "$python" -m spmdrl.tools.settings "${words[@]}" || exit $?
+check='from spmdrl.config.load import load_or_exit; load_or_exit()'
+"${here[@]}" env WORLD_SIZE=$ranks RANK=0 "$python" -c "$check" "${words[@]}" || exit $?
 mkdir -p "$RUN_DIR/logs"
 start=$((${SLURM_RESTART_COUNT:-0} + 1))
 say "job $SLURM_JOB_ID, start $start: ${#hosts[@]} nodes, $NODES needed; run folder $RUN_DIR"

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from spmdrl import train
 from spmdrl.config.distillation import DistillationConfig, check_distillation, distillation_lines
-from spmdrl.session.job import late, launch
+from spmdrl.session.job import late
+from spmdrl.session.launch import launch
 
 JOB = replace(
     train.JOB,

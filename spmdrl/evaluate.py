@@ -16,7 +16,8 @@ from typing import Any
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, evaluation_lines
 from spmdrl.config.load import Loaded
 from spmdrl.config.schema import Config
-from spmdrl.session.job import Job, jobs, late, launch, ranks_of_job, show
+from spmdrl.session.job import Job, jobs, late, ranks_of_job, show
+from spmdrl.session.launch import launch
 
 
 def evaluate(run) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from spmdrl import train
 from spmdrl.config.online_preference import OnlinePreferenceConfig, check_online_preference, online_lines
-from spmdrl.session.job import late, launch
+from spmdrl.session.job import late
+from spmdrl.session.launch import launch
 
 JOB = replace(
     train.JOB,

@@ -11,7 +11,8 @@ from dataclasses import replace
 from spmdrl import sft
 from spmdrl.config.preference import PreferenceConfig, check_preference
 from spmdrl.config.supervised import supervised_lines
-from spmdrl.session.job import late, launch
+from spmdrl.session.job import late
+from spmdrl.session.launch import launch
 
 JOB = replace(
     sft.JOB,

@@ -11,7 +11,8 @@ from dataclasses import replace
 from spmdrl import sft
 from spmdrl.config.reward_model import RewardModelConfig, check_reward_model
 from spmdrl.config.supervised import supervised_lines
-from spmdrl.session.job import late, launch
+from spmdrl.session.job import late
+from spmdrl.session.launch import launch
 
 JOB = replace(
     sft.JOB,

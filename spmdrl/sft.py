@@ -8,7 +8,8 @@ models and losses of their own.
 """
 
 from spmdrl.config.sft import SFTConfig, check_sft, sft_lines
-from spmdrl.session.job import Job, late, launch
+from spmdrl.session.job import Job, late
+from spmdrl.session.launch import launch
 
 
 def train(run) -> None:

@@ -11,7 +11,8 @@ off the device (`session/device_table.py`), the formulas (`algos/`), where exper
 from spmdrl.config.checks import check
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
-from spmdrl.session.job import Job, late, launch
+from spmdrl.session.job import Job, late
+from spmdrl.session.launch import launch
 
 
 def train(run) -> None:

@@ -26,7 +26,7 @@ from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.rl.fill_batch import Experience
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.trees import experience, experience_tree, fields_of, group, group_tree
-from spmdrl.session.generators import generator_states, set_generator_states
+from spmdrl.session.determinism import generator_states, set_generator_states
 from spmdrl.spmd.world import World
 
 

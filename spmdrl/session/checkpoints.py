@@ -1,4 +1,4 @@
-"""Checkpoints of a job: read at its start, saved after its steps and when it is asked to go."""
+"""Checkpoints of a job: loaded at its start, saved after its steps and at a preemption."""
 
 import json
 from pathlib import Path
@@ -18,37 +18,37 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 
 class Kept(Protocol):
-    """State of a job beside its models, alike on all ranks."""
+    """The state of a job beside its models, equal on all ranks."""
 
     def state(self) -> dict[str, Any]:
-        """The state; JSON-able."""
+        """Return the state, which JSON can hold."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave, once the models are loaded. Older checkpoints may lack names."""
+        """Restore what `state` returned, after the models are loaded. Older checkpoints may lack names."""
         ...
 
 
 class RankKept(Protocol):
-    """State that each rank of a job holds by itself."""
+    """The state that each rank of a job has of its own."""
 
     def tree(self) -> dict:
-        """This rank's part (see `checkpoint/treefile.py`), taken between two steps."""
+        """Return this rank's part (see `checkpoint/treefile.py`), between two steps."""
         ...
 
     def restore(self, files: list[Path]) -> str:
-        """Put back what all ranks saved, whatever the number of ranks; what could not be, in words for the user."""
+        """Restore the parts of any number of ranks; return a message on what could not be restored."""
         ...
 
 
 class Checkpoints:
-    """Steps done and the checkpoints of them. Every method is collective over all ranks.
+    """The finished steps and their checkpoints. Every method is collective over all ranks.
 
-    Made once the models stand: they are loaded from the newest checkpoint here. `begin` follows when all else is built.
+    The constructor loads the models from the newest checkpoint; `begin` follows when everything else is built.
     """
 
     def __init__(self, session: Session, models: Models, kept: Kept, data: str):
-        """data: digest of what the job learns from."""
+        """data: digest of the training data."""
         self.session, self.models, self.kept = session, models, kept
         self.saver = checkpoint.Saver(session.cfg, session.folder / "checkpoints", session.world)
         self.saver.prepare(models, session.warn)
@@ -69,7 +69,7 @@ class Checkpoints:
         for name, model in models.trained().items():
             model.updates_done = state["trained"][name]
         for name, model in models.learning().items():
-            # A checkpoint that does not tell is of a run whose schedule went by the steps taken.
+            # Older checkpoints do not record it: their schedules followed the steps taken.
             model.updates_due = state.get("due", {}).get(name, model.updates_done)
             if model.loss_scale is not None and (held := state.get("loss_scales", {}).get(name)):
                 model.loss_scale.restore(held)
@@ -77,34 +77,34 @@ class Checkpoints:
         self.rank_files = checkpoint.rank_files(found)
         self.saver.resumed()
         if session.world.is_first and state.get("wandb") and not wandb_id(session.folder):
-            # A checkpoint that was moved to another folder.
+            # The checkpoint was moved to another folder.
             keep_wandb_id(session.folder, state["wandb"])
         session.note(f"resumed from {found}: step {state['step']}")
         return state["step"]
 
     def _compare(self, found: Path, state: dict) -> None:
-        """Refuses to go on where data, files or device are others than when the run was made.
+        """Compare data, files and device with those of the checkpoint.
 
         Raises:
-            ValueError: something changed, and `--run.allow-changes` is not given.
+            ValueError: something changed, and `--run.allow-changes` is not set.
         """
-        said = unlike(self.session.cfg, found, state, self.made_with)
-        if said and not self.session.cfg.run.allow_changes:
+        changes = changes_since(self.session.cfg, found, state, self.made_with)
+        if changes and not self.session.cfg.run.allow_changes:
             raise ValueError(
-                f"{'; '.join(said)}: give it the same, take another --run.dir, --run.fresh (moves that folder aside "
+                f"{'; '.join(changes)}: give it the same, take another --run.dir, --run.fresh (moves that folder aside "
                 "and starts over), or --run.allow-changes (goes on so)"
             )
-        for line in said:
+        for line in changes:
             self.session.note(f"--run.allow-changes: {line}")
 
     def _files(self) -> dict[str, list[str]]:
-        """`file_digests`, alike on all ranks. Collective.
+        """Return `file_digests`. Collective.
 
         Raises:
-            ValueError: they are not.
+            ValueError: ranks have different ones.
         """
         text = json.dumps(file_digests(self.session.cfg))
-        seen = [json.loads(told) for told in all_gather_text(text, self.session.world.host_group)]
+        seen = [json.loads(each) for each in all_gather_text(text, self.session.world.host_group)]
         for name, (path, digest) in seen[0].items():
             odd = [rank for rank, files in enumerate(seen) if files[name][1] != digest]
             if odd:
@@ -115,19 +115,19 @@ class Checkpoints:
         return seen[0]
 
     def begin(self, ranks: RankKept) -> None:
-        """Put back what every rank held, last before the first step: building an engine draws from the generators."""
+        """Restore the state of every rank, right before the first step: an engine draws from them while it is built."""
         self.ranks = ranks
         self.agreement = Agreement(self.session.world, self.session.cfg.run.timeout)
         if self.start_step and (lost := ranks.restore(self.rank_files)):
             self.session.note(lost)
 
     def step_done(self, step: int, held: dict[str, int]) -> None:
-        """Agree with all ranks on this step, counted from 0; save if it is due, leave if that is wanted.
+        """Agree with all ranks on this step, counted from 0; save if a checkpoint is due, leave on a preemption.
 
-        held: numbers that every rank must hold alike.
+        held: numbers that must be equal on all ranks.
 
         Raises:
-            LockstepError: ranks went different ways.
+            LockstepError: ranks differ in them.
             PreemptedError: on every rank.
         """
         cfg, done = self.session.cfg, step + 1
@@ -140,7 +140,7 @@ class Checkpoints:
             raise PreemptedError(done, f"step {done} was finished")
 
     def leave(self, left: PreemptedError) -> None:
-        """Save what was learnt where no checkpoint has it, wait until it is published, and say so in a file."""
+        """Save the models unless a checkpoint has them, wait until it is published, and write the file PREEMPTED."""
         if left.step > self.start_step and self.saver.saved != left.step:
             self._save(left.step)
         with self.session.timer("checkpoint"):
@@ -156,7 +156,7 @@ class Checkpoints:
         with self.session.timer("checkpoint"):
             with self.session.timer("checkpoint_wait"):
                 self.saver.finish()
-            # Rank 0 writes it, which trains.
+            # Rank 0, which trains, writes it.
             policy = self.models.policy
             state = policy and {
                 "step": done,
@@ -173,11 +173,11 @@ class Checkpoints:
             self.saver.save(done, state, self.ranks.tree(), self.models)
 
 
-def unlike(cfg: TrainingConfig, found: Path, before: dict, now: dict) -> list[str]:
-    """Names what has changed since the checkpoint `found` was made, one line each.
+def changes_since(cfg: TrainingConfig, found: Path, before: dict, now: dict) -> list[str]:
+    """Return the changes since the checkpoint `found` was made, one line each.
 
-    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. What an older checkpoint
-    does not record is not compared.
+    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. Facts that an older
+    checkpoint does not record are not compared.
     """
     files = before.get("files", {})
     lines = [
@@ -189,6 +189,6 @@ def unlike(cfg: TrainingConfig, found: Path, before: dict, now: dict) -> list[st
         lines.append(f"{found} was trained on other prompts than {cfg.data.train} holds")
     device = before.get("device", now["device"])
     if device != now["device"] and settled(cfg).get("rollout.engine") == "vllm":
-        # Its generators are the device's; those of the other engines are not.
+        # vLLM draws from the device's generators; other engines do not.
         lines.append(f"{found} was made on {device}; on {now['device']} vllm draws other tokens from the same seeds")
     return lines

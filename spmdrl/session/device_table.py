@@ -1,12 +1,12 @@
-"""Phases of a step by who owns the device: the engine (rollout phase) or the trainer (training phase).
+"""Moves models and the engine on and off the device: in a rollout phase the engine owns it, in training the trainer.
 
-Only this module orders models on and off the device, in an order that bounds the peak. Into the rollout: whatever the
-push does not read leaves (frozen models, critics, gradients, moments), the engine's weights come back and take the
-policy's, the policy's parameters leave, and only then the KV cache is allocated. Out of it: the engine sleeps before
-the trainer comes back. Under split placement a rank has the one or the other, and nothing moves but the push.
+Only this module moves models, in an order that bounds the peak. Before a rollout everything that the push does not read
+leaves (frozen models, critics, gradients, moments), the engine's weights come back, the push writes the policy's into
+them, the policy's parameters leave, and only then the KV cache is allocated. After it the engine sleeps before the
+trainer comes back. Under split placement a rank has one of the two, and only the push moves anything.
 
-A frozen judge on the run's engine (`judge`) takes the place of the policy's weights within a rollout phase. Before the
-policy samples again it comes back (`restore`) by the way that a phase begins with, so that the peak is no higher.
+A frozen judge on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before the policy
+samples again, `restore` brings it back with the moves that begin a phase, so that the peak is no higher.
 """
 
 import logging
@@ -25,7 +25,7 @@ from spmdrl.health.causes import out_of_memory, requested_bytes
 from spmdrl.hub.build import DTYPES
 from spmdrl.policy.models import Models
 from spmdrl.session.engine_check import EngineCheck
-from spmdrl.session.memory_advice import Held, three_flags
+from spmdrl.session.memory_advice import GIB, three_flags
 from spmdrl.session.meter import Meter
 from spmdrl.session.transfer import PushReport, Transfer
 from spmdrl.spmd.devices import kind_of
@@ -37,7 +37,6 @@ from spmdrl.weights.folder import Tensors
 
 log = logging.getLogger("spmdrl")
 
-GIB = 1 << 30
 Phase = Literal["rollout", "training"]
 
 
@@ -52,7 +51,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Border:
-    """One moment between two moves: the table, the system's count, and its peak since the previous border."""
+    """The table at a moment between two moves, the system's count, and its peak since the previous border."""
 
     table: tuple[Holding, ...]
     measured: int
@@ -60,31 +59,17 @@ class Border:
 
     @property
     def on_device(self) -> int:
-        """Bytes of the table that are on the device."""
+        """The bytes of the table that are on the device."""
         return sum(row.bytes for row in self.table if row.place == "device")
 
 
 def place_of(name: str, models: Models, cfg: Config) -> Literal["none", "host", "disk"]:
-    """Place of a model while the engine samples."""
+    """Return the place of a model while the engine samples."""
     return cfg.policy.offload if name == "policy" or name in models.trained() else cfg.reference.offload
 
 
-@contextmanager
-def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
-    """Builds an engine inside, which goes to sleep there: models are off the device meanwhile, as in a rollout.
-
-    vLLM refuses to start where less than its share of the device is free.
-    """
-    for name, model in models.named():
-        if (place := place_of(name, models, cfg)) != "none":
-            model.offload(place, True)
-    yield
-    for _, model in models.named():
-        model.onload()
-
-
 class Memory:
-    """Phases of one run over its models and its engine, with the table that records who holds how many bytes."""
+    """The phases of a run with its models and its engine, and the table of the bytes that each of them holds."""
 
     def __init__(self, cfg: Config, models: Models, engine: Engine | None, timer: Timer, world: World):
         """models.policy is None on a rank that does not train, engine on one that does not sample. Collective."""
@@ -103,16 +88,14 @@ class Memory:
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
         self.lent = bool(frozen_judges(cfg) or cfg.engine_teachers())
-        """True where engines may hold the weights of a judge or a teacher: a rank then knows only of its own."""
+        """True if engines may hold the weights of a judge or a teacher; a rank then knows only its own engine."""
         self.check: EngineCheck | None = None
-        """Compares engine and policy in the first phases; None: nothing is compared."""
+        """Compares engine and policy in the first phases; None: no comparison."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
-
-    # ── phases ───────────────────────────────────────────────────────────────
 
     @contextmanager
     def rollout_phase(self) -> Iterator[None]:
-        """Wakes the engine with the policy's weights in it; moves the trainer off the device if asked. Collective."""
+        """Wake the engine with the policy's weights in it, and offload the trainer as set. Collective."""
         self._give_engine(dict(self.models.named()))
         with self._room("rollout", "sampling"):
             if self.check and self.check.due:
@@ -147,16 +130,16 @@ class Memory:
             self._border("rollout")
 
     def lend(self, folder: Tensors, version: int, whose: str) -> None:
-        """Gives the engine other weights within a rollout phase. Collective over the ranks of the engine.
+        """Load other weights into the engine within a rollout phase. Collective over the ranks of the engine.
 
-        version: below 0, which no policy has.
+        version: below 0, unlike those of policies. whose: the owner in messages, such as `judge`.
         """
         assert self.lent and version < -1
         with self.timer("push"), self._room("rollout", f"the {whose}'s weights"):
             self._give_back(self.transfer.load(folder, version))
 
     def restore(self) -> None:
-        """Gives engines that hold a judge's weights the policy's again, within a rollout phase. Collective."""
+        """Push the policy's weights again into engines that hold a judge's, within a rollout phase. Collective."""
         assert self.engine and self.shared
         if not self._stale()[1]:
             return
@@ -169,7 +152,7 @@ class Memory:
 
     @contextmanager
     def training_phase(self) -> Iterator[None]:
-        """Puts the engine to sleep and the trainer on the device. Collective."""
+        """Put the engine to sleep and the trainer on the device. Collective."""
         engine = self.engine if self.shared else None
         with self.timer("sleep"):
             if engine:
@@ -187,7 +170,7 @@ class Memory:
         self._border("trained")
 
     def _put_to_sleep(self, engine: Engine) -> None:
-        level = self._sleep_level()
+        level = sleep_level(self.cfg, kind_of(self.world.device) == "cpu")
         held = engine.bytes_by_owner()
         engine.sleep(level)
         self._give_back(sum(held.values()))
@@ -202,20 +185,20 @@ class Memory:
             self._sent(held, {owner: "gone" if owner.endswith(" gradients") else place for owner in held})
 
     def _push(self) -> None:
-        """Pushes the policy's weights into every engine, if one lacks them. Collective."""
+        """Push the policy's weights into every engine, if one lacks them. Collective."""
         version, stale = self._stale()
         self.version = version
         if stale:
             first = self.last_push is None
             self.last_push = self.transfer.push(version)
             if first and self.engine:
-                how = "is summed" if self.last_push.deep else "is not summed: what is sent is checked on its way only"
+                how = "is summed" if self.last_push.deep else "is not summed: checksums cover the transport alone"
                 log.info(f"after a push the engine's own memory {how}")
-            # Its buckets were freed, and the KV cache comes next.
+            # Its buckets are free; the KV cache is allocated next.
             self._give_back(self.last_push.bytes)
 
     def _stale(self) -> tuple[int, bool]:
-        """The policy's version, and whether an engine lacks it. Collective."""
+        """Return the policy's version, and True if an engine lacks it. Collective."""
         if self.shared and self.engine and not self.lent:
             return self.policy.version, self.engine.version != self.policy.version
         # A rank knows only its own side.
@@ -224,17 +207,12 @@ class Memory:
         lacks = torch.tensor([int(self.engine is not None and self.engine.version != version)])
         return version, bool(all_reduce(lacks, "max", self.world.host_group))
 
-    def _sleep_level(self) -> int:
-        return sleep_level(self.cfg, kind_of(self.world.device) == "cpu")
-
     def _give_back(self, size: int) -> None:
         if self.short:
             give_back(self.world.device, size)
 
-    # ── the table ────────────────────────────────────────────────────────────
-
     def table(self) -> list[Holding]:
-        """Bytes of each owner on this rank and their place, at this moment; parked ones with the size they had."""
+        """Return the bytes of each owner on this rank and their place; parked ones with their size on the device."""
         held = dict(self.engine.bytes_by_owner()) if self.engine else {}
         for name, model in self.models.named():
             learns = name == "policy" or name in self.models.trained()
@@ -252,27 +230,19 @@ class Memory:
         return rows
 
     def _sent(self, held: dict[str, int], places: dict[str, Any]) -> None:
-        """Notes where the bytes held until this moment were sent; `table` finds those that stayed on the device."""
+        """Record the places to which bytes were moved; `table` finds those that stayed on the device."""
         for owner, size in held.items():
             if size:
                 self.full[owner], self.sent[owner] = size, places[owner]
 
     def _returned(self, name: str) -> None:
-        self.sent = {owner: place for owner, place in self.sent.items() if not belongs(owner, name)}
-
-    def report(self) -> str:
-        """The table in words."""
-        places: dict[str, list[str]] = {}
-        for row in self.table():
-            if row.bytes:
-                places.setdefault(row.place, []).append(f"{row.owner} {row.bytes / GIB:.2f} GiB")
-        return "; ".join(f"{place}: {', '.join(rows)}" for place, rows in places.items()) or "nothing"
+        self.sent = {owner: place for owner, place in self.sent.items() if not _belongs(owner, name)}
 
     def metrics(self) -> dict[str, float]:
-        """GiB for the step's log: the most that each owner had of the device at any border, and the peak between them.
+        """Return GiB for the step's log: the most of each owner at any border, and the peak between them.
 
-        On a GPU also what the device says is taken and no owner has: CUDA's context, graphs, buffers of NCCL. Names are
-        alike on all ranks.
+        On a GPU also the used memory that has no owner: CUDA's context, graphs, buffers of NCCL. Names are equal on all
+        ranks.
         """
         self._border("logged")
         border, self.peak = self.phases["logged"], 0
@@ -292,45 +262,39 @@ class Memory:
             peak = self.peak
         self.phases[name] = Border(tuple(self.table()), measured, peak)
 
-    # ── no room ──────────────────────────────────────────────────────────────
-
     @contextmanager
     def _room(self, phase: Phase, what: str, owner: str = "") -> Iterator[None]:
-        """Turns an allocator's refusal into the table and the flags that would help.
+        """Turn a failed allocation into an error with the table and the flags that would help.
 
-        phase: where the run is. what: what was being done. owner: row, or model, that was to come back.
+        phase: the current one. what: the purpose of the memory. owner: row, or model, that comes back.
         """
         try:
             yield
         except (RuntimeError, MemoryError, OSError) as error:
             if not out_of_memory(error) or isinstance(error, NoRoomError):
                 raise
-            whole = sum(size for name, size in self.full.items() if owner and belongs(name, owner))
-            asked = max(whole, requested_bytes(error))
-            wanted = f" ({asked / GIB:.2f} GiB asked for)" if asked else ""
+            whole = sum(size for name, size in self.full.items() if owner and _belongs(name, owner))
+            size = max(whole, requested_bytes(error))
+            wanted = f" ({size / GIB:.2f} GiB wanted)" if size else ""
             measured, _ = self.meter.lap()
+            rows = [row for row in self.table() if row.bytes]
+            places: dict[str, list[str]] = {}
+            for row in rows:
+                places.setdefault(row.place, []).append(f"{row.owner} {row.bytes / GIB:.2f} GiB")
+            report = "; ".join(f"{place}: {', '.join(owners)}" for place, owners in places.items()) or "nothing"
+            held = {row.owner: row.bytes for row in rows if row.place == "device"}
+            trained, last = {"policy", *self.models.trained()}, self.phases.get("trained")
+            training = max(0, last.peak - last.on_device) if last else 0
+            engine = self.full if self.engine else {}
+            flags = three_flags(self.cfg, self.world, phase, held, engine, trained, training, self.shared)
             raise NoRoomError(
-                f"no room for {what}{wanted}. Held in GiB: {self.report()}; {measured / GIB:.2f} GiB taken as the "
-                f"system counts. What would help most: {'; '.join(self.advice(phase))}"
+                f"no room for {what}{wanted}. Held in GiB: {report}; {measured / GIB:.2f} GiB taken as the "
+                f"system counts. What would help most: {'; '.join(flags)}"
             ) from error
 
-    def advice(self, phase: Phase) -> list[str]:
-        """The three flags that would free most in this phase, by the table and the settings as they are."""
-        last = self.phases.get("trained")
-        held = Held(
-            on_device={row.owner: row.bytes for row in self.table() if row.place == "device"},
-            cache=self.full.get("KV cache", 0),
-            weights=self.full.get("engine weights", 0),
-            trained={"policy", *self.models.trained()},
-            training=max(0, last.peak - last.on_device) if last else 0,
-            shared=self.shared,
-            samples=self.engine is not None,
-        )
-        return three_flags(self.cfg, self.world, held, phase)
 
-
-def belongs(owner: str, name: str) -> bool:
-    """True for a row of `name`: the row itself, or a row of a model's."""
+def _belongs(owner: str, name: str) -> bool:
+    """Return True for a row of `name`: the row itself, or one of a model's rows."""
     return owner == name or owner.startswith(name + " ")
 
 

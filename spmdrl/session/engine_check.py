@@ -1,7 +1,7 @@
-"""Checks, once after a run's first push, that the engine's log p is the trainer's: a family is right there or refused.
+"""Compares log p of the engine with the trainer's once, after a run's first push, and refuses a model if they differ.
 
-A few prompts of unlike lengths are sampled together, some of them begun later and ended earlier than others, so that
-states that reach each other in a batch and windows of another length show. What ranks of an engine do is the same.
+A few prompts of several lengths are sampled together, some of them begun later and ended earlier than others. This
+reveals states that leak between the rows of a batch, and wrong attention windows. All ranks of an engine do the same.
 """
 
 import logging
@@ -17,7 +17,7 @@ from spmdrl.health.status import tick
 from spmdrl.hub.rotary import limits
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.probe import draw
-from spmdrl.session.generators import generator_states, set_generator_states
+from spmdrl.session.determinism import generator_states, set_generator_states
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.seeds import generator_for, seed_for
 from spmdrl.spmd.world import World
@@ -25,18 +25,18 @@ from spmdrl.spmd.world import World
 log = logging.getLogger("spmdrl")
 
 ROWS = ((5, 8), (9, 4), (9, 7), (14, 8))
-"""Tokens of each prompt, and those to sample after it."""
+"""Tokens of each prompt, and of its response."""
 BEGUN = 2
 """Rows that the engine begins with; the others join them a step later."""
-CHECKED = 0xE6C  # keeps these draws apart from others that are keyed by (seed, number)
+CHECKED = 0xE6C  # separates these draws from others that are keyed by (seed, number)
 EXACT = 1e-3
 """Largest |dlogp| of a token in float32 and above, where right families differ by 1e-4 at most."""
 ROUNDED = 0.3
 """Largest mean |dlogp| in 16 bits, where right families show 0.02 to 0.04 and single tokens 0.6."""
 
 
-def left_out(cfg: Config, world: World) -> str:
-    """Return the setting for which the check is left out; empty where it is done."""
+def _excluded(cfg: Config, world: World) -> str:
+    """Return the setting that excludes the check; empty if it takes place."""
     if not cfg.model.self_check:
         return "--model.no-self-check"
     if world.roles.split:
@@ -45,10 +45,10 @@ def left_out(cfg: Config, world: World) -> str:
 
 
 def check_frequencies(cfg: Config, hf_config: Any) -> None:
-    """Refuse responses within which a model's rotary frequencies change: no sampler knows how long one will be.
+    """Check that a model's rotary frequencies do not change within a sequence, whose length no sampler knows ahead.
 
     Raises:
-        ValueError: naming the settings of the longest sequence.
+        ValueError: they do; the message names the settings of the longest sequence.
     """
     longest, new = longest_sequence(cfg), cfg.rollout.max_new_tokens
     for kind, limit in limits(hf_config).items():
@@ -68,40 +68,40 @@ class EngineCheck:
         """experts_width: columns of `token["experts"]` under routing replay, else 0."""
         self.cfg, self.world, self.policy, self.engine, self.width = cfg, world, policy, engine, experts_width
         self.due, self.sampled = True, torch.empty(0)
-        """True until the check is done; what rank 0's engine sampled, see `_packed`."""
-        if setting := left_out(cfg, world):
+        """True until the comparison; the samples of rank 0's engine, see `_packed`."""
+        if setting := _excluded(cfg, world):
             self.due = False
             log.info(f"no check of the engine's log p against the trainer's: {setting}")
 
     def sample(self, version: int) -> None:
-        """Sample with the weights of this version, which the engine has; nothing else may run on it. Collective."""
+        """Sample with the weights of this version, which the engine holds; nothing else may run on it. Collective."""
         if len(self.sampled):
             return
         engine, done = self.engine, {}
         assert engine is not None
-        # Engines may draw from them: a resumed run, which checks again, draws as one that was not interrupted.
+        # Engines may draw from them. A resumed run checks again and must then draw as an uninterrupted one.
         generators = generator_states(self.world.device)
-        asked = [self._request(i, version) for i in range(len(ROWS))]
-        for i, request in enumerate(asked):
+        requests = [self._request(i, version) for i in range(len(ROWS))]
+        for i, request in enumerate(requests):
             if i == BEGUN:
                 done |= {made.key: made for made in engine.poll()}
             engine.submit(request)
-        while len(done) < len(asked):
+        while len(done) < len(requests):
             tick()
             done |= {made.key: made for made in engine.poll()}
         # A resumed run samples its steps as an uninterrupted one, whose engine holds no prefix of these rows.
         engine.reset_prefix_cache()
         set_generator_states(generators, self.world.device)
-        self.sampled = _packed(asked, [done[request.key] for request in asked])
+        self.sampled = _packed(requests, [done[request.key] for request in requests])
         if not self.world.is_first:
             self.sampled.zero_()
         all_reduce(self.sampled, "sum", self.world.host_group)
 
     def compare(self) -> None:
-        """Hold what was sampled against the policy, whose version is still that of the samples. Collective.
+        """Compare the samples with the policy, which still has their version. Collective.
 
         Raises:
-            ValueError: on every rank, if they differ by more than rounding.
+            ValueError: on every rank, if log p differs by more than rounding.
         """
         if not len(self.sampled):
             return
@@ -109,24 +109,24 @@ class EngineCheck:
         batch, theirs = _unpacked(self.sampled, self.width)
         mine = policy.logprobs(batch, 1.0)[0][batch.token["mask"]].double()
         off = (theirs - mine).abs()
-        # The numbers of one rank decide, so that all of them come to the same end.
+        # The numbers of one rank decide for all.
         numbers = torch.stack([off.mean(), off.max()])
         numbers = numbers if self.world.is_first else torch.zeros_like(numbers)
         mean, most = all_reduce(numbers, "sum", self.world.host_group).tolist()
         kind, family, engine = self.cfg.model.dtype, policy.hf_config.model_type, engine_name(self.cfg)
         apart = f"differs from the trainer's by {mean:.2g} in the mean, {most:.2g} at most"
-        says = f"log p of {len(off)} sampled tokens {apart}"
+        result = f"log p of {len(off)} sampled tokens {apart}"
         rounds = kind in ("bfloat16", "float16")
         if not (mean <= ROUNDED if rounds else most <= EXACT):
             bound = f"{ROUNDED:g} in the mean" if rounds else f"{EXACT:g}"
             raise ValueError(
-                f"--rollout.engine {engine}: {family} is not right there in {kind}: {says}, where rounding explains "
+                f"--rollout.engine {engine}: {family} is not right there in {kind}: {result}, where rounding explains "
                 f"{bound}; {ADVICE['hf' if engine == 'hf' else '']}"
             )
-        log.info(f"check of the engine ({engine}, {family}, {kind}): {says}")
+        log.info(f"check of the engine ({engine}, {family}, {kind}): {result}")
 
     def _request(self, row: int, version: int) -> Request:
-        """Return the request of a row, shortened where the engine's longest sequence is shorter."""
+        """Return the request of a row, shortened to the engine's longest sequence."""
         length, new = ROWS[row]
         longest = longest_sequence(self.cfg)
         new = max(1, min(new, longest // 3))
@@ -141,11 +141,11 @@ ADVICE = {
 }
 
 
-def _packed(asked: list[Request], done: list[Completion]) -> torch.Tensor:
+def _packed(requests: list[Request], done: list[Completion]) -> torch.Tensor:
     """Pack samples in float64 [rows, 2 + tokens + log p]: lengths of prompt and response, tokens, then log p."""
     size = max(length + new for length, new in ROWS)
-    out = torch.zeros(len(asked), 2 + 2 * size, dtype=torch.float64)
-    for row, request, made in zip(out, asked, done, strict=True):
+    out = torch.zeros(len(requests), 2 + 2 * size, dtype=torch.float64)
+    for row, request, made in zip(out, requests, done, strict=True):
         begin, tokens = len(request.prompt), request.prompt + made.tokens
         row[0], row[1] = begin, len(made.tokens)
         row[2 : 2 + len(tokens)] = torch.tensor(tokens, dtype=torch.float64)

@@ -1,4 +1,7 @@
-"""Process-wide defaults: what must stand before torch is imported, threads, the allocator. A user's own values stay."""
+"""Defaults of the process: the environment before torch is imported, threads, the allocator.
+
+Values that a user has set stay.
+"""
 
 import ctypes
 import gc
@@ -21,10 +24,9 @@ NO_FULL_COLLECTION = 1 << 30
 
 
 def prepare() -> None:
-    """Quiet libraries; one thread a rank when several ranks share a machine (torchrun sets that itself;
-    on GPUs `share_cores` sets another number).
+    """Set defaults of libraries. Under torchrun this process ends with its agent, even if that was killed.
 
-    Under torchrun this process ends with its agent, even with one that was killed and could tell nobody.
+    torchrun gives one thread to each of several ranks; on GPUs `share_cores` sets another number.
     """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -34,17 +36,15 @@ def prepare() -> None:
 
 
 def postpone_collections() -> None:
-    """Put Python's full garbage collections off until `keep_what_started`, which `open_run` calls."""
+    """Postpone Python's full garbage collections until `keep_what_started`, which `open_run` calls."""
     gc.set_threshold(*COLLECTIONS[:2], NO_FULL_COLLECTION)
 
 
 def keep_what_started(done: bool = True) -> None:
-    """Collect garbage once and leave everything that is there out of later collections.
+    """Collect garbage once and exclude all objects of this moment from later collections.
 
-    A start imports a million objects; full collections that look at all of them took 3 s of CPU on each rank.
-
-    Args:
-        done: the start is over, so full collections come at Python's own times again.
+    A start imports a million objects; full collections of them took 3 s of CPU on each rank. done: the start is over,
+    so full collections follow Python's own rule again.
     """
     gc.collect()
     gc.freeze()
@@ -53,11 +53,11 @@ def keep_what_started(done: bool = True) -> None:
 
 
 def torchrun_chose_one_thread() -> bool:
-    """OMP_NUM_THREADS is 1 because nobody set it: torchrun does so for several ranks."""
+    """Return True if OMP_NUM_THREADS is 1 because the user has not set it: torchrun sets it for several ranks."""
     if os.environ.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:
-        # The environment of torchrun, the parent, lacks what it set for its ranks.
+        # The environment of torchrun, the parent, lacks the variables that it sets for its ranks.
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
         return True
@@ -65,10 +65,10 @@ def torchrun_chose_one_thread() -> bool:
 
 
 def share_cores() -> str:
-    """Give torch this rank's share of the cores where torchrun chose one thread; returns what to tell of the threads.
+    """Give torch this rank's share of the cores if torchrun chose one thread; return a line on the threads.
 
-    For ranks on GPUs, whose host has billions of numbers to go through (AdamW there, checkpoints). Several ranks on a
-    CPU keep one thread each.
+    For ranks on GPUs, whose hosts process billions of numbers (AdamW, checkpoints). Several ranks on a CPU keep one
+    thread each.
     """
     import torch
 
@@ -79,11 +79,11 @@ def share_cores() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for the next allocation instead of returning it to the kernel.
+    """Let glibc keep freed memory for the next allocation instead of returning it to the kernel.
 
-    Gigabytes of activations, gathered weights and logits are freed and taken again every step, and the kernel clears
-    each page that it hands out: page faults took 40% of the update of SmolLM2-135M on two ranks. Memory that is to go
-    back does so by `storage.give_back`. Nothing happens without glibc.
+    Every step frees and allocates gigabytes of activations, gathered weights and logits, and the kernel clears each new
+    page: page faults took 40% of the update of SmolLM2-135M on two ranks. `storage.give_back` returns memory to the
+    kernel. Without glibc this does nothing.
     """
     m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
     try:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import spmdrl
 from spmdrl.config.dump import to_yaml
-from spmdrl.config.load import Loaded, exit_with, load_or_exit
-from spmdrl.session.environ import postpone_collections, prepare
+from spmdrl.config.load import Loaded
 
 if TYPE_CHECKING:
     from spmdrl.session.session import Session
@@ -19,7 +18,7 @@ C = TypeVar("C")
 
 
 def late(name: str) -> Callable[..., Any]:
-    """Return the function `module:name`, which is imported when it is called: torch comes after the settings hold."""
+    """Return the function `module:name`, which is imported when it is called: settings are checked before torch."""
     module, _, attribute = name.partition(":")
 
     def call(*args: Any) -> Any:
@@ -44,47 +43,30 @@ class Job(Generic[C]):
     check: Callable[[C, int], None]
     """(settings, ranks of the job) -> None. Raises ConfigError, which lists every problem."""
     lines: Callable[[Any, int], list[str]]
-    """How the counts of the settings multiply out on so many ranks: printed at the start and by `--dry-run`."""
+    """(settings, ranks) -> the products of the settings' counts, printed at the start and by `--dry-run`."""
     build: Callable[["Session[Any]"], Any]
     """Builds the job once the ranks have met and the run folder is taken. Collective."""
     train: Callable[[Any], None]
     """The loop over its steps."""
     dry: Callable[["Job[C]", Loaded[C]], None]
-    """Prints what `--dry-run` shows. Raises ValueError where the job would not start."""
+    """Prints the output of `--dry-run`. Raises ValueError if the job would not start."""
     columns: Sequence[str]
-    """Metrics on the console, in the order shown; one of an evaluation only where it was measured."""
+    """Metrics on the console in their order; those of an evaluation only if it was measured."""
     phases: Sequence[str]
     """Phases of the loop whose times the console shows, in the order of a step."""
     reads: Callable[[], tuple[type, ...]] = tuple
-    """Settings of other kinds, whose files it reads too."""
+    """Settings of other kinds of jobs whose files it reads."""
     begin: Callable[[C], Any] | None = None
-    """Of jobs on given rows: reads the tokenizer, and finds the encoder of the rows."""
+    """For jobs on given rows: reads the tokenizer, and finds the encoder of the rows."""
     settle: Callable[["Job[C]", Loaded[C]], Loaded[Any]] = lambda job, loaded: loaded
-    """Completes the settings by what the data hold, before ranks meet. Raises ValueError for a user's mistake."""
+    """Completes the settings from the data before ranks connect. Raises ValueError for a user's mistake."""
     keeps: Callable[[Any], bool] = lambda cfg: True
-    """The run folder belongs to the job alone and records its settings; False: it only leaves its log there."""
+    """True if the run folder belongs to the job alone and records its settings; False: it only holds its log."""
 
     @property
     def prog(self) -> str:
         """Its command."""
         return f"python -m {self.module}"
-
-
-def launch(job: Job[Any], argv: Sequence[str] | None = None) -> None:
-    """Read flags, then build the job and run it, or show what it would do; a failure ends the whole job by name."""
-    loaded = load_or_exit(argv, job.prog, job.settings, job.check, job.reads())
-    prepare()
-    postpone_collections()
-    try:
-        loaded = job.settle(job, loaded)
-        if loaded.dry_run:
-            return job.dry(job, loaded)
-    except ValueError as error:
-        exit_with(f"{job.prog}: {error}")
-    from spmdrl.session.open import open_run
-
-    with open_run(job, loaded) as run:
-        job.train(run)
 
 
 def show(settings: Any, plan: list[str]) -> None:

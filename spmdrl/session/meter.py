@@ -1,4 +1,4 @@
-"""Memory as the system counts it, to hold a table of owners against: resident on a CPU, of the device on a GPU."""
+"""Measures memory as the system counts it, for comparison with the table of owners."""
 
 from contextlib import suppress
 
@@ -7,7 +7,7 @@ import torch
 
 
 class Meter:
-    """Memory that this rank uses at a moment, and the most since it was last read."""
+    """Measures the memory that this rank uses, and its peak between two calls."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -15,10 +15,10 @@ class Meter:
         self.lap()
 
     def lap(self) -> tuple[int, int]:
-        """(bytes in use, most bytes in use since the last call).
+        """Return the bytes in use, and the most bytes in use since the last call.
 
-        CPU: resident memory of this process, so Python and its libraries too. GPU: what the device says is taken less
-        what torch keeps for itself unused, so the CUDA context, graphs and NCCL's buffers too, and other processes'.
+        CPU: resident memory of this process, Python and its libraries included. GPU: used memory of the device without
+        torch's unused cache; the CUDA context, graphs, NCCL's buffers and other processes are included.
         """
         if self.device.type == "cuda":
             return self._cuda()
@@ -29,15 +29,16 @@ class Meter:
             now = psutil.Process().memory_info().rss
             return now, now
         now, peak = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
-        # 5: start the high-water mark anew. Where that is forbidden the peak is that of the whole process.
+        # 5 resets the high-water mark. If that is forbidden, the peak is that of the whole process.
         with suppress(OSError), open("/proc/self/clear_refs", "w") as f:
             f.write("5")
         return now, max(now, peak)
 
     def _cuda(self) -> tuple[int, int]:
-        """vLLM's sleep unmaps memory that torch still counts as allocated, so torch's own sum says too much.
+        """Add the growth of torch's own peak to the device's figure.
 
-        Its growth since the last call is right: sleep and wake leave it alone, and the device's figure has them.
+        vLLM's sleep unmaps memory that torch still counts as allocated, so torch's sum is too large. Its growth since
+        the last call is right: sleep and wake do not change it, and the device's figure contains them.
         """
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)

@@ -35,7 +35,7 @@ from spmdrl.tracking.metrics import Timer
 
 @contextmanager
 def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
-    """Opens the job on this rank, gives it, and closes it. A failure inside ends the whole job by name. Collective."""
+    """Open the job on this rank, yield it, and close it. A failure inside ends the whole job by name. Collective."""
     cfg, keeps = loaded.config, job.keeps(loaded.config)
     timer, console = Timer(), None
 
@@ -48,10 +48,10 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         folder = run_folder(cfg)
         newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
-            # For whoever fails before the watch begins.
+            # For a failure before the watch begins.
             rank_status.saved = newest
-        # The group first: from here on one rank alone speaks for all when something fails.
-        world, notes = meet(cfg)
+        # The group comes first: after it a single rank reports a failure.
+        world, notes = _connect(cfg)
         check_run_folder(folder)
         if keeps:
             notes += checkpoint.take_folder(folder, cfg.run.fresh, world, cfg.run.timeout)
@@ -65,7 +65,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         Today.kept = today = checkpoint.first_day(folder, world)
         if today != date.today():
             notes.append(f"chat templates that show the date show {today}, on which this run began first")
-        notes.append(settle_on(world.device.type, cfg))
+        notes.append(_prepare_for(world.device.type, cfg))
         disable_progress_bar()
         if world.is_first:
             console = Console(cfg.tracking.console, cfg.run.steps, newest(), columns=job.columns, phases=job.phases)
@@ -75,7 +75,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
             run = job.build(Session(cfg, world, timer, console))
             if keeps and world.is_first:
-                # Only once everything could be built: a start that fails leaves an existing run folder as it was.
+                # After everything was built: a start that fails leaves an existing run folder as it was.
                 checkpoint.write_config(folder, cfg)
                 checkpoint.write_first_day(folder, today)
                 (folder / "PREEMPTED").unlink(missing_ok=True)
@@ -85,22 +85,22 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
             except PreemptedError as left:
                 run.leave(left)
             run.close()
-        leave(world, give_terminal_back)
+        _leave(world, give_terminal_back)
 
 
-def meet(cfg: TrainingConfig) -> tuple[World, list[str]]:
-    """Meet the other ranks of the job; returns all ranks, and lines to tell. Collective."""
+def _connect(cfg: TrainingConfig) -> tuple[World, list[str]]:
+    """Connect to the other ranks of the job; return all ranks, and lines for the console. Collective."""
     notes = [choose_interface()]
     world = start(cfg.parallel, cfg.engine_ranks, cfg.run.device, cfg.run.timeout)
     if world.device.type == "cuda":
         notes.append(share_cores())
-    # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.
+    # Without a handler Python would print the traceback of a mistake before there is a log file.
     logging.getLogger("spmdrl").addHandler(logging.NullHandler())
     return world, notes
 
 
-def settle_on(device: str, cfg: TrainingConfig) -> str:
-    """Prepare the process for the kind of its device; returns a warning, or nothing."""
+def _prepare_for(device: str, cfg: TrainingConfig) -> str:
+    """Prepare the process for the kind of its device; return a warning, empty if there is none."""
     if device == "cpu":
         keep_freed_memory()
         if cfg.run.device == "auto" and (why := without_gpu()):
@@ -108,11 +108,11 @@ def settle_on(device: str, cfg: TrainingConfig) -> str:
     return ""
 
 
-def leave(world: World, give_terminal_back: Callable[[], None]) -> None:
-    """End the process once every rank has come so far."""
+def _leave(world: World, give_terminal_back: Callable[[], None]) -> None:
+    """End the process when all ranks have come to this point."""
     give_terminal_back()
     with suppress(Exception):
         dist.barrier(group=world.host_group)
-    # Engines tear the process group down; leave before they can complain.
+    # Engines would print errors while the process group is torn down.
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""One job on one rank: what jobs of every kind do between two steps and at the end."""
+"""One job on one rank: the work of every kind of job between two steps and at the end."""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ C = TypeVar("C", bound=TrainingConfig)
 
 @dataclass(kw_only=True)
 class JobRun(Generic[C]):
-    """Parts that every job has on a rank. A kind of job adds its own, and its ways to sample, measure and log."""
+    """The parts of every job on a rank. A kind of job adds others, and its own sampling, measuring and logging."""
 
     session: Session[C]
     models: Models
@@ -55,7 +55,7 @@ class JobRun(Generic[C]):
         return self.models.policy
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do, counted from 0."""
+        """Yield the remaining steps, counted from 0."""
         for step in self.session.steps(self.checkpoints.start_step):
             self.step_began = time.perf_counter()
             yield step
@@ -63,18 +63,18 @@ class JobRun(Generic[C]):
     def reduced(
         self, stats: Metrics, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> dict[str, float]:
-        """A step's numbers with its times, alike on the ranks of a group. Collective over them."""
+        """Reduce a step's numbers and times over the ranks of a group. Collective over them."""
         for name, seconds in self.timer.flush().items():
             stats.add(name, seconds)
         stats.add_max("time/step", time.perf_counter() - self.step_began)
         return stats.reduce(lambda x, op: all_reduce(x, op, group), device)
 
     def checkpoint(self, step: int) -> None:
-        """Agree on the step that was done, save if it is due, and leave if that is wanted. Collective."""
+        """Agree on the finished step, save if a checkpoint is due, and leave on a preemption. Collective."""
         self.checkpoints.step_done(step, self.held())
 
     def held(self) -> dict[str, int]:
-        """Numbers that every rank must hold alike after a step."""
+        """Return numbers that must be equal on all ranks after a step."""
         return {"version": self.policy.version}
 
     def leave(self, left: PreemptedError) -> None:
@@ -82,7 +82,7 @@ class JobRun(Generic[C]):
         self.checkpoints.leave(left)
 
     def finish(self) -> None:
-        """Measure the models, and show where everything is. Collective."""
+        """Measure the models, and show the places of the results. Collective."""
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
         rank_status.step = rank_status.done = done
         numbers, saver = self.measure_last(done), self.checkpoints.saver

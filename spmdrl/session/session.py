@@ -21,7 +21,7 @@ C = TypeVar("C", bound=TrainingConfig, covariant=True)
 
 @dataclass
 class Session(Generic[C]):
-    """One job on one rank, before its kind is known. `open_run` makes it."""
+    """One job on one rank, whatever its kind; `open_run` creates it."""
 
     cfg: C
     world: World
@@ -35,26 +35,26 @@ class Session(Generic[C]):
         return run_folder(self.cfg)
 
     def note(self, text: str) -> None:
-        """Writes one line to the console of rank 0 and to every rank's log."""
+        """Write one line to the console of rank 0 and to every rank's log."""
         log.info(text)
         if self.console:
             self.console.note(text)
 
     def warn(self, text: str) -> None:
-        """Does the same as `note`, as a warning."""
+        """Write a warning to the console of rank 0 and to every rank's log."""
         log.warning(text, extra={"file_only": True})
         if self.console:
             self.console.note(f"warning: {text}")
 
     def steps(self, first: int) -> Iterator[int]:
-        """Yields the steps still to do, counted from 0, and records the current one for others to see."""
+        """Yield the remaining steps, counted from 0, and record the current one in the rank's status."""
         for step in range(first, self.cfg.run.steps):
             rank_status.step = step + 1
             yield step
             rank_status.done = step + 1
 
     def finish(self, lines: list[str]) -> None:
-        """Writes the closing lines on the console, and where everything is."""
+        """Write the closing lines to the console, and the places of the results."""
         latest = self.folder / "checkpoints" / "latest"
         saved = latest if latest.exists() else "none"
         if self.console:

@@ -1,7 +1,7 @@
-"""New weights into the engine: each rank gets what its engine reads, with checksums on both sides (law 5).
+"""Pushes weights into engines: each rank gets the parts that its engine reads, with checksums on both sides (law 5).
 
-From any layout of the trainer to any of the engine ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy
-says which pieces a rank holds, the engine which parts it reads, and `weights/reshard.py` moves the difference.
+Trainer and engine may have any layouts ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy lists the
+pieces that a rank holds, the engine the parts that it reads, and `weights/reshard.py` moves the difference.
 """
 
 from collections.abc import Iterator
@@ -33,20 +33,20 @@ from spmdrl.weights.reshard import (
 
 @dataclass
 class PushReport:
-    """Bytes that one push brought to this rank."""
+    """The bytes that a push brought to this rank."""
 
     version: int
     bytes: int
-    """Bytes that its engine reads here."""
+    """Bytes that the engine reads on this rank."""
     received: int
     """Bytes that came from other ranks, checksums included."""
     deep: bool
-    """True when the engine's own memory was compared too."""
+    """True if the engine's own memory was compared, too."""
 
 
 @dataclass
 class Route:
-    """Route by which one part of a policy travels."""
+    """The messages by which one part of a policy travels."""
 
     plan: Reshard
     entries: list[Entry]
@@ -57,20 +57,20 @@ class Route:
 
     def __post_init__(self):
         self.counted: dict[str, list[tuple[Box, Box]]] = {}
-        """Boxes whose sums are compared, by tensor, each with the box of the whole tensor."""
+        """Boxes with sums to compare, by tensor, each with the box of the whole tensor."""
         for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
             if counted:
                 self.counted.setdefault(self.entries[i].name, []).append((box, self.entries[i].box))
 
     def count(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Adds up a bucket's words."""
+        """Add the sums of a bucket's words."""
         self.sums += word_sums(
             inside(x, box, origin) for name, x in tensors.items() for box, origin in self.counted.get(name, ())
         )
 
 
 class Transfer:
-    """Transfer from a policy to its engines, planned at the first push."""
+    """The transfer from a policy to its engines, planned at the first push."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Transfer:
     ):
         """policy, engine: None on ranks that do not train, or do not sample. dtype: of the engine.
 
-        parts: what the engine holds of a policy. Of several, all but the last are pushed only while an engine has no
+        parts: the parts of a policy that the engine holds. All but the last are pushed only to engines without
         weights.
         """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
@@ -94,7 +94,7 @@ class Transfer:
         return self.policy.pieces(part) if self.policy else []
 
     def _route(self, part: Part) -> Route:
-        """Plans the messages between the ranks that hold a part and those that read it. Collective."""
+        """Plan the messages between the ranks that hold a part and those that read it. Collective."""
         pieces, world = self._pieces(part), self.world
         entries = catalogue(pieces, world.host_group)
         needs = self.engine.needs(entries) if self.engine else Needs()
@@ -102,17 +102,17 @@ class Transfer:
         return Route(plan, entries, needs)
 
     def _due(self) -> tuple[Part, ...]:
-        """Returns the parts that have to travel. Collective."""
+        """Return the parts to push. Collective."""
         if len(self.routes) < len(self.parts) or len(self.parts) == 1:
             return self.parts
         empty = torch.tensor([int(self.engine is not None and self.engine.version is None)])
         return self.parts if int(all_reduce(empty, "max", self.world.host_group)) else self.parts[-1:]
 
     def push(self, version: int) -> PushReport:
-        """Brings every engine to the policy's version. Collective over all ranks.
+        """Bring every engine to the policy's version. Collective over all ranks.
 
         Raises:
-            CorruptWeightsError: checksums differ, or the engine's memory does not hold what was pushed.
+            CorruptWeightsError: checksums differ, or the engine's memory differs from the push.
         """
         due = self._due()
         for part in due:
@@ -130,29 +130,38 @@ class Transfer:
                         route.count(tensors)
                     yield tensors
 
-        held = None
+        compared = False
         if self.engine is None:
             for _ in travel():
                 pass
         else:
             self.engine.load(travel(), version)
-            held = self.engine.held_words() if deep else None
             # The comparison covers the engine's whole memory: parts that were not pushed this time must be intact.
-            if held is not None and held != total_of([x for r in routes for x in r.sums]):
-                self.engine.version = None
-                raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
+            compared = deep and self._compare(routes, f"version {version} after the push")
         plans = [self.routes[part].plan for part in due]
         needed = sum(p.needed_bytes for p in plans) if self.engine else 0
-        return PushReport(version, needed, sum(p.received_bytes for p in plans), held is not None)
+        return PushReport(version, needed, sum(p.received_bytes for p in plans), compared)
 
-    def load(self, folder: Tensors, version: int) -> int:
-        """Bring the weights of a folder into this rank's engine, in the places of the policy's; the bytes read.
-
-        Collective over the ranks of the engine, after a push: the parts that it reads are those of the push. Each rank
-        reads them itself.
+    def _compare(self, routes: list[Route], content: str) -> bool:
+        """Compare the engine's memory with the sums of the routes; return False if the engine has no sums.
 
         Raises:
-            CorruptWeightsError: the engine's memory does not hold what was read.
+            CorruptWeightsError: they differ; content: the weights, for the message.
+        """
+        assert self.engine
+        held = self.engine.held_words()
+        if held is not None and held != total_of([x for route in routes for x in route.sums]):
+            self.engine.version = None
+            raise CorruptWeightsError(f"the engine's memory does not hold {content}")
+        return held is not None
+
+    def load(self, folder: Tensors, version: int) -> int:
+        """Load the weights of a folder into this rank's engine in place of the policy's; return the bytes read.
+
+        Collective over the ranks of the engine, after a push, whose parts each rank reads itself.
+
+        Raises:
+            CorruptWeightsError: the engine's memory differs from the folder.
         """
         assert self.engine and list(self.routes) == ["model"], "an engine of whole weights, after a push"
         route, device = self.routes["model"], self.world.device
@@ -178,10 +187,8 @@ class Transfer:
                 route.count(found)
             return found
 
-        # Every rank of the engine has as many buckets, some of them empty.
+        # All ranks of the engine have the same number of buckets, some of them empty.
         self.engine.load((bucket(number) for number in range(1 + max(places, default=-1))), version)
-        held = self.engine.held_words() if deep else None
-        if held is not None and held != total_of(route.sums):
-            self.engine.version = None
-            raise CorruptWeightsError(f"the engine's memory does not hold the weights of {folder.folder} after loading")
+        if deep:
+            self._compare([route], f"the weights of {folder.folder} after loading")
         return read

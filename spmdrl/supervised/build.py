@@ -26,7 +26,7 @@ from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.checkpoints import Checkpoints
-from spmdrl.session.generators import generator_states, set_generator_states
+from spmdrl.session.determinism import generator_states, set_generator_states
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.world import World

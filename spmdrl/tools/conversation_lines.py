@@ -1,4 +1,4 @@
-"""Episodes as lines for the terminal: turn by turn, with the calls and the reward of each."""
+"""Formats episodes as lines for the terminal, turn by turn, with the calls and the reward of each."""
 
 import json
 from collections.abc import Callable
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from spmdrl.rl.tool_calls import CallReader
 
 WIDTH = 160
-"""Characters that are shown of each text."""
+"""Characters shown of each text."""
 
 
 def conversation_lines(
     episode: "Episode", decode: Callable[[list[int]], str], reader: "CallReader | None" = None
 ) -> list[str]:
-    """Return an episode as lines without control characters, in the order in which its turns came about.
+    """Return an episode as lines without control characters, in the order in which its turns were made.
 
-    An episode of one turn is a line `prompt -> response`, if there was no environment. A turn that begins a branch
-    names the turn that it follows.
+    An episode of one turn without an environment is a line `prompt -> response`. A turn that begins a branch names the
+    turn that it follows.
 
     reader: reads the calls of turns; None: there was no environment.
     """
@@ -40,15 +40,16 @@ def conversation_lines(
         reward = sum(episode.segments[i].reward for i in indices)
         lines.append(f"{name}  sampled   {text}{f'  reward {reward:g}' if reward else ''}")
         for call in calls.get(indices[-1], ()):
-            given = json.dumps(call["arguments"], ensure_ascii=False) if "arguments" in call else call["error"]
-            lines.append(f"{name}  call      {clean(' '.join((call['name'], given)).strip(), WIDTH)}")
+            called = call["name"]
+            text = json.dumps(call["arguments"], ensure_ascii=False) if "arguments" in call else call["error"]
+            lines.append(f"{name}  call      {clean(f'{called} {text}'.strip(), WIDTH)}")
     return lines
 
 
 def _pieces(episode: "Episode") -> list[list[int]]:
-    """Return the indices of the segments that are shown together: those that follow each other in a turn.
+    """Return the indices of the segments to show together: those that follow each other in a turn.
 
-    Several versions of the weights, or a branch that begins in its middle, cut what is one to the reader.
+    A turn has several segments if it was sampled by several versions of the weights, or if a branch begins inside it.
     """
     out: list[list[int]] = []
     for i, s in enumerate(episode.segments):
@@ -66,6 +67,6 @@ def _tokens(episode: "Episode", indices: list[int]) -> list[int]:
 
 
 def _branch(episode: "Episode", before: int) -> str:
-    """Describe where a branch begins. before: index of the segment that it follows, or -1."""
+    """Return the beginning of a branch as text. before: index of the segment that it follows, or -1."""
     sampled = [episode.segments[i].turn for i in episode.path_to(before) if episode.segments[i].sampled]
     return f" (branch after turn {sampled[-1]})" if sampled else " (branch from the prompt)"

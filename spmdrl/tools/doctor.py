@@ -2,13 +2,12 @@
 
 import sys
 
-from spmdrl.tools.doctor_findings import FAIL
-from spmdrl.tools.doctor_python import python
+from spmdrl.tools.doctor_findings import FAIL, python
 
 if __name__ == "__main__":
     found = python()
     if found.level == FAIL:
-        # Everything else here is written for a later Python and does not import.
+        # The other files are written for a later Python and do not import.
         sys.exit(found.line())
     try:
         from spmdrl.tools.doctor_report import main

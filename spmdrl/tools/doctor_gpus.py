@@ -8,13 +8,12 @@ from pathlib import Path
 from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
 from spmdrl.tools.doctor_software import ROOT
 
-QUERY = "index,name,memory.total,memory.used"
 BUSY = 0.05
-"""Share of a GPU's memory above which another program is at work on it."""
+"""Share of a GPU's memory above which another program is running on it."""
 
 
 def torch_imports() -> bool:
-    """Returns whether torch imports; `doctor_software.torch_version` says why it does not."""
+    """Return True if torch imports; if not, `doctor_software.torch_version` reports the reason."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError):
@@ -23,7 +22,7 @@ def torch_imports() -> bool:
 
 
 def count() -> int:
-    """Counts the GPUs that torch finds, 0 where it does not import; asking leaves no context on them."""
+    """Count the GPUs that torch finds without leaving a context on them; 0 if torch does not import."""
     if not torch_imports():
         return 0
     import torch
@@ -32,9 +31,9 @@ def count() -> int:
 
 
 def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None = None) -> Finding:
-    """Checks that torch was built for the machine's devices and driver.
+    """Check that torch was built for the machine's devices and driver.
 
-    nvidia, amd: whether the machine has such devices; None looks. side: what `launch/install.sh` installed for.
+    nvidia, amd: True if the machine has these devices; None looks. side: what `launch/install.sh` installed for.
     """
     import torch
 
@@ -44,29 +43,26 @@ def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None 
     amd = Path("/dev/kfd").exists() if amd is None else amd
     stamp = ROOT / ".venv" / ".spmdrl" / "side"
     side = (stamp.read_text().strip() if stamp.is_file() else "") if side is None else side
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     if torch.version.cuda is None and torch.version.hip is None:
-        said = "torch is built for CPUs" + (" on a machine with GPUs" if nvidia or amd else "")
-        return either(nvidia or amd, False, "build", said, "remove .venv, then ./launch/install.sh --gpu")
+        state = "torch is built for CPUs" + (" on a machine with GPUs" if nvidia or amd else "")
+        return either(nvidia or amd, False, "build", state, "remove .venv, then ./launch/install.sh --gpu")
+    built = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else f"torch for ROCm {torch.version.hip}"
     if found := count():
         names = Counter(torch.cuda.get_device_name(index) for index in range(found)) if amd else {}
-        told = "".join(f", {number} x {name}" for name, number in names.items())
-        return ok("build", f"torch for {built}, {driver() or 'driver unknown'}, {found} GPUs{told}")
+        kinds = "".join(f", {number} x {name}" for name, number in names.items())
+        return ok("build", f"{built}, {_driver() or 'driver unknown'}, {found} GPUs{kinds}")
     if (nvidia and torch.version.hip) or (amd and torch.version.cuda and not nvidia):
         other = "NVIDIA's" if nvidia else "AMD's"
-        return fail("build", f"torch for {built} on {other} GPUs", "install the build of torch for these GPUs")
+        return fail("build", f"{built} on {other} GPUs", "install the build of torch for these GPUs")
     if nvidia or amd:
-        return fail(
-            "build", f"{without_gpu()} ({driver() or 'driver unknown'})", "update the driver, or unset the limit"
-        )
-    said = f"torch for {built} and no GPU on this machine"
-    return either(
-        True, side == "gpu", "build", said, "start on a node with GPUs; inside a container pass --nv or --gpus"
-    )
+        state = f"{without_gpu()} ({_driver() or 'driver unknown'})"
+        return fail("build", state, "update the driver, or unset the limit")
+    fix = "start on a node with GPUs; inside a container pass --nv or --gpus"
+    return either(True, side == "gpu", "build", f"{built} and no GPU on this machine", fix)
 
 
-def driver() -> str:
-    """Returns the version of the loaded driver in words, empty where none is seen."""
+def _driver() -> str:
+    """Return the name and version of the loaded driver; empty if there is none."""
     for place, name in (("/proc/driver/nvidia/version", "NVIDIA driver"), ("/sys/module/amdgpu/version", "AMD driver")):
         try:
             words = Path(place).read_text().split()
@@ -78,11 +74,11 @@ def driver() -> str:
 
 
 def listed(text: str) -> list[Finding]:
-    """Reads what `nvidia-smi --query-gpu` says of QUERY, as `--format=csv,noheader,nounits`."""
+    """Check kinds and free memory of the GPUs in nvidia-smi's rows of index, name, total and used MiB."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
     names = Counter(row[1] for row in rows)
-    said = ", ".join(f"{number} x {name}" for name, number in names.items())
-    found = [either(len(names) > 1, False, "GPUs", said or "none listed", "start on nodes with one kind of GPU")]
+    state = ", ".join(f"{number} x {name}" for name, number in names.items())
+    found = [either(len(names) > 1, False, "GPUs", state or "none listed", "start on nodes with one kind of GPU")]
     used = [(row[0], int(row[3]), int(row[2])) for row in rows if row[2].isdigit() and row[3].isdigit()]
     busy = [f"GPU {index}: {mine} of {total} MiB" for index, mine, total in used if mine > BUSY * total]
     fix = "`nvidia-smi` lists the programs on them: end those that are left over"
@@ -92,22 +88,22 @@ def listed(text: str) -> list[Finding]:
 
 
 def gpus(found: int) -> list[Finding]:
-    """Checks kind and memory of the GPUs that the driver lists, and NCCL. found: GPUs that torch finds."""
+    """Check kind and memory of the GPUs that the driver lists, and NCCL. found: GPUs that torch finds."""
     import torch
     import torch.distributed as dist
 
     if not found:
-        return [ok("GPUs", "torch finds none; ranks work on the CPU and talk by gloo")]
-    told = []
+        return [ok("GPUs", "torch finds none; ranks run on the CPU and communicate by gloo")]
+    out = []
     if torch.version.cuda:
-        words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+        words = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
         try:
-            told += listed(subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout)
+            out += listed(subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout)
         except (OSError, subprocess.SubprocessError) as error:
-            told.append(warn("GPUs", f"nvidia-smi: {error}", "install the driver's tools, or start with them on PATH"))
+            out.append(warn("GPUs", f"nvidia-smi: {error}", "install the driver's tools, or start with them on PATH"))
     if not dist.is_nccl_available():
-        return [*told, fail("NCCL", "this build of torch has none", "./launch/install.sh --gpu")]
+        return [*out, fail("NCCL", "this build of torch has none", "./launch/install.sh --gpu")]
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
     off = [name for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if os.environ.get(name) == "1"]
     fix = f"`unset {' '.join(off)}` unless that is meant"
-    return [*told, either(bool(off), False, "NCCL", f"{version}{', ' if off else ''}{', '.join(off)}", fix)]
+    return [*out, either(bool(off), False, "NCCL", ", ".join([version, *off]), fix)]

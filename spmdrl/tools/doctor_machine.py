@@ -1,73 +1,81 @@
-"""Checks the machine: shared memory, limits, leftover variables, its own name, the sandbox, the model hub."""
+"""Checks the machine: shared memory, limits, leftover variables, its own name, the sandbox, the hub, the disk."""
 
+import errno
+import fcntl
+import multiprocessing
 import os
 import resource
+import secrets
+import shutil
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from spmdrl.tools.doctor_findings import Finding, fail, ok, warn
+from spmdrl.tools.doctor_findings import FAIL, OK, WARN, Finding, either, fail, ok, warn
 from spmdrl_sandbox.base import SandboxError
 from spmdrl_sandbox.open import open_sandbox
 from spmdrl_sandbox.warm import Warm
 
-GIB = 1 << 30
-SHM = GIB
-"""Bytes of /dev/shm below which NCCL and vLLM may fail on several GPUs; Docker gives 64 MiB."""
+MIB, GIB = 1 << 20, 1 << 30
 FILES = 4096
 """Open files that a rank with an engine, a reward pool and connections to all others should be allowed."""
 FEW_FILES = 256
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that torchrun sets for each rank."""
+SLOW = 100.0
+"""MB/s below which a checkpoint of a large model takes many minutes."""
+LITTLE = 20 * GIB
+"""Bytes of free space below which the next checkpoints may find the disk full."""
 
 
-def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = SHM) -> Finding:
-    """Checks the size of shared memory. least: bytes wanted."""
+def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = GIB) -> Finding:
+    """Check the size of shared memory.
+
+    least: bytes below which NCCL and vLLM may fail on several GPUs; Docker gives 64 MiB.
+    """
     try:
         disk = os.statvfs(path)
     except OSError as error:
         return fail("shared memory", f"{path}: {error.strerror}", f"mount a tmpfs at {path}")
     total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-    said = f"{path}: {free / GIB:.2f} of {total / GIB:.2f} GiB free"
+    state = f"{path}: {free / GIB:.2f} of {total / GIB:.2f} GiB free"
     if free >= least:
-        return ok("shared memory", said)
+        return ok("shared memory", state)
     fix = (
         f"start the container with --shm-size 16g or --ipc host, or `mount -o remount,size=16g {path}`; files that a "
         "killed job left there may be removed"
     )
-    return (fail if several_gpus else warn)("shared memory", said, fix)
+    return (fail if several_gpus else warn)("shared memory", state, fix)
 
 
 def limits(infiniband: bool | None = None, get=resource.getrlimit) -> list[Finding]:
-    """Checks limits of the shell: open files, locked memory, core dumps. infiniband: None looks for it."""
+    """Check limits of the shell: open files, locked memory, core dumps. infiniband: None looks for it."""
     soft, hard = get(resource.RLIMIT_NOFILE)
-    said, fix = f"ulimit -n {_limit(soft)}", "`ulimit -n 65536` before the start"
+    fix = "`ulimit -n 65536` before the start"
     if hard != resource.RLIM_INFINITY and hard < FILES:
         fix = "raise the hard limit (/etc/security/limits.conf, LimitNOFILE of the service that starts jobs)"
-    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        found = [fail("open files", said, fix)]
-    elif soft != resource.RLIM_INFINITY and soft < FILES:
-        found = [warn("open files", said, fix)]
-    else:
-        found = [ok("open files", said)]
+    enough = soft == resource.RLIM_INFINITY or soft >= FILES
+    level = OK if enough else WARN if soft >= FEW_FILES else FAIL
+    found = [Finding("open files", level, f"ulimit -n {_limit(soft)}", "" if enough else fix)]
     if infiniband is None:
         devices = Path("/sys/class/infiniband")
         infiniband = devices.is_dir() and any(devices.iterdir())
     soft, _ = get(resource.RLIMIT_MEMLOCK)
-    said = f"ulimit -l {_limit(soft, 1024)}"
+    state = f"ulimit -l {_limit(soft, 1024)}"
     if infiniband and soft != resource.RLIM_INFINITY:
         fix = "RDMA pins memory: `ulimit -l unlimited`, in /etc/security/limits.conf or SLURM's PropagateResourceLimits"
-        found.append(warn("locked memory", said, fix))
+        found.append(warn("locked memory", state, fix))
     else:
-        found.append(ok("locked memory", said + ("" if infiniband else ", no InfiniBand here")))
+        found.append(ok("locked memory", state + ("" if infiniband else ", no InfiniBand here")))
     soft, _ = get(resource.RLIMIT_CORE)
-    said = f"ulimit -c {_limit(soft, 1024)}"
+    state = f"ulimit -c {_limit(soft, 1024)}"
     if soft == resource.RLIM_INFINITY:
-        found.append(warn("core dumps", f"{said}: a crash writes all memory of a rank to disk", "`ulimit -c 0`"))
+        found.append(warn("core dumps", f"{state}: a crash writes all memory of a rank to disk", "`ulimit -c 0`"))
     else:
-        found.append(ok("core dumps", said))
+        found.append(ok("core dumps", state))
     return found
 
 
@@ -76,7 +84,7 @@ def _limit(value: int, unit: int = 1) -> str:
 
 
 def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | None = None) -> bool:
-    """Returns whether torchrun started this process: its own environment lacks the variables that it sets for ranks."""
+    """Return True if torchrun started this process: its own environment lacks the variables that it sets for ranks."""
     if "TORCHELASTIC_RUN_ID" not in environment or not all(name in environment for name in OWN[:3]):
         return False
     try:
@@ -87,75 +95,151 @@ def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | No
 
 
 def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Finding:
-    """Looks for variables of another job in this shell, which torchrun or a single process would take for its own."""
-    names = [] if ranked else [name for name in OWN if name in environment]
-    names += [name for name in environment if name.startswith("PET_")]
-    names += [] if ranked else [name for name in environment if name.startswith("TORCHELASTIC_")]
+    """Look for variables of another job in this shell, which torchrun or a single process would take for its own."""
+    wrong = ("PET_",) if ranked else ("PET_", "TORCHELASTIC_")
+    names = sorted(name for name in environment if name.startswith(wrong) or (name in OWN and not ranked))
     if not names:
         return ok("torchrun", "no variables of another job in the environment")
-    return warn("torchrun", f"set in this shell: {', '.join(sorted(names))}", f"`unset {' '.join(sorted(names))}`")
+    return warn("torchrun", f"set in this shell: {', '.join(names)}", f"`unset {' '.join(names)}`")
 
 
 def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ, cores: int = 0) -> Finding:
-    """Checks the threads of a rank: torchrun gives one to each of several ranks."""
+    """Check the threads of a rank: torchrun gives one to each of several ranks."""
     cores = cores or len(os.sched_getaffinity(0))
-    given, ranks = environment.get("OMP_NUM_THREADS", ""), int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    chosen, ranks = environment.get("OMP_NUM_THREADS", ""), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     ranks = ranks if ranked else max(1, gpus)
-    if given == "1" and gpus and cores >= 2 * ranks:
-        return warn(
-            "threads",
-            f"OMP_NUM_THREADS=1 with {cores} cores for {ranks} ranks: work on the host waits",
-            f"`export OMP_NUM_THREADS={cores // ranks}`, or start with launch/node.sh",
-        )
-    return ok("threads", f"OMP_NUM_THREADS {given or 'not set'}, {cores} cores")
+    if chosen == "1" and gpus and cores >= 2 * ranks:
+        state = f"OMP_NUM_THREADS=1 with {cores} cores for {ranks} ranks: work on the host waits"
+        return warn("threads", state, f"`export OMP_NUM_THREADS={cores // ranks}`, or start with launch/node.sh")
+    return ok("threads", f"OMP_NUM_THREADS {chosen or 'not set'}, {cores} cores")
 
 
 def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[str, str] = os.environ) -> Finding:
-    """Checks the address of the machine's own name, to which gloo binds: 127.0.1.1 would part nodes from each other."""
+    """Check the address of the machine's own name, to which gloo binds: with 127.0.1.1 nodes cannot connect."""
     name = name or socket.gethostname()
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        address = resolve(name)
+    except OSError as error:
+        state = f"{name} has no address ({error.strerror or error})"
+    else:
+        state = f"{name} is {address}"
+        if not address.startswith("127."):
+            return ok("own name", state)
     fix = (
         "on one machine it does no harm; on several start with launch/node.sh, or set GLOO_SOCKET_IFNAME and "
         "NCCL_SOCKET_IFNAME to the interface between them (`ip addr` lists them)"
     )
-    try:
-        address = resolve(name)
-    except OSError as error:
-        said = f"{name} has no address ({error.strerror or error})"
-    else:
-        said = f"{name} is {address}"
-        if not address.startswith("127."):
-            return ok("own name", said)
-    return ok("own name", f"{said}; GLOO_SOCKET_IFNAME is {chosen}") if chosen else warn("own name", said, fix)
+    return ok("own name", f"{state}; GLOO_SOCKET_IFNAME is {chosen}") if chosen else warn("own name", state, fix)
 
 
 def sandbox(start: Callable[[], Warm] = open_sandbox) -> Finding:
-    """Checks by a small program that a sandbox keeps in what runs there: no file, port or process is reached."""
+    """Check with a small program that a sandbox confines it: it reaches no file, port or process."""
     try:
         opened = start()
     except SandboxError as error:
-        return warn("sandbox", error.why, error.fix or "needed by rewards that run code of a model alone")
+        return warn("sandbox", error.why, error.fix or "only rewards that run code of a model need one")
     opened.close()
     return ok("sandbox", f"{opened.name} keeps programs in")
 
 
 def hub_is_off(environment: Mapping[str, str]) -> bool:
-    """Returns whether the hub's client is told to ask nothing."""
+    """Return True if HF_HUB_OFFLINE keeps the hub's client from sending requests."""
     return environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Finding:
-    """Checks that the model hub answers, by one request without content. wait: seconds."""
+    """Check that the model hub answers one request without content. wait: seconds."""
     place = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     if hub_is_off(environment):
-        return ok("hub", "HF_HUB_OFFLINE is set: nothing is asked, models come from folders and the cache")
+        return ok("hub", "HF_HUB_OFFLINE is set: no requests, models come from folders and the cache")
     try:
         with urllib.request.urlopen(urllib.request.Request(place, method="HEAD"), timeout=wait) as answer:
             return ok("hub", f"{place} answers ({answer.status})")
     except urllib.error.HTTPError as error:
         return ok("hub", f"{place} answers ({error.code})")
     except (OSError, ValueError) as error:
-        why = getattr(error, "reason", error)
-        return warn(
-            "hub", f"{place}: {why}", "give --model.path and --data.train as folders and files, with HF_HUB_OFFLINE=1"
-        )
+        fix = "give --model.path and --data.train as folders and files, with HF_HUB_OFFLINE=1"
+        return warn("hub", f"{place}: {getattr(error, 'reason', error)}", fix)
+
+
+# ── the folder for checkpoints ───────────────────────────────────────────────
+
+
+class FolderError(ValueError):
+    """A folder or file from the command line that cannot be written."""
+
+
+def nearest(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists.
+
+    Raises:
+        FolderError: something on the path is no folder, or it cannot be written.
+    """
+    at = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not at.is_dir():
+        raise FolderError(f"{folder}: {at} is no folder")
+    if not os.access(at, os.W_OK | os.X_OK):
+        raise FolderError(f"{folder}: {at} cannot be written by this user")
+    return at
+
+
+def folder(place: Path, mib: int) -> list[Finding]:
+    """Write and flush a file of `mib` MiB in a folder, check free space, try a lock; leave nothing behind.
+
+    Raises:
+        FolderError: the folder cannot be written.
+    """
+    at = nearest(place)
+    file = at / f".doctor-{secrets.token_hex(6)}"
+    try:
+        data = os.urandom(MIB)
+        began = time.perf_counter()
+        with open(file, "wb") as out:
+            for _ in range(mib):
+                out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        speed = mib * MIB / 1e6 / (time.perf_counter() - began)
+        locks = lock(file)
+    except OSError as error:
+        raise FolderError(f"{place}: nothing can be written in {at}: {error.strerror or error}") from error
+    finally:
+        file.unlink(missing_ok=True)
+    free = shutil.disk_usage(at).free
+    faster = "put --run.dir on a faster file system: a rank waits while its share is written"
+    more = "free some, lower --checkpoint.keep, or choose another --run.dir"
+    return [
+        either(speed < SLOW, False, "disk", f"{at}: {speed:.0f} MB/s for {mib} MiB with fsync", faster),
+        either(free < LITTLE, False, "room", f"{free / GIB:.1f} GiB free", more),
+        locks,
+    ]
+
+
+def lock(file: Path) -> Finding:
+    """Lock a file and try the lock from another process, as two jobs in one run folder would."""
+    fix = "mount it with locks (Lustre: -o flock); without them two jobs in one run folder are noticed late"
+    with open(file, "r+b") as mine:
+        try:
+            fcntl.lockf(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return warn("locks", f"the file system has none ({error.strerror})", fix)
+        child = multiprocessing.get_context("fork").Process(target=_try, args=(str(file),))
+        child.start()
+        child.join(10)
+        if child.is_alive():
+            child.kill()
+            return warn("locks", "a second process waits for a lock that it should be refused", fix)
+        if child.exitcode:
+            return warn("locks", "a lock does not keep a second process out", fix)
+    return ok("locks", "a lock keeps a second process out")
+
+
+def _try(file: str) -> None:
+    """Exit with 0 if the lock is refused because another process holds it."""
+    with open(file, "r+b") as theirs:
+        try:
+            fcntl.lockf(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os._exit(0 if error.errno in (errno.EACCES, errno.EAGAIN) else 1)
+    os._exit(1)

@@ -1,8 +1,8 @@
-"""Measures all-reduce and all-to-all between ranks, checks their results, and the clocks of the ranks' nodes.
+"""Measures all-reduce and all-to-all between ranks, and checks their results and the clocks of the ranks' nodes.
 
 Bandwidth is that of the bus, as nccl-tests count it
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): bytes x 2 (n - 1) / n of an all-reduce and
-bytes x (n - 1) / n of an all-to-all among n ranks, by the time of one.
+bytes x (n - 1) / n of an all-to-all among n ranks, over the seconds that it takes.
 """
 
 import json
@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 MIB = 1 << 20
 REPEATS = 3
@@ -20,28 +21,21 @@ REPEATS = 3
 
 @dataclass
 class Measured:
-    """Holds measurements of a group of ranks; speeds are in 1e9 bytes a second."""
+    """Measurements of a group of ranks; speeds are in 1e9 bytes a second."""
 
     ranks: int
     backend: str
     all_reduce: float = 0.0
     all_to_all: float = 0.0
     clock: float = 0.0
-    """Seconds by which the other ranks' clocks stand apart from the first one's, at most; the way there counts."""
+    """Largest distance in seconds of two ranks' clocks beyond the time of the measurement."""
     error: str = ""
-
-    def as_json(self) -> dict:
-        """Returns the fields by name."""
-        return asdict(self)
 
 
 def measure(group, device, mib: int) -> Measured:
-    """Measures on all ranks of a group; each gets the slowest rank's speeds. Collective.
+    """Measure on all ranks of a group; each gets the slowest rank's speeds. Collective.
 
-    Args:
-        group: a process group that works on the device.
-        device: where the buffers lie.
-        mib: size of a buffer.
+    group: works on the device. device: of the buffers. mib: size of a buffer.
     """
     import torch
     import torch.distributed as dist
@@ -63,40 +57,38 @@ def measure(group, device, mib: int) -> Measured:
             best = min(best, time.perf_counter() - began)
         return best
 
-    bytes_each = items * 4
     exchange = timed(lambda: dist.all_to_all_single(out, mine, group=group))
     wrong = [part for part, chunk in enumerate(out.chunk(size)) if not bool((chunk == part + 1).all())]
-    # The first all-reduce is the one whose sum is known; those after it only count.
+    # Only the first all-reduce has a known sum.
     dist.all_reduce(mine, group=group)
     summed = bool((mine == total).all())
     reduce = timed(lambda: dist.all_reduce(mine, group=group))
     slowest = torch.tensor([reduce, exchange], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     reduce, exchange = slowest.tolist()
-    moved = bytes_each * (size - 1) / size / 1e9
-    found = Measured(size, dist.get_backend(group), 2 * moved / reduce, moved / exchange, skew(group, device))
+    moved = items * 4 * (size - 1) / size / 1e9
+    found = Measured(size, dist.get_backend(group), 2 * moved / reduce, moved / exchange, _skew(group, device))
     if wrong or not summed:
         found.error = f"wrong numbers arrived: {'all-reduce' if not summed else f'all-to-all from rank {wrong[0]}'}"
     return found
 
 
-def skew(group, device) -> float:
-    """Returns the largest distance in seconds of two ranks' clocks beyond what the asking took. Collective."""
+def _skew(group, device) -> float:
     import torch
     import torch.distributed as dist
 
     dist.barrier(group)
-    asked = time.time()
+    began = time.time()
     now = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
-    now[dist.get_rank(group)] = asked
+    now[dist.get_rank(group)] = began
     dist.all_reduce(now, group=group)
-    took = torch.tensor(time.time() - asked, dtype=torch.float64, device=device)
+    took = torch.tensor(time.time() - began, dtype=torch.float64, device=device)
     dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
     return max(0.0, float(now.max() - now.min()) - float(took))
 
 
-def _rank(talk: Connection, rank: int, size: int, local: int, where: tuple[str, int], mib: int, limit: float) -> None:
-    """Runs one rank in a process of its own: joins, measures, sends what it found as JSON."""
+def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, int], mib: int, limit: float) -> None:
+    """Run one rank in a process of its own: join, measure, and send the measurements as JSON."""
     try:
         import torch
         import torch.distributed as dist
@@ -106,16 +98,16 @@ def _rank(talk: Connection, rank: int, size: int, local: int, where: tuple[str, 
         if cuda:
             torch.cuda.set_device(device)
         torch.set_num_threads(1)
-        wait_for = timedelta(seconds=limit)
-        # The first rank's node may listen on any of its addresses; a store that waits for nobody opens at once.
-        store = dist.TCPStore(*where, size, is_master=rank == 0, timeout=wait_for, wait_for_workers=False)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=wait_for)
+        within = timedelta(seconds=limit)
+        # The first rank's node may listen on any of its addresses; without a wait for clients the store opens at once.
+        store = dist.TCPStore(*where, size, is_master=rank == 0, timeout=within, wait_for_workers=False)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=within)
         found = measure(dist.group.WORLD, device, mib)
         dist.barrier()
     except Exception as error:
         found = Measured(size, "", error=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
-    talk.send_bytes(json.dumps(found.as_json()).encode())
-    talk.close()
+    pipe.send_bytes(json.dumps(asdict(found)).encode())
+    pipe.close()
     sys.stdout.flush()
     # Destructors of a group may wait for a rank that is gone, and those of the store for its clients.
     time.sleep(0.2 if rank == 0 else 0)
@@ -125,25 +117,24 @@ def _rank(talk: Connection, rank: int, size: int, local: int, where: tuple[str, 
 def together(
     first: int, here: int, size: int, where: tuple[str, int], gpus: int, mib: int = 16, limit: float = 20.0
 ) -> Measured:
-    """Starts some ranks of a group on this node and measures.
+    """Start some ranks of a group on this node and measure.
 
     Args:
-        first: the lowest rank here; local ranks follow.
+        first: the lowest rank on this node; its other ranks follow.
         here: ranks on this node.
         size: ranks on all nodes.
         where: address and port at which rank 0 listens.
-        gpus: GPUs here; with fewer than ranks the CPU is used.
+        gpus: GPUs of this node; with fewer GPUs than ranks the ranks run on the CPU.
         mib: size of a buffer.
-        limit: seconds for all of it.
+        limit: seconds for everything.
     """
-    # A process that forks after CUDA began has none; without GPUs a fork saves the seconds of an import.
-    context = multiprocessing.get_context("spawn") if gpus else multiprocessing.get_context("fork")
+    # CUDA does not survive a fork; without GPUs a fork saves the seconds of an import.
+    context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
     running = []
     for local in range(here):
         ours, theirs = context.Pipe(duplex=False)
         # An index beyond the number of GPUs puts all ranks on the CPU.
-        place = local if gpus >= here else 1 << 20
-        args = (theirs, first + local, size, place, where, mib, limit)
+        args = (theirs, first + local, size, local if gpus >= here else 1 << 20, where, mib, limit)
         process = context.Process(target=_rank, args=args, daemon=True)
         process.start()
         theirs.close()

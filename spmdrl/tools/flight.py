@@ -1,7 +1,7 @@
 """Compares the flight records of a failed run: `python -m spmdrl.tools.flight RUN`.
 
 For every process group it shows the first collective in which ranks differ, with file and line on each, and the ranks
-that have not come to the last one. Ranks that were killed have left no record and are named.
+that have not reached the last one. It names ranks without a record: they were killed.
 """
 
 import json
@@ -11,8 +11,6 @@ from typing import Any
 
 RAGGED = ("alltoall", "all_to_all", "gather", "scatter")
 """Words in the names of collectives whose sizes differ between ranks by design."""
-
-
 NUMBER = (int, float)
 _ROW = {"number": int, "op": str, "place": str, "sizes": object}
 SHAPE = {
@@ -20,27 +18,27 @@ SHAPE = {
     "groups": {None: {"ranks": [int], "begun": int, "last": [_ROW]}},
     "others": {None: {"phase": str, "step": int, "place": str, "time": NUMBER}},
 }
-"""Shape of a record's fields that are read; under None: of the fields of every entry."""
+"""Shapes of the fields of a record that this program reads; None stands for the name of every entry."""
 
 
-def wrong(value: Any, shape: Any, name: str = "") -> str:
-    """Reason why a value does not have a shape; empty where it does."""
+def _wrong(value: Any, shape: Any, name: str = "") -> str:
+    """Return the reason why a value does not have a shape; empty if it has."""
     kind = type(shape) if isinstance(shape, dict | list) else shape
     if not isinstance(value, kind):
         return f"{name or 'the whole'} is no {getattr(kind, '__name__', 'number')}"
     if isinstance(shape, list):
-        return next(filter(None, (wrong(item, shape[0], f"an entry of {name}") for item in value)), "")
+        return next(filter(None, (_wrong(item, shape[0], f"an entry of {name}") for item in value)), "")
     if not isinstance(shape, dict):
         return ""
     inner = [(key, shape[None]) for key in value] if None in shape else shape.items()
     missing = next((key for key, _ in inner if key not in value), None)
     if missing is not None:
         return f"{name or 'it'} has no {missing!r}"
-    return next(filter(None, (wrong(value[key], part, f"{name}.{key}".lstrip(".")) for key, part in inner)), "")
+    return next(filter(None, (_wrong(value[key], part, f"{name}.{key}".lstrip(".")) for key, part in inner)), "")
 
 
 def read(folder: Path) -> list[dict]:
-    """The records of the newest failure, in rank order.
+    """Return the records of the newest failure, in rank order.
 
     Raises:
         ValueError: there are none, or one cannot be read.
@@ -49,8 +47,8 @@ def read(folder: Path) -> list[dict]:
     for path in sorted((folder / "flight").glob("rank_*.json")):
         try:
             record = json.loads(path.read_text())
-            if said := wrong(record, SHAPE):
-                raise ValueError(said)
+            if reason := _wrong(record, SHAPE):
+                raise ValueError(reason)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no flight record: {error}; remove it to see the others") from error
         records.append(record)
@@ -60,15 +58,15 @@ def read(folder: Path) -> list[dict]:
     return [record for record in records if record["job"] == job]
 
 
-def kind(row: dict) -> str:
-    """Operation and sizes, which must be alike on all ranks of one collective."""
+def _kind(row: dict) -> str:
+    """Return operation and sizes, which must be equal on all ranks of one collective."""
     ragged = any(word in row["op"] for word in RAGGED)
     return row["op"] if ragged else f"{row['op']} {row['sizes']}"
 
 
 def compare(records: list[dict]) -> list[str]:
-    """Lines that say where ranks went different ways, by group; empty where they did not."""
-    told = []
+    """Return lines on the collectives in which ranks differ, by group; empty if they do not."""
+    lines = []
     names = sorted({name for record in records for name in record["groups"]})
     for name in names:
         mine = {record["rank"]: record["groups"][name] for record in records if name in record["groups"]}
@@ -78,10 +76,10 @@ def compare(records: list[dict]) -> list[str]:
         rows = {rank: {row["number"]: row for row in group["last"]} for rank, group in mine.items()}
         shared = set.intersection(*(set(numbered) for numbered in rows.values()))
         head = f"group {name} of ranks {', '.join(map(str, ranks))}"
-        odd = next((n for n in sorted(shared) if len({kind(rows[rank][n]) for rank in rows}) > 1), None)
+        odd = next((n for n in sorted(shared) if len({_kind(rows[rank][n]) for rank in rows}) > 1), None)
         if odd is not None:
-            told.append(f"{head}: collective {odd} differs")
-            told += [f"  rank {rank}: {kind(rows[rank][odd])} at {rows[rank][odd]['place']}" for rank in rows]
+            lines.append(f"{head}: collective {odd} differs")
+            lines += [f"  rank {rank}: {_kind(rows[rank][odd])} at {rows[rank][odd]['place']}" for rank in rows]
             continue
         most = max(group["begun"] for group in mine.values())
         behind = [rank for rank, group in mine.items() if group["begun"] < most]
@@ -89,21 +87,21 @@ def compare(records: list[dict]) -> list[str]:
             ahead = next(rank for rank, group in mine.items() if group["begun"] == most)
             first = min(mine[rank]["begun"] for rank in behind) + 1
             row = rows[ahead].get(first)
-            where = f" ({kind(row)} at {row['place']})" if row else ""
-            told.append(
+            where = f" ({_kind(row)} at {row['place']})" if row else ""
+            lines.append(
                 f"{head}: rank {', '.join(map(str, behind))} did not come to collective {first}, which rank {ahead} "
                 f"began{where}"
             )
         places = {n: {rank: rows[rank][n]["place"] for rank in rows} for n in shared}
         other = next((n for n in sorted(places) if len(set(places[n].values())) > 1), None)
         if other is not None:
-            told.append(f"{head}: collective {other} was begun at different lines")
-            told += [f"  rank {rank}: {kind(rows[rank][other])} at {place}" for rank, place in places[other].items()]
-    return told
+            lines.append(f"{head}: collective {other} was begun at different lines")
+            lines += [f"  rank {rank}: {_kind(rows[rank][other])} at {place}" for rank, place in places[other].items()]
+    return lines
 
 
 def report(folder: Path) -> list[str]:
-    """The whole report on a run folder, in lines."""
+    """Return the lines of the report on a run folder."""
     records = read(folder)
     lines = []
     for record in sorted(records, key=lambda record: record["time"]):

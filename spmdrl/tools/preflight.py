@@ -1,8 +1,8 @@
 """Chooses the nodes of a job before it starts: `python -m spmdrl.tools.preflight`, for slurm/job.sh and launch/node.sh.
 
 The doctor runs on every node, then all-reduce and all-to-all between neighbours, all pairs of a round at once. A node
-is bad that does not answer, where a check fails, that has another number of GPUs than most, or that is below the floor
-with every neighbour and with a partner that is not. Good nodes are printed on stdout, as many as the job needs, bad
+is bad if it does not answer, if a check fails, if it has another number of GPUs than most, or if it is below the floor
+both with every neighbour and with a good partner. Good nodes are printed on stdout, as many as the job needs, and bad
 ones with their reason on stderr. Standard library only: it runs outside the job's container.
 """
 
@@ -21,30 +21,30 @@ from pathlib import Path
 from spmdrl.tools.hosts import Hosts
 
 ALL = 115.0
-"""Seconds for everything here."""
+"""Seconds for the whole preflight."""
 FIRST, SECOND = 90.0, 40.0
-"""Most seconds of the first and the second look at the nodes."""
+"""Most seconds of the first and the second measurement."""
 SHARED = 2.0
-"""Seconds after which a file that one node wrote is seen by the others."""
+"""Seconds until the other nodes see a file that one node wrote."""
 DOWN = ("down", "fail", "unknown", "not_responding", "*")
-"""Words in a state that `sinfo` gives to a node which cannot work."""
+"""Words in the state that `sinfo` shows for a node which cannot run a job."""
 
 Pair = tuple[str, str]
 Reports = dict[str, dict]
 
 
 class TooFewError(ValueError):
-    """Says that more nodes are bad than there are spares."""
+    """More nodes are bad than there are spares."""
 
 
 # ── pairs ────────────────────────────────────────────────────────────────────
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Pairs neighbours in rounds in which each node is in one pair at most: two rounds, three for three nodes.
+    """Pair neighbours in rounds with each node in at most one pair: two rounds, three for three nodes.
 
-    An even number of nodes stands in a ring and an odd one in a row; three stand in a ring, as the middle one of a row
-    would be in every pair.
+    An even number of nodes forms a ring and an odd one a row; three form a ring, because the middle one of a row would
+    be in every pair.
     """
     n = len(hosts)
     pairs = [(hosts[i], hosts[i + 1]) for i in range(n - 1)]
@@ -57,21 +57,21 @@ def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def show_rounds(rounds: Sequence[Sequence[Pair]]) -> str:
-    """Writes the rounds as one word: `a/b,c/d;b/c`."""
+    """Format the rounds as one word: `a/b,c/d;b/c`."""
     return ";".join(",".join("/".join(pair) for pair in pairs) for pairs in rounds)
 
 
 def parse_rounds(text: str) -> list[list[Pair]]:
-    """Reads what `show_rounds` wrote."""
+    """Parse the word of `show_rounds`."""
     split = [[tuple(pair.split("/")) for pair in each.split(",")] for each in text.split(";") if each]
     return [[(pair[0], pair[1]) for pair in pairs] for pairs in split]
 
 
 def port_of(base: int, text: str, number: int, pair: Pair) -> int:
-    """Returns the port at which the first of a pair listens. Pairs of one look differ: all nodes may be one machine."""
+    """Return the port at which the first of a pair listens; pairs differ, because all nodes may be one machine."""
     rounds = parse_rounds(text)
     place = sum(map(len, rounds[:number])) + rounds[number].index(pair)
-    # Each look has its own, so that a port still in use by the look before is not met.
+    # The second measurement takes other ports, because those of the first one may still be in use.
     return base + 1 + (place + zlib.crc32(text.encode()) % 89) % 900
 
 
@@ -79,15 +79,15 @@ def port_of(base: int, text: str, number: int, pair: Pair) -> int:
 
 
 def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
-    """Returns the nodes that are bad by themselves, each with its reason."""
+    """Return the nodes that are bad by themselves, each with its reason."""
     bad = {host: "it gave no report in time" for host in hosts if host not in reports}
     for host, report in reports.items():
         wrong = [each for each in report["findings"] if each["level"] == "fail"]
         if wrong:
-            bad[host] = "; ".join(f"{each['name']}: {each['said']} (fix: {each['fix']})" for each in wrong)
+            bad[host] = "; ".join(f"{each['name']}: {each['state']} (fix: {each['fix']})" for each in wrong)
     counts = Counter(report["gpus"] for report in reports.values())
     if len(counts) > 1:
-        # Of two numbers that are as frequent, the larger one is what the nodes should have.
+        # If two numbers are equally frequent, the larger one is what the nodes should have.
         usual = max(counts, key=lambda number: (counts[number], number))
         for host, report in reports.items():
             if report["gpus"] != usual:
@@ -95,45 +95,41 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
     return bad
 
 
-def below(pair: dict, floors: tuple[float, float]) -> str:
-    """Returns why a measured pair is not good, empty where it is. floors: all-reduce, all-to-all in GB/s."""
+def _below(pair: dict, floors: tuple[float, float]) -> str:
+    """Return why a measured pair is bad, empty if it is good. floors: all-reduce, all-to-all in GB/s."""
     if pair["error"]:
         return pair["error"]
     named = (("all-reduce", pair["all_reduce"], floors[0]), ("all-to-all", pair["all_to_all"], floors[1]))
     return ", ".join(f"{name} {speed:.2f} GB/s, floor {floor:g}" for name, speed, floor in named if speed < floor)
 
 
-def slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
-    """Returns nodes without a good pair, each with its worst, and lines on bad pairs of nodes that are good elsewhere.
+def _slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
+    """Return the nodes without a good pair, each with a reason, and lines on bad pairs of nodes with another good pair.
 
-    hosts: those that are not bad by themselves; pairs with others do not count.
+    hosts: nodes that are not bad by themselves; pairs with others do not count.
     """
     if len(hosts) < 2:
         return {}, []
-    wrong: dict[frozenset, str] = {}
-    good, seen = set(), {}
+    seen: dict[frozenset, str] = {}
     for host in hosts:
         for pair in reports[host]["pairs"]:
             if pair["with"] in hosts:
                 both = frozenset((host, pair["with"]))
-                seen[both] = True
-                if why := below(pair, floors):
-                    wrong[both] = why
-    for both in seen:
-        good |= both if both not in wrong else set()
-    lone = {
-        host: next((f"with {next(iter(both - {host}))}: {why}" for both, why in wrong.items() if host in both), "")
-        for host in hosts
-        if host not in good
-    }
+                seen[both] = _below(pair, floors) or seen.get(both, "")
+    good = {host for both, why in seen.items() if not why for host in both}
+    wrong = {both: why for both, why in seen.items() if why}
+    lone = {}
+    for host in set(hosts) - good:
+        with_others = (f"with {next(iter(both - {host}))}: {why}" for both, why in wrong.items() if host in both)
+        lone[host] = next(with_others, "none of its neighbours answered")
     odd = [f"{' and '.join(sorted(both))}: {why}" for both, why in wrong.items() if both <= good]
-    return {host: why or "none of its neighbours answered" for host, why in lone.items()}, odd
+    return {host: lone[host] for host in hosts if host in lone}, odd
 
 
 def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
-    """Makes rounds that pair each suspect with a node that is known to be good.
+    """Return rounds that pair each suspect with a good node.
 
-    Where there is none, the pairs of suspects run once more with listener and client swapped, as one try may fail by
+    Without a good node the pairs of suspects run again with listener and client swapped, because one try may fail by
     chance.
     """
     if not clean:
@@ -154,27 +150,27 @@ def choose(
     dead: dict[str, str],
     slurm: bool = True,
 ) -> list[str]:
-    """Chooses the first `need` good nodes, in the order given.
+    """Choose the first `need` good nodes, in their order.
 
     Args:
         hosts: nodes of the job, spares included.
-        need: how many it takes.
-        look: runs the doctor: (nodes, rounds, only the pairs, seconds) to the reports that came.
+        need: number of nodes that the job takes.
+        look: runs the doctor: (nodes, rounds, only the pairs, seconds) -> the reports that arrived.
         floors: least all-reduce and all-to-all of a pair, in 1e9 bytes a second.
         say: prints a line.
-        dead: nodes that are known not to work, with the reason.
-        slurm: SLURM gave the nodes, else HOSTS names them.
+        dead: nodes that are known to be down, with the reason.
+        slurm: SLURM allotted the nodes; False: HOSTS names them.
 
     Raises:
         TooFewError: fewer are good.
     """
     began, bad = time.monotonic(), dict(dead)
     left = [host for host in hosts if host not in bad]
-    enough(hosts, need, bad, slurm)
+    _enough(hosts, need, bad, slurm)
     reports = look(left, show_rounds(rounds_of(left)), False, FIRST)
     bad |= unfit(left, reports)
     left = [host for host in left if host not in bad]
-    suspects, odd = slow(left, reports, floors)
+    suspects, odd = _slow(left, reports, floors)
     clean = [host for host in left if host not in suspects]
     if len(suspects) > 1 or (suspects and clean):
         say(f"second look at {', '.join(suspects)}")
@@ -183,31 +179,29 @@ def choose(
         taken = {host for pairs in again for pair in pairs for host in pair}
         found = look([host for host in left if host in taken], show_rounds(again), True, seconds)
         answered = [host for host in left if host in found]
-        still, _ = slow(answered, found, floors)
+        still, _ = _slow(answered, found, floors)
         suspects = {host: still.get(host, why) for host, why in suspects.items() if host in still or host not in found}
     bad |= suspects
     for line in odd:
         say(f"slow between {line}; each is fast enough with another, and both stay")
     for host, why in bad.items():
         say(f"bad node {host}: {why}")
-    enough(hosts, need, bad, slurm)
+    _enough(hosts, need, bad, slurm)
     measured = [pair for host in left if host in reports for pair in reports[host]["pairs"] if not pair["error"]]
     if measured:
         low = [min(pair[name] for pair in measured) for name in ("all_reduce", "all_to_all")]
         apart = max(pair["clock"] for pair in measured)
-        networks = sorted({pair["network"] for pair in measured if pair["network"]})
         say(f"pairs: all-reduce from {low[0]:.2f} GB/s, all-to-all from {low[1]:.2f} GB/s; clocks within {apart:.2f} s")
-        for line in networks[:2]:
+        for line in sorted({pair["network"] for pair in measured if pair["network"]})[:2]:
             say(line)
-    good = [host for host in hosts if host not in bad]
-    return good[:need]
+    return [host for host in hosts if host not in bad][:need]
 
 
-def enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool = True) -> None:
-    """Checks that enough nodes are left. slurm: as in `choose`.
+def _enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool) -> None:
+    """Check that enough nodes are good.
 
     Raises:
-        TooFewError: they are not; the message says how the job gets others.
+        TooFewError: they are not; the message names ways to get others.
     """
     good = len(hosts) - len(bad)
     if good >= need:
@@ -215,10 +209,8 @@ def enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool = T
     names = "; ".join(f"{host} ({why})" for host, why in bad.items())
     others = "leave the bad ones out of HOSTS and name others, or lower NODES"
     if slurm:
-        others = (
-            f"leave the bad ones out (sbatch --exclude={','.join(bad)}), or ask for more spares (sbatch --nodes above "
-            "NODES)"
-        )
+        exclude = f"sbatch --exclude={','.join(bad)}"
+        others = f"leave the bad ones out ({exclude}), or request more spares (sbatch --nodes above NODES)"
     raise TooFewError(
         f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. To go on, {others}; FLOOR_ALL_REDUCE "
         "and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without looking"
@@ -226,11 +218,10 @@ def enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool = T
 
 
 def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
-    """Makes the `look` of `choose`: the doctor on nodes, whose reports are files in a folder that all of them share."""
+    """Return the `look` of `choose`: it runs the doctor on nodes, which write their reports into a shared folder."""
 
     def look(hosts: Sequence[str], rounds: str, only_pairs: bool, seconds: float) -> Reports:
-        """Returns the doctor's reports of these hosts."""
-        # Each look has a folder of its own: a client of NFS may remember for a minute that a file was not there.
+        # Each call has a folder of its own: an NFS client may remember for a minute that a file did not exist.
         place = folder / f"{time.strftime('%Y%m%d-%H%M%S')}{'-again' if only_pairs else ''}"
         place.mkdir(parents=True)
         words = ["doctor", "--reports", str(place.absolute()), "--port", str(port)]
@@ -252,22 +243,19 @@ def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
 
 
 def states(hosts: Sequence[str]) -> dict[str, str]:
-    """Returns the nodes that SLURM itself calls down, each with its state."""
+    """Return the nodes that SLURM reports as down, each with its state."""
     words = ["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"]
     try:
         text = subprocess.run(words, capture_output=True, text=True, timeout=15).stdout
     except (OSError, subprocess.TimeoutExpired):
         return {}
     rows = [line.split() for line in text.splitlines() if len(line.split()) == 2]
-    return {
-        host: f"SLURM says {state}"
-        for host, state in rows
-        if host in hosts and any(word in state.lower() for word in DOWN)
-    }
+    down = {host: state for host, state in rows if any(word in state.lower() for word in DOWN)}
+    return {host: f"SLURM reports {state}" for host, state in down.items() if host in hosts}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the chosen nodes on stdout, separated by spaces; exits with 1 where too few are good."""
+    """Print the chosen nodes on stdout, separated by spaces; exit with 1 if too few are good."""
     words = argparse.ArgumentParser("python -m spmdrl.tools.preflight", description=(__doc__ or "").splitlines()[0])
     words.add_argument("--hosts", required=True, help="nodes, separated by spaces or commas")
     words.add_argument("--need", type=int, required=True, help="nodes that the job takes")
@@ -276,17 +264,17 @@ def main(argv: list[str] | None = None) -> None:
     words.add_argument("--floors", default="0,0", help="least all-reduce and all-to-all of a pair of nodes, GB/s")
     words.add_argument("--srun", default="", help="srun with its flags")
     words.add_argument("--inside", default="", help="command that starts another one in a container")
-    asked = words.parse_args(argv)
-    hosts = list(dict.fromkeys(asked.hosts.replace(",", " ").split()))
+    options = words.parse_args(argv)
+    hosts = list(dict.fromkeys(options.hosts.replace(",", " ").split()))
 
     def say(line: str) -> None:
         print(f"[preflight] {line}", file=sys.stderr, flush=True)
 
-    run = Hosts(shlex.split(asked.srun), shlex.split(asked.inside))
+    run = Hosts(shlex.split(options.srun), shlex.split(options.inside))
     try:
-        floors = [float(part) for part in asked.floors.split(",")]
-        look = look_at(run, asked.folder, asked.port, say)
-        print(*choose(hosts, asked.need, look, (floors[0], floors[1]), say, states(hosts)))
+        reduce, exchange = map(float, options.floors.split(","))
+        look = look_at(run, options.folder, options.port, say)
+        print(*choose(hosts, options.need, look, (reduce, exchange), say, states(hosts)))
     except (TooFewError, OSError) as error:
         say(f"error: {error}")
         sys.exit(1)

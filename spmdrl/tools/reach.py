@@ -1,4 +1,4 @@
-"""Reaches for the first node of a job from another: `python -m spmdrl.tools.reach ADDRESS PORT`.
+"""Checks that the first node of a job can be reached from this one: `python -m spmdrl.tools.reach ADDRESS PORT`.
 
 Prints the network interface towards it, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; an empty line leaves the choice
 to the libraries.
@@ -11,15 +11,11 @@ import time
 
 from spmdrl.spmd.network import NAMES, choose_interface
 
-WAIT = 3.0
-"""Seconds for one try."""
-TRIES = 3
 
+def problem(address: str, port: int, wait: float = 3.0, tries: int = 3) -> str:
+    """Return why a host cannot be reached, empty if it can. wait: seconds for one try.
 
-def problem(address: str, port: int, wait: float = WAIT, tries: int = TRIES) -> str:
-    """Returns why a host cannot be reached, empty where it can.
-
-    A host that refuses the connection is alive: its torchrun has yet to start.
+    A host that refuses the connection is up: its torchrun has not started yet.
     """
     why = ""
     for attempt in range(tries):
@@ -38,17 +34,17 @@ def problem(address: str, port: int, wait: float = WAIT, tries: int = TRIES) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the interface; returns 1 where the first node is not to be reached. PREFLIGHT=0 does not ask."""
+    """Print the interface; return 1 if the first node cannot be reached. PREFLIGHT=0 skips the check."""
     address, port = (sys.argv[1:] if argv is None else argv)[:2]
     why = "" if os.environ.get("PREFLIGHT") == "0" else problem(address, int(port))
     if why:
         print(
             f"[node] error: {os.uname().nodename} does not reach the first node, {address} port {port}: {why}. Give "
-            "another MASTER_ADDR, leave that host out, or open the port; PREFLIGHT=0 starts without asking",
+            "another MASTER_ADDR, leave that host out, or open the port; PREFLIGHT=0 starts without this check",
             file=sys.stderr,
         )
         return 1
-    # `choose_interface` is for ranks: two on as many nodes stand for any number.
+    # `choose_interface` reads the variables of a rank; two ranks on two nodes stand for any number.
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
     try:
         choose_interface()

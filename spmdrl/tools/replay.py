@@ -1,7 +1,7 @@
-"""Runs an optimizer step that stood out once more: `python -m spmdrl.tools.replay runs/demo/spikes/step_000012`.
+"""Repeats an optimizer step with a spike: `python -m spmdrl.tools.replay runs/demo/spikes/step_000012`.
 
-One process, the batch that the run kept and the weights of the checkpoint before it give loss and gradient norm again,
-and the part of each sequence in them. Takes no optimizer step and writes nothing.
+One process computes loss and gradient norm again, and the part of each sequence in them, from the batch that the run
+saved and the weights of the checkpoint before it. It takes no optimizer step and writes nothing.
 
     --model PATH   weights of this folder or hub name instead (as --model.path)
     --top N        sequences shown (8)
@@ -9,10 +9,12 @@ and the part of each sequence in them. Takes no optimizer step and writes nothin
 """
 
 import argparse
-import dataclasses
+import json
 import logging
 import math
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,43 +28,39 @@ if TYPE_CHECKING:
     from spmdrl.data.batch import Batch
     from spmdrl.policy.objectives.algorithm import Algorithm
 
-SAME = 1e-5
-"""Largest relative difference of two gradient norms that count as the same."""
-
 
 def main(argv: list[str] | None = None) -> None:
-    """Replays the step of one folder and prints the report."""
+    """Replay the step of one folder and print the report."""
     words = argparse.ArgumentParser("python -m spmdrl.tools.replay", description=(__doc__ or "").splitlines()[0])
     words.add_argument("folder", type=Path, help="what a run has kept: RUN/spikes/step_000012")
     words.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
     words.add_argument("--top", type=int, default=8, help="sequences shown")
     words.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    asked = words.parse_args(argv)
+    options = words.parse_args(argv)
     prepare()
     try:
-        for line in replay(asked.folder, asked.model, asked.top, asked.device):
+        for line in replay(options.folder, options.model, options.top, options.device):
             print(line, flush=True)
     except (ValueError, OSError) as error:
         sys.exit(f"python -m spmdrl.tools.replay: {error}")
 
 
-def alone(cfg: Config, device: str, model: str) -> Config:
-    """Changes the settings of a run to those of one process that only computes a gradient."""
+def _alone(cfg: Config, device: str, model: str) -> Config:
+    """Change the settings of a run to those of one process that only computes a gradient."""
     again = "none" if cfg.policy.activation_checkpointing == "none" else "full"
-    return dataclasses.replace(
+    policy = replace(cfg.policy, backend="fsdp", activation_checkpointing=again, offload="none", moe_bias_rate=0.0)
+    return replace(
         cfg,
-        run=dataclasses.replace(cfg.run, device=device),
-        model=dataclasses.replace(cfg.model, path=model or cfg.model.path),
+        run=replace(cfg.run, device=device),
+        model=replace(cfg.model, path=model or cfg.model.path),
         parallel=ParallelConfig(),
-        policy=dataclasses.replace(
-            cfg.policy, backend="fsdp", activation_checkpointing=again, offload="none", moe_bias_rate=0.0
-        ),
-        rollout=dataclasses.replace(cfg.rollout, tp=1),
+        policy=policy,
+        rollout=replace(cfg.rollout, tp=1),
     )
 
 
-def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
-    """Yields the lines of the report.
+def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto") -> Iterator[str]:
+    """Yield the lines of the report.
 
     Raises:
         ValueError: the folder, its run or the weights cannot be read.
@@ -77,45 +75,45 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
     from spmdrl.spmd.mesh import start
     from spmdrl.spmd.peers import Peers
 
-    told, batch = read(folder)
+    facts, batch = read(folder)
     run = folder.resolve().parents[1]
-    cfg = settings(run / "config.yaml")
-    which = told["model"]
-    yield f"step {told['step']}, optimizer step {told['updates_done']} of the {which}: {len(batch)} sequences, " + (
-        f"{batch.n_tokens} tokens; the run saw gradient norm {told['norm']:.8g}, median before {told['median']:.4g}"
+    cfg = _settings(run / "config.yaml")
+    which = facts["model"]
+    yield f"step {facts['step']}, optimizer step {facts['updates_done']} of the {which}: {len(batch)} sequences, " + (
+        f"{batch.n_tokens} tokens; the run saw gradient norm {facts['norm']:.8g}, median before {facts['median']:.4g}"
     )
-    checkpoint, done = (None, None) if model else weights_before(run, which, told["updates_done"])
+    checkpoint, done = (None, None) if model else _weights_before(run, which, facts["updates_done"])
     path = {"critic": cfg.critic.path, "cost_critic": cfg.critic.path, "process": cfg.process_reward.path}.get(which)
-    cfg = alone(cfg, device, model if which == "policy" else "")
+    cfg = _alone(cfg, device, model if which == "policy" else "")
     world = start(cfg.parallel, 1, cfg.run.device, cfg.run.timeout)
     algo = compose(cfg)
-    algo.state |= told["algorithm"]
-    policy, where = build(cfg, world, which, (model or path or "") if which != "policy" else "", checkpoint)
-    same = done == told["updates_done"]
-    behind = "as it began" if same else f"of optimizer step {done}" if done is not None else "as asked for"
+    algo.state |= facts["algorithm"]
+    policy, where = _build(cfg, world, which, (model or path or "") if which != "policy" else "", checkpoint)
+    same = done == facts["updates_done"]
+    behind = "as it began" if same else f"of optimizer step {done}" if done is not None else "as named by --model"
     yield f"weights  {where}, {behind}" + ("" if same else ": numbers differ from the run's")
-    policy.updates_done = told["updates_done"]
-    objective = objective_of(algo, cfg, policy, told, Peers(None, world.device))
-    shared = objective.prepare(batch, told["share"])
+    policy.updates_done = facts["updates_done"]
+    objective = _objective_of(algo, cfg, policy, facts, Peers(None, world.device))
+    shared = objective.prepare(batch, facts["share"])
     rows = torch.arange(len(batch)) if shared.active is None else torch.nonzero(shared.active).flatten()
     stats = policy.gradient(policy.microbatches(batch.select(rows)), objective, shared)
     norm = policy.gradient_norm()
     policy.zero_grad()
     total = stats.reduce(lambda x, op: x).get("loss", math.nan)
     yield f"loss     {total:.8g}"
-    yield f"norm     {norm:.8g}" + (f", {verdict(norm, told['norm'])}" if same else "")
-    found = [alone_loss(policy, batch, int(i), objective, shared) for i in rows if batch.begins[i]]
+    yield f"norm     {norm:.8g}" + (f", {_verdict(norm, facts['norm'])}" if same else "")
+    found = [_part_of(policy, batch, int(i), objective, shared) for i in rows if batch.begins[i]]
     tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
     try:
         reader = call_reader(cfg, tokenizer)
     except ValueError as error:
         reader = None
         yield f"calls    not shown: {error}"
-    yield from table(policy, batch, found, objective, shared, top, tokenizer, reader)
+    yield from _table(policy, batch, found, objective, shared, top, tokenizer, reader)
 
 
-def settings(file: Path) -> Config:
-    """Reads the resolved settings of a run.
+def _settings(file: Path) -> Config:
+    """Return the resolved settings of a run.
 
     Raises:
         ValueError: there are none, or they cannot be read.
@@ -128,13 +126,11 @@ def settings(file: Path) -> Config:
         raise ValueError(str(error)) from error
 
 
-def weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | None, int]:
-    """Finds the newest checkpoint that verifies and is not behind the step, with its count of optimizer steps.
+def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | None, int]:
+    """Return the newest verified checkpoint that is not behind the step, and its count of optimizer steps.
 
     None and 0 stand for the model that the run started from.
     """
-    import json
-
     from spmdrl import checkpoint
 
     best: tuple[Path | None, int] = (None, 0)
@@ -149,55 +145,54 @@ def weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | Non
     return best
 
 
-def build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
-    """Builds the model that learnt, with weights of a verified checkpoint or of its start, and names their place."""
+def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
+    """Build the model of the step with weights of a checkpoint or of the start; return it and the weights' place."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
     from spmdrl.policy.self_check import choose_form
 
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
-    # The form in which the run computed it, too.
+    # The run computed it in this form, too.
     choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
     # No optimizer step follows, so only the weights of a checkpoint are read.
     model.optimizer, optimizer = None, model.optimizer
-    folder = checkpoint
+    folder = checkpoint and (checkpoint if which == "policy" else checkpoint / which)
     if folder is not None:
-        folder = folder if which == "policy" else folder / which
         model.load(folder)
     model.optimizer = optimizer
     return model, str(folder or path or cfg.model.path)
 
 
-def objective_of(algo: "Algorithm", cfg: Config, policy: Any, told: dict, peers: Any) -> Any:
-    """Makes the objective by which the model of the step learnt."""
+def _objective_of(algo: "Algorithm", cfg: Config, policy: Any, facts: dict, peers: Any) -> Any:
+    """Return the objective of the step's model."""
     from spmdrl.policy.objectives.reinforcement import CriticObjective, PolicyObjective, ProcessObjective
 
     columns = {"critic": ("returns", "values"), "cost_critic": ("cost_returns", "cost_values")}
-    if told["model"] in columns:
-        return CriticObjective(*columns[told["model"]], cfg.critic.clip, peers)
-    if told["model"] == "process":
+    if facts["model"] in columns:
+        return CriticObjective(*columns[facts["model"]], cfg.critic.clip, peers)
+    if facts["model"] == "process":
         return ProcessObjective(cfg.process_reward.beta, cfg.rollout.temperature, peers)
-    start = policy.updates_done if told["on_policy"] else -1
+    start = policy.updates_done if facts["on_policy"] else -1
     return PolicyObjective(algo, policy, cfg.rollout.temperature, peers, start)
 
 
-def verdict(norm: float, want: float) -> str:
-    """Compares the norm with that which the run saw, in words."""
+def _verdict(norm: float, want: float) -> str:
+    """Return a comparison of the norm with the run's, as text."""
     if not (math.isfinite(norm) and math.isfinite(want)):
         return "as the run saw it" if math.isfinite(norm) == math.isfinite(want) else "not what the run saw"
     off = abs(norm - want) / max(abs(want), 1e-30)
-    return f"the run's to {off:.1e}" if off <= SAME else f"off the run's by {off:.1e}: not the same weights or settings"
+    return f"the run's to {off:.1e}" if off <= 1e-5 else f"off the run's by {off:.1e}: not the same weights or settings"
 
 
-def alone_loss(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
-    """Returns the part of one episode in the loss, and the largest distance of its logp from old_logp.
+def _part_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
+    """Return the part of one episode in the loss, and the largest distance of its logp from old_logp.
 
     index: its first sequence.
     """
     import torch
 
-    one = whole(batch, index)
+    one = _episode(batch, index)
     with torch.no_grad():
         first_T, second_T = next(iter(policy.numbers([one], objective.temperature, "entropy")))
         value = objective.loss(one, first_T, second_T, shared).loss.item()
@@ -208,23 +203,23 @@ def alone_loss(policy: Any, batch: "Batch", index: int, objective: Any, shared: 
     return {"index": index, "loss": value, "moved": moved}
 
 
-def norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> float:
-    """Returns the norm of the gradient of one episode's part of the loss. index: its first sequence."""
-    policy.gradient([whole(batch, index)], objective, shared)
+def _norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> float:
+    """Return the norm of the gradient of one episode's part of the loss. index: its first sequence."""
+    policy.gradient([_episode(batch, index)], objective, shared)
     norm = policy.gradient_norm()
     policy.zero_grad()
     return norm
 
 
-def whole(batch: "Batch", index: int) -> "Batch":
-    """Returns all paths of the episode of a sequence."""
+def _episode(batch: "Batch", index: int) -> "Batch":
+    """Return all paths of the episode of a sequence."""
     import torch
 
     return batch.select(torch.nonzero(batch.episode == batch.episode[index]).flatten())
 
 
-def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader):
-    """Yields lines of the episodes that matter most: not finite ones, then by |loss| and by |logp - old_logp|.
+def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader) -> Iterator[str]:
+    """Yield lines on the episodes that matter most: those that are not finite, then by |loss| and by |logp - old_logp|.
 
     reader: reads the calls of their turns; None: there is no environment.
     """
@@ -239,13 +234,13 @@ def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int
     chosen = {row["index"]: row for row in broken[:top] + by_loss + by_move}
     rows = list(chosen.values())
     for row in rows:
-        row["norm"] = norm_of(policy, batch, row["index"], objective, shared)
+        row["norm"] = _norm_of(policy, batch, row["index"], objective, shared)
     if not broken and all(math.isfinite(row["norm"]) for row in rows):
         rows.sort(key=lambda row: -row["norm"])
     else:
-        # A loss may be finite whose gradient is not.
+        # A finite loss may have a gradient that is not finite.
         for row in (row for row in found if "norm" not in row):
-            row["norm"] = norm_of(policy, batch, row["index"], objective, shared)
+            row["norm"] = _norm_of(policy, batch, row["index"], objective, shared)
         rows = sorted(found, key=lambda row: (math.isfinite(row["loss"]) and math.isfinite(row["norm"]), -row["norm"]))
     sampled_B, lengths = batch.sampled_per_episode[batch.episode], batch.lengths.tolist()
     advantage_B = batch.sum_episodes(batch.token["advantages"]) / sampled_B.clamp(min=1)
@@ -259,7 +254,7 @@ def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int
             f"{row['loss']:>11.4g} {row['moved']:>9.4g} {reward:>8.4g} {advantage:>10.4g} "
             f"{int(sampled_B[i])} of {lengths[i]}" + ("" if finite else "  NOT FINITE")
         )
-        for episode in to_episodes(whole(batch, i)):
+        for episode in to_episodes(_episode(batch, i)):
             yield from (f"        {line}" for line in conversation_lines(episode, tokenizer.decode, reader))
 
 

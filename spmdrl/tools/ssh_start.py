@@ -1,4 +1,4 @@
-"""Starts a job on hosts by ssh: `python -m spmdrl.tools.ssh_start`, which launch/node.sh becomes where HOSTS is set.
+"""Starts a job on hosts by ssh: `python -m spmdrl.tools.ssh_start`, which launch/node.sh runs if HOSTS is set.
 
 The preflight chooses the hosts. Standard library only.
 """
@@ -10,49 +10,48 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.tools.hosts import NODE, OTHERS, ROOT, Hosts, code_of, end, far, tell, unreachable
+from spmdrl.tools.hosts import NODE, OTHERS, ROOT, Hosts, code_of, end, send, start_on, unreachable
 from spmdrl.tools.preflight import choose, look_at
 
 
-def chosen(hosts: list[str], port: int) -> list[str]:
-    """Chooses the hosts that the job takes: the first NODES good ones.
+def _chosen(hosts: list[str], port: int) -> list[str]:
+    """Choose the first NODES good hosts.
 
     Raises:
-        ValueError: too few answer or are good, or NODES is no such number.
+        ValueError: too few answer or are good, or NODES is not a number from 1 to that of the hosts.
     """
     need = int(os.environ.get("NODES") or len(hosts))
     if not 0 < need <= len(hosts):
         raise ValueError(f"NODES={need}: HOSTS names {len(hosts)}")
     if os.environ.get("PREFLIGHT") == "0":
         return hosts[:need]
-    floors = tuple(float(os.environ.get(name) or 0) for name in ("FLOOR_ALL_REDUCE", "FLOOR_ALL_TO_ALL"))
+    floors = float(os.environ.get("FLOOR_ALL_REDUCE") or 0), float(os.environ.get("FLOOR_ALL_TO_ALL") or 0)
     folder = Path(os.environ.get("RUN_DIR") or ROOT / "runs" / "preflight") / "logs" / "preflight"
-    look = look_at(Hosts(), folder.absolute(), port, say)
-    return choose(hosts, need, look, (floors[0], floors[1]), say, unreachable(hosts), slurm=False)
+    look = look_at(Hosts(), folder.absolute(), port, _say)
+    return choose(hosts, need, look, floors, _say, unreachable(hosts), slurm=False)
 
 
-def say(line: str) -> None:
-    """Prints a line of the start."""
+def _say(line: str) -> None:
     print(f"[hosts] {line}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Starts `launch/node.sh WORDS` on the hosts of HOSTS; returns the exit code of the one that failed first."""
+    """Start `launch/node.sh WORDS` on the hosts of HOSTS; return the exit code of the one that failed first."""
     words = list(sys.argv[1:] if argv is None else argv)
     hosts = list(dict.fromkeys(os.environ["HOSTS"].replace(",", " ").split()))
     port = int(os.environ.get("MASTER_PORT") or 29500)
     try:
-        hosts = chosen(hosts, port)
+        hosts = _chosen(hosts, port)
     except (ValueError, OSError) as error:
-        say(f"error: {error}")
+        _say(f"error: {error}")
         return 1
-    say(f"nodes: {' '.join(hosts)}")
+    _say(f"nodes: {' '.join(hosts)}")
     variables = {"NODE_NAMES": " ".join(hosts), "MASTER_PORT": str(port)}
-    running = {host: far(host, variables | {"NODE_NAME": host}, [NODE, *words]) for host in hosts}
+    running = {host: start_on(host, variables | {"NODE_NAME": host}, [NODE, *words]) for host in hosts}
 
     def pass_on(number: int, _) -> None:
         for process in running.values():
-            tell(process, str(number))
+            send(process, str(number))
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, pass_on)
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for host, process in running.items():
             if process.poll() and not code:
                 code, until = code_of(process.returncode), time.monotonic() + OTHERS
-                say(f"{host} ended with exit code {code}")
+                _say(f"{host} ended with exit code {code}")
         time.sleep(0.2)
     end(list(running.values()))
     return code or next((code_of(p.returncode) for p in running.values() if p.returncode), 0)

@@ -291,7 +291,7 @@ def main() -> None:
     """Trains with the fault of the environment."""
     from spmdrl import train
     from spmdrl.session.environ import prepare
-    from spmdrl.session.job import launch
+    from spmdrl.session.launch import launch
 
     prepare()
     plant(json.loads(os.environ[VARIABLE]))

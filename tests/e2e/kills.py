@@ -62,7 +62,7 @@ def plant(kill: dict) -> None:
 
 def main() -> None:
     """Runs a job with the kill of SPMDRL_KILL."""
-    from spmdrl.session.job import launch
+    from spmdrl.session.launch import launch
 
     kill = json.loads(os.environ.get(VARIABLE, "null"))
     job = import_module((kill or {}).get("job", "spmdrl.train"))

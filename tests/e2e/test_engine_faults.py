@@ -301,7 +301,7 @@ def main() -> None:
     import os
 
     from spmdrl import train
-    from spmdrl.session.job import launch
+    from spmdrl.session.launch import launch
 
     poll, polls = HFEngine.poll, []
 

@@ -178,7 +178,7 @@ def test_sleep_levels_in_a_run(measured):
 def test_wake_without_memory_names_the_flags(measured):
     facts = measured["tied"]["memory"]
     message = facts["no room"]
-    assert message.startswith("NoRoomError: no room for the KV cache (0.50 GiB asked for). Held in GiB: "), message
+    assert message.startswith("NoRoomError: no room for the KV cache (0.50 GiB wanted). Held in GiB: "), message
     assert "gone: KV cache 0." in message and "device: engine weights 0.0" in message, message
     flags = message.split("help most: ")[1].split("; ")
     assert flags[0] == "--rollout.kv-cache-gib 0.25" and "--policy.offload disk" in flags and len(flags) == 3, message

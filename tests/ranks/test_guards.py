@@ -130,7 +130,7 @@ def test_replay_says_when_the_weights_are_others(spiked, tmp_path):
     [lines] = run_ranks(replayed, 1, place)
     assert any(line.startswith("weights  tiny, of optimizer step 0") for line in lines), lines
     [lines] = run_ranks(replayed, 1, place, str(spiked / "checkpoints" / f"step_{SPIKE - 1}" / "model"))
-    assert any("as asked for" in line for line in lines), lines
+    assert any("as named by --model" in line for line in lines), lines
     want = json.loads((Path(place) / "spike.json").read_text())["norm"]
     norm = float(next(line for line in lines if line.startswith("norm")).split()[1])
     assert abs(norm / want - 1) < 1e-5

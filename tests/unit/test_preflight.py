@@ -55,8 +55,9 @@ class Cluster:
                     both = set(pair)
                     kind = GONE if both & self.dead else SLOW if both & self.slow or both in self.links else FAST
                     pairs.append(kind | {"with": (both - {host}).pop()})
-            bad = [{"name": "open files", "level": "fail", "said": "64", "fix": "more"}] if host in self.failing else []
-            found[host] = {"gpus": self.gpus.get(host, 8), "findings": bad, "pairs": pairs}
+            bad = {"name": "open files", "level": "fail", "state": "64", "fix": "more"}
+            findings = [bad] if host in self.failing else []
+            found[host] = {"gpus": self.gpus.get(host, 8), "findings": findings, "pairs": pairs}
         return found
 
 
@@ -131,11 +132,11 @@ def test_a_slow_link_between_good_nodes_is_told_and_both_stay():
 
 def test_one_node_has_no_pairs_and_dead_ones_are_not_asked():
     cluster = Cluster()
-    assert pick(["a", "b", "c"], 1, cluster, {"a": "SLURM says down", "c": "no answer"})[0] == ["b"]
+    assert pick(["a", "b", "c"], 1, cluster, {"a": "SLURM reports down", "c": "no answer"})[0] == ["b"]
     assert cluster.looks == [(["b"], [], False)]
     cluster = Cluster()
-    with pytest.raises(TooFewError, match=r"3 nodes are needed and 2 of 3 are good: a \(SLURM says down\)"):
-        pick(["a", "b", "c"], 3, cluster, {"a": "SLURM says down"})
+    with pytest.raises(TooFewError, match=r"3 nodes are needed and 2 of 3 are good: a \(SLURM reports down\)"):
+        pick(["a", "b", "c"], 3, cluster, {"a": "SLURM reports down"})
     assert cluster.looks == [], "it is known before anything runs"
 
 

@@ -24,7 +24,8 @@ from spmdrl.config.sft import SFTConfig
 from spmdrl.config.use import changed, check_use, is_read, single_changes, would_read
 from spmdrl.evaluate import JOB
 from spmdrl.rl.compose import compose
-from spmdrl.session.job import jobs, launch
+from spmdrl.session.job import jobs
+from spmdrl.session.launch import launch
 from tests.rehearsal import ELSEWHERE, is_covered, settings_read
 from tests.unit.test_docs_algorithms import YAMLS, job_of
 from tests.watch import watch
