@@ -28,8 +28,8 @@ ERROR = 0.01
 """Largest share of the norm by which a bfloat16 product may be off."""
 
 
-def said(*command: str) -> str:
-    """Output of a program; empty where there is no such program or it fails."""
+def output_of(*command: str) -> str:
+    """Output of a program; empty where the program is missing or fails."""
     if not shutil.which(command[0]):
         return ""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
@@ -48,12 +48,12 @@ def versions() -> dict[str, str]:
             found[package] = "not installed"
     if torch.cuda.is_available():
         found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = (said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split() or ["?"])[
-            0
-        ]
+        found["driver"] = (
+            output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split() or ["?"]
+        )[0]
     python = sglang_python()
     ask = "from importlib.metadata import version as v; print(v('sglang'))"
-    found["sglang"] = (python and said(str(python), "-c", ask)) or "not installed"
+    found["sglang"] = (python and output_of(str(python), "-c", ask)) or "not installed"
     return found
 
 
@@ -112,7 +112,7 @@ def main() -> int:
         "versions": versions(),
         "modules": modules(),
         "large_model": large_model(),
-        "topology": said("nvidia-smi", "topo", "-m") if on_gpu else "",
+        "topology": output_of("nvidia-smi", "topo", "-m") if on_gpu else "",
     }
     failed = False
     if "--matmul" in sys.argv:

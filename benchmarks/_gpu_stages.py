@@ -95,7 +95,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Command:
-    """A program whose exit code says whether it went well. {json}, {plot}, {work}, {large} are filled in."""
+    """A program that fails with an exit code other than 0. {json}, {plot}, {work}, {large} are filled in."""
 
     full: str
     small: str = ""
@@ -336,7 +336,7 @@ def chosen(names: str) -> list[Stage]:
     """Returns the stages by the names or groups of `--only`; all of them for an empty text.
 
     Raises:
-        ValueError: there is no such name.
+        ValueError: the name is unknown.
     """
     wanted = [name for name in names.split(",") if name]
     known = {stage.name for stage in STAGES} | {stage.group for stage in STAGES if stage.group}

@@ -56,9 +56,9 @@ def run_trl(make: Callable[..., Any], folder: Path) -> None:
     trainer = make([Clock()])
     trainer.train()
     log = [row for row in trainer.state.log_history if "loss" in row]
-    told = {"losses": ends(log, "loss"), "logp": ends(log, "logps/chosen"), "peak_mib": peak_mib()}
-    told |= {"rows": len(trainer.train_dataset), "dtype": str(trainer.model.dtype)}
-    (folder / f"trl.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told))
+    numbers = {"losses": ends(log, "loss"), "logp": ends(log, "logps/chosen"), "peak_mib": peak_mib()}
+    numbers |= {"rows": len(trainer.train_dataset), "dtype": str(trainer.model.dtype)}
+    (folder / f"trl.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(numbers))
 
 
 def trl_settings(job: Any, folder: Path) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path
         take_turns(Path(script), sides, job.ranks, job.warm + job.steps, folder)
         seconds = {side: seconds_of(folder, side, job.ranks)[1 + job.warm :] for side in sides}
         log = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        told = {
+        numbers = {
             side: [json.loads((folder / f"{side}.{rank}.json").read_text()) for rank in range(job.ranks)]
             for side in sides
         }
@@ -137,12 +137,12 @@ def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path
         "encoded": held,
         "ratio": theirs / mine,
         "medians": {"trl": theirs, "spmdrl": mine},
-        "losses": {"trl": told["trl"][0]["losses"], "spmdrl": ends(log, "loss")},
-        "logp": {"trl": told["trl"][0]["logp"], "spmdrl": ends(log, "logp/chosen")},
-        "peak_mib": {side: max(each["peak_mib"] for each in told[side]) for side in sides},
+        "losses": {"trl": numbers["trl"][0]["losses"], "spmdrl": ends(log, "loss")},
+        "logp": {"trl": numbers["trl"][0]["logp"], "spmdrl": ends(log, "logp/chosen")},
+        "peak_mib": {side: max(each["peak_mib"] for each in numbers[side]) for side in sides},
         "seconds": seconds,
-        "trl_weights": told["trl"][0]["dtype"],
-        "trl_rows": told["trl"][0]["rows"],
+        "trl_weights": numbers["trl"][0]["dtype"],
+        "trl_rows": numbers["trl"][0]["rows"],
         "phases": {k: statistics.median(r[k] for r in log[job.warm :]) for k in log[-1] if k.startswith("time/")},
         "about": about(),
     }

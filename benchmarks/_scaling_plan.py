@@ -191,8 +191,8 @@ def pushed(layouts: tuple[str, ...], worlds: tuple[int, ...], layers: int | None
             if layout == "fsdp":
                 held = Sets(shards.rows, np.arange(ranks) % 4)
             row = push_plan.measured(model, held, wanted, 5)
-            told = sum(x.nbytes for x in (*held.rows, *wanted.rows)) + 2 * 16 * ranks
-            rows.append({"layout": layout, "ranks": ranks, "boxes_mib": told / 2**20} | row)
+            exchanged = sum(x.nbytes for x in (*held.rows, *wanted.rows)) + 2 * 16 * ranks
+            rows.append({"layout": layout, "ranks": ranks, "boxes_mib": exchanged / 2**20} | row)
     return rows
 
 

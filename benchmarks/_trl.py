@@ -13,7 +13,7 @@ PINS = ["trl==1.16.0", "accelerate==1.15.0"]
 
 
 class Turns:
-    """A rank's turn at the machine: it says that it has arrived, and waits until its side may make the next step."""
+    """A rank's turn at the machine: it reports its arrival, and waits until its side may make the next step."""
 
     def __init__(self, folder: Path, side: str):
         self.folder, self.side, self.step, self.began = folder, side, 0, time.perf_counter()

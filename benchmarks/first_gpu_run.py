@@ -34,7 +34,7 @@ from benchmarks._gpu_judge import judge  # noqa: E402
 from benchmarks._gpu_stages import FACTS, ROOT, STEPS, Command, Form, Stage, Training, chosen, example  # noqa: E402
 
 GRACE = 5.0
-"""Seconds of a limit that remain to a program after it was asked to end."""
+"""Seconds of a limit that remain to a program after the signal to end."""
 MARK = "SPMDRL_STAGE"
 """Variable in the environment of every process of a stage: torchrun puts its ranks into sessions of their own."""
 SLOWER = 4
@@ -193,20 +193,20 @@ def look(python: str, work: Path) -> dict:
 
 def write(base: Path, results: list[Result], facts: dict, began: datetime, seconds: float) -> None:
     """Writes the report so far, for programs and for people."""
-    told = {"date": began.isoformat(timespec="seconds"), "seconds": round(seconds), "machine": facts}
-    told["stages"] = [asdict(result) for result in results]
-    base.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
-    base.with_suffix(".md").write_text(markdown(told, facts))
+    report = {"date": began.isoformat(timespec="seconds"), "seconds": round(seconds), "machine": facts}
+    report["stages"] = [asdict(result) for result in results]
+    base.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    base.with_suffix(".md").write_text(markdown(report, facts))
 
 
-def markdown(told: dict, facts: dict) -> str:
-    stages = told["stages"]
+def markdown(report: dict, facts: dict) -> str:
+    stages = report["stages"]
     count = {status: sum(s["status"] == status for s in stages) for status in ("ok", "failed", "skipped")}
     gpus = ", ".join(f"{g['name']} ({g['gib']} GiB, {g['capability']})" for g in facts["gpus"]) or "no GPU"
     lines = [
-        f"# First run, {told['date']}",
+        f"# First run, {report['date']}",
         "",
-        f"{count['ok']} ok, {count['failed']} failed, {count['skipped']} skipped, in {told['seconds']} s.",
+        f"{count['ok']} ok, {count['failed']} failed, {count['skipped']} skipped, in {report['seconds']} s.",
         f"Machine: {facts['host']}, {facts['cpu']}; {len(facts['gpus'])} GPUs: {gpus}.",
         "Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()) + ".",
         "",
@@ -305,8 +305,8 @@ def main(argv: list[str] | None = None) -> int:
             result = run_stage(stage, form, limit, gib)
             results.append(result)
             write(base, results, facts, began, time.monotonic() - clock)
-            told = f": {result.reason}" if result.reason else ""
-            print(f"=== {stage.name}: {result.status}, {result.seconds:.0f} s{told}", flush=True)
+            reason = f": {result.reason}" if result.reason else ""
+            print(f"=== {stage.name}: {result.status}, {result.seconds:.0f} s{reason}", flush=True)
             for line in result.targets + result.tail:
                 print(f"    {line}")
     finally:

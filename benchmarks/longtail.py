@@ -89,7 +89,7 @@ class Watched:
         """Submits a request with its drawn length, less the tokens that a continued response has already."""
         before = self.longest - request.max_new_tokens
         request.max_new_tokens = length(*request.key[:2], self.longest, self.spread) - before
-        assert request.max_new_tokens > 0, "what is complete is not asked for again"
+        assert request.max_new_tokens > 0, "a complete response is not requested again"
         self.running += 1
         self.submit_(request)
 
@@ -254,10 +254,10 @@ def measure(args) -> dict[str, dict]:
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment |= {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-        told = [word for name in NUMBERS for word in (f"--{name}", str(getattr(args, name)))]
-        told += ["--engine", args.engine, "--settings", *args.settings, "--side", work]
+        words = [word for name in NUMBERS for word in (f"--{name}", str(getattr(args, name)))]
+        words += ["--engine", args.engine, "--settings", *args.settings, "--side", work]
         with open(folder / "log", "w") as log:
-            command = [*launch, __file__, *told]
+            command = [*launch, __file__, *words]
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
         ranks = [folder / f"rank_{rank}.json" for rank in range(args.ranks)]
         if done.returncode or not all(file.exists() for file in ranks):

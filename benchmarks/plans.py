@@ -65,12 +65,12 @@ def planned(words: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "spmdrl.plan", *shlex.split(words), "--json", str(out), "--no-nearest"]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         began, most = time.monotonic(), 0
-        with log.open("w") as said:
+        with log.open("w") as console:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": path},
-                stdout=said,
+                stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -139,7 +139,7 @@ def filled(text: str, found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Plan, print the table and the targets, and write what was asked for."""
+    """Plan, print the table and the targets, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two small jobs")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="words that a plan's name holds")

@@ -162,7 +162,7 @@ def plan(model: Checkpoint, held, wanted, rank: int):
     return Routes(held, wanted, rank, pieces, model.entries, np.array(places)), 1 + places[-1]
 
 
-def told(sets):
+def exchanged(sets):
     """Copies of sets in the form in which a plan gets them from the other ranks: one block of rows."""
     from spmdrl.weights.plan import Sets
 
@@ -198,15 +198,15 @@ def traffic(model: Checkpoint, held, routes, buckets: int, rank: int) -> dict:
 
 
 def measured(model: Checkpoint, held, wanted, rank: int) -> dict:
-    """CPU seconds of a plan, then, of a second one, its peak and lasting MiB in allocations; and its traffic."""
+    """CPU seconds of a plan, then, of a second one, its peak and remaining MiB of allocations; and its traffic."""
     clock = time.process_time()
-    plan(model, told(held), told(wanted), rank)
+    plan(model, exchanged(held), exchanged(wanted), rank)
     seconds = time.process_time() - clock
     tracemalloc.start()
-    routes, buckets = plan(model, told(held), told(wanted), rank)
-    lasting, peak = tracemalloc.get_traced_memory()
+    routes, buckets = plan(model, exchanged(held), exchanged(wanted), rank)
+    remaining, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    row = dict(peak_mib=peak / 2**20, lasting_mib=lasting / 2**20, cpu_s=seconds)
+    row = dict(peak_mib=peak / 2**20, lasting_mib=remaining / 2**20, cpu_s=seconds)
     return row | traffic(model, held, routes, buckets, rank)
 
 

@@ -47,9 +47,9 @@ def answers(count: int, source: str, symbolic: bool = False) -> list[tuple[Any, 
     for i in range(count):
         truth, right = draw.randrange(10_000), i % 6 != 0
         work = " ".join(draw.choice(WORDS) if draw.random() < 0.8 else str(draw.randrange(100)) for _ in range(80))
-        said = truth if right else truth + 1
+        number = truth if right else truth + 1
         # Neither the text nor a number tells that these are equal, so math-verify has to.
-        end, answer = (rf"\boxed{{{said}x+{truth}}}", f"{truth}(x+1)") if symbolic else (f"#### {said}", str(truth))
+        end, answer = (rf"\boxed{{{number}x+{truth}}}", f"{truth}(x+1)") if symbolic else (f"#### {number}", str(truth))
         made.append((RewardInput(source, f"{work}\n{end}", answer, {"index": i, "split": "train"}), float(right)))
     return made
 

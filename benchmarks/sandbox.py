@@ -6,7 +6,7 @@
 in processes and files of its own (`tests/sandbox/test_attacks.py` shows that they share nothing). Beside them stands
 `python -c` without any sandbox. *Step*: a real job samples 64 responses from a random model with the layers of
 SmolLM2-135M and the tiny tokenizer (quick: the tiny model, fewer tests), and each is graded by 20 programs on standard
-input. Its reward grades the same right program whatever the model says, so that all tests run. What the job waits for
+input. Its reward grades the same right program whatever the model writes, so that all tests run. What the job waits for
 rewards once sampling is done is `time/reward`.
 """
 

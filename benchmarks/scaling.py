@@ -156,18 +156,18 @@ def one_rank(rank: int, ranks: int, steps: int, folder: str) -> None:
     world.store = CountingStore(world.store, traffic.now)  # type: ignore[assignment]
     os.makedirs(f"{folder}/run_{ranks}", exist_ok=True)
     run = build_run(Session(settings(f"{folder}/run_{ranks}", ranks, steps), world, Timer()))
-    told, begin = [], run.steps
+    traffic_of_steps, begin = [], run.steps
 
     def counted():
         for step in begin():
             before = Counter(traffic.now)
             yield step
-            told.append({name: traffic.now[name] - before[name] for name in traffic.now})
+            traffic_of_steps.append({name: traffic.now[name] - before[name] for name in traffic.now})
 
     run.steps = counted
     with traffic:
         train(run)
-    Path(folder, f"{ranks}_{rank}.json").write_text(json.dumps(told))
+    Path(folder, f"{ranks}_{rank}.json").write_text(json.dumps(traffic_of_steps))
     dist.barrier()
     os._exit(0)  # Destructors of a group wait for ranks that may be gone.
 
@@ -176,8 +176,8 @@ def measured(ranks: int, steps: int = STEPS) -> dict[str, Any]:
     """The row of one world: figures of one step of one rank, the mean over ranks and over steps after the first."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(one_rank, (ranks, steps, folder), ranks, start_method="fork")
-        said = [json.loads(Path(folder, f"{ranks}_{r}.json").read_text()) for r in range(ranks)]
-    rows = [step for rank in said for step in rank[1:]]
+        of_ranks = [json.loads(Path(folder, f"{ranks}_{r}.json").read_text()) for r in range(ranks)]
+    rows = [step for rank in of_ranks for step in rank[1:]]
     names = sorted({name for row in rows for name in row} | {"collectives", "messages", "sent", "ring", "requests"})
     counts = sorted({row.get("collectives", 0) for row in rows})
     mean = {name: sum(row.get(name, 0) for row in rows) / len(rows) for name in names}

@@ -43,7 +43,7 @@ class Job:
     length: int = 512
     """Tokens of TRL's packed sequences, and most of a row."""
     ours: int = 8192
-    """Tokens of our micro-batches; 8192 is what a job has unless it says otherwise."""
+    """Tokens of our micro-batches; 8192 by default."""
     warm: int = 2
     steps: int = 16
     lr: float = 1e-6

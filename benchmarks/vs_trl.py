@@ -5,7 +5,7 @@
 Toy jobs train the 0.74M policy that ships here on 8 prompts x 8 samples of exactly 32 tokens, in float32, with the HF
 engine on both sides. Real jobs train SmolLM2-135M on 4 prompts of GSM8K x 8 samples of exactly 64 tokens, in float32 on
 one rank and in bfloat16 on two. There spmdrl uses its default engine (vLLM), or the HF engine in the jobs that end in
-`-hf`, so that the gains of vLLM and of spmdrl can be told apart. TRL samples with transformers' generate, its default:
+`-hf`, which separate the gains of vLLM and of spmdrl. TRL samples with transformers' generate, its default:
 its vLLM does not run on a CPU. There is no KL and one optimizer update a step, nothing ends a response early, and every
 step of a real job has the same four prompts on both sides, so that both train on the same number of tokens.
 
@@ -117,7 +117,7 @@ def trl(job: Job, folder: Path) -> None:
         disable_tqdm=True,
         generation_kwargs={"min_new_tokens": job.tokens},
     )
-    # By its path, so that TRL chooses the type of the weights: float32, with autocast to bfloat16 where that is asked.
+    # By its path, so that TRL chooses the type of the weights: float32, with autocast for jobs in bfloat16.
     trainer = GRPOTrainer(
         model=(folder / "model").read_text(),
         reward_funcs=reward,
@@ -127,9 +127,9 @@ def trl(job: Job, folder: Path) -> None:
     )
     trainer.train()
     key = "completions/mean_length"
-    told = [row for row in trainer.state.log_history if key in row][job.warm :]
+    logged = [row for row in trainer.state.log_history if key in row][job.warm :]
     if os.environ.get("RANK", "0") == "0":
-        lengths = statistics.mean(row[key] for row in told)
+        lengths = statistics.mean(row[key] for row in logged)
         (folder / "trl.json").write_text(json.dumps({"mean_tokens": lengths, "dtype": str(trainer.model.dtype)}))
 
 
@@ -211,9 +211,9 @@ def measure(job: Job, data: Path | None, python: Path) -> dict:
         )
         all_of = {side: seconds_of(folder, side, job.ranks)[1 + job.warm :] for side in SIDES}
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][job.warm :]
-        told = json.loads((folder / "trl.json").read_text())
+        theirs_log = json.loads((folder / "trl.json").read_text())
     theirs, mine = (statistics.median(all_of[side]) for side in ("trl", "spmdrl"))
-    lengths = {"trl": told["mean_tokens"], "spmdrl": statistics.mean(row["response_length/mean"] for row in rows)}
+    lengths = {"trl": theirs_log["mean_tokens"], "spmdrl": statistics.mean(row["response_length/mean"] for row in rows)}
     tokens = {side: length * job.prompts * job.samples for side, length in lengths.items()}
     if abs(tokens["trl"] - tokens["spmdrl"]) > SAME_TOKENS * tokens["trl"]:
         raise RuntimeError(f"the sides do not train on the same number of tokens: {tokens}")
@@ -226,7 +226,7 @@ def measure(job: Job, data: Path | None, python: Path) -> dict:
         "spmdrl_tokens": tokens["spmdrl"],
         "trl_s_all": all_of["trl"],
         "spmdrl_s_all": all_of["spmdrl"],
-        "trl_weights": told["dtype"],
+        "trl_weights": theirs_log["dtype"],
         "spmdrl_phases": {k: statistics.median(r[k] for r in rows) for k in rows[0] if k.startswith("time/")},
     }
 

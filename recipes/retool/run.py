@@ -43,10 +43,10 @@ def demonstrations(rows: list[dict], seed: int) -> Iterator[dict]:
     """Yields a dialogue for each row, with or without a call of the tool."""
     rng = random.Random(seed)
     for row in rows:
-        asked, answer = {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}
-        called = calling("calculate", expression=row["prompt"].removesuffix("="))
-        told = {"role": "tool", "content": row["answer"]}
-        yield {"messages": [asked, called, told, answer] if rng.random() < 0.5 else [asked, answer]}
+        question, answer = {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}
+        call = calling("calculate", expression=row["prompt"].removesuffix("="))
+        result = {"role": "tool", "content": row["answer"]}
+        yield {"messages": [question, call, result, answer] if rng.random() < 0.5 else [question, answer]}
 
 
 def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) -> list[list[str]]:

@@ -5,7 +5,7 @@
 A policy from scratch never gets a reward, and one trained on right answers has nothing left to learn. So the warm start
 by `spmdrl.sft` shows `abcde=` followed by the copy `abcde` in 60% of the rows and by the wanted `edcba` in the rest.
 The policy ends able to do both, and right in about 0.40 of its samples at temperature 1. Choosing is what reinforcement
-then teaches.
+then trains it.
 
 Prompts of the evaluation split (`builtin:reverse:eval`) are kept out of the warm start. It takes about two minutes on
 one core.
