@@ -6,75 +6,39 @@ advantages.py         outcome advantages: one number for each sequence
 credit.py             advantages by token; reward and cost combined
 turns.py              advantages by turn
 tree.py               which token and turn follows which, and sums along them
-estimators.py         a row for each advantage estimator: function, inputs
+estimators.py         a row for each advantage estimator: function, inputs; advantages of a padded batch
 samples.py            inputs of an estimator
-losses.py             policy losses token by token; a row for each loss: function, aggregation, scope
+groups.py             groups of samples, and sums over them that no order changes
+token_losses.py       policy losses token by token
 sequence_losses.py    policy losses of whole sequences
-covariance_losses.py  KL-Cov, Clip-Cov
-divergence_losses.py  DPPO
-rows.py               what a function says of itself: settings, paper
+covariance_losses.py  KL-Cov, Clip-Cov, and the tokens that they hold back
+losses.py             a row for each policy loss: function, aggregation, scope; loss of a padded batch
 loss_inputs.py        inputs and results of a loss
-selection.py          selects the tokens that KL-Cov and Clip-Cov hold back, over all ranks
+rows.py               settings and paper of a function; padded tensors
 aggregate.py          reduces per-token losses to one number
 kl.py                 estimates of KL to the reference
 correction.py         importance weights for the difference between engine and trainer
 filters.py            chooses the groups that a step learns from
-resample.py           learns more from samples whose reward is likely right
+resample.py           draws samples whose reward is likely right more often
 shaping.py            turns a score into the reward that advantages use
-supervised.py         losses of given tokens
 preference.py         losses of pairs of responses, and of labelled responses
-value.py              critic, implicit process rewards, imitation of good samples
-notebook.py           the same functions on padded tensors
+value.py              critic, implicit process rewards, imitation of good samples, losses of given tokens
 """
 
-from spmdrl.algos.aggregate import AGGREGATIONS, Totals, count_totals, token_weights
-from spmdrl.algos.correction import (
-    CORRECTIONS,
-    correction_weights_T,
-    disagreement,
-    finish_monitors,
-    mismatch,
-    reject_sequences,
-)
-from spmdrl.algos.credit import lagrangian
-from spmdrl.algos.estimators import ADVANTAGES, Advantage
-from spmdrl.algos.kl import KL_KINDS, adaptive_coef, kl_estimate
-from spmdrl.algos.losses import LOSSES, Loss, LossInputs, LossResult
-from spmdrl.algos.notebook import compute_advantages, compute_kl, compute_loss, correction_weights
+from spmdrl.algos.correction import correction_weights
+from spmdrl.algos.estimators import ADVANTAGES, compute_advantages
+from spmdrl.algos.kl import kl_estimate
+from spmdrl.algos.loss_inputs import LossInputs
+from spmdrl.algos.losses import LOSSES, compute_loss
 from spmdrl.algos.samples import Samples
-from spmdrl.algos.selection import Selecting
-from spmdrl.algos.value import dual_step, implicit_reward_loss, implicit_rewards, positive_nll, value_loss
 
 __all__ = [
     "ADVANTAGES",
-    "AGGREGATIONS",
-    "CORRECTIONS",
-    "KL_KINDS",
     "LOSSES",
-    "Advantage",
-    "Loss",
     "LossInputs",
-    "LossResult",
     "Samples",
-    "Selecting",
-    "Totals",
-    "adaptive_coef",
     "compute_advantages",
-    "compute_kl",
     "compute_loss",
     "correction_weights",
-    "correction_weights_T",
-    "count_totals",
-    "disagreement",
-    "dual_step",
-    "finish_monitors",
-    "implicit_reward_loss",
-    "implicit_rewards",
     "kl_estimate",
-    "lagrangian",
-    "mismatch",
-    "positive_nll",
-    "reject_sequences",
-    "token_weights",
-    "value_loss",
 ]

@@ -7,11 +7,12 @@ and value, not of arrival.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from spmdrl.algos.samples import Result, Samples, finite, in_range, power_of_two
+from spmdrl.algos.groups import Groups, centre, leave_one_out, normalise, spread, subtract_mean
+from spmdrl.algos.rows import in_range
+from spmdrl.algos.samples import Result, Samples, finite
 
 SCORE = "score"
 """The total reward among the parts that `gdpo` weighs."""
@@ -203,78 +204,6 @@ def win_rate(x: Samples) -> Result:
     below_N = starts[0][ranks.index_N] - starts[1][groups.index_N]
     rate_N = (below_N + (ranks.size_N - 1) / 2) / (groups.size_N - 1).clamp(min=1)
     return x.outcome(torch.where(groups.size_N > 1, rate_N - 0.5, 0.0)[mine])
-
-
-# ── groups ───────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Groups of rows, and an order to sum them in that does not depend on their arrival."""
-
-    index_N: torch.Tensor
-    """int64: the group of each row, 0 .. G - 1, in order of the keys."""
-    order_N: torch.Tensor
-    """int64: rows by group, then by value."""
-    size_N: torch.Tensor
-    """fp64: rows in the group of each row."""
-
-    @staticmethod
-    def of(keys: Sequence[torch.Tensor], *values_N: torch.Tensor) -> "Groups":
-        """Groups of rows with equal keys [N]. values_N: numbers that the terms of the groups' sums are functions of."""
-        index_N = torch.zeros(len(keys[0]), dtype=torch.int64)
-        for key_N in keys:
-            _, number_N = torch.unique(key_N, return_inverse=True)
-            _, index_N = torch.unique(index_N * (len(key_N) + 1) + number_N, return_inverse=True)
-        order_N = torch.arange(len(index_N))
-        for column_N in (*reversed(values_N), index_N):
-            order_N = order_N[torch.argsort(column_N[order_N], stable=True)]
-        return Groups(index_N, order_N, torch.bincount(index_N).double()[index_N])
-
-    def sum(self, x_N: torch.Tensor) -> torch.Tensor:
-        """[N]: for each row, the sum of x over its group."""
-        sums = torch.zeros_like(x_N)  # one slot per group, and there are at most N groups
-        return sums.index_add_(0, self.index_N[self.order_N], x_N[self.order_N])[self.index_N]
-
-    def low(self, x_N: torch.Tensor) -> torch.Tensor:
-        """[N]: for each row, the lowest x of its group."""
-        lowest = torch.zeros_like(x_N).scatter_reduce_(0, self.index_N, x_N, "amin", include_self=False)
-        return lowest[self.index_N]
-
-
-def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """x - group mean. 0 in a group of one."""
-    # Measured from the group's lowest value, so that equal ones centre to exactly 0 and grpo does not divide rounding
-    # by eps.
-    above_N = x_N - groups.low(x_N)
-    return above_N - groups.sum(above_N) / groups.size_N
-
-
-def spread(centred_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Unbiased std of each row's group, from values that are centred. 0 in a group of one."""
-    scale_N = power_of_two(groups.low(-centred_N.abs()))
-    squares_N = groups.sum((centred_N / scale_N).square())
-    return (squares_N / (groups.size_N - 1).clamp(min=1)).sqrt() * scale_N
-
-
-def normalise(x_N: torch.Tensor, groups: Groups, eps: float) -> torch.Tensor:
-    """(x - group mean) / (group std + eps); in a group of one x / (1 + eps). ValueError: negative eps."""
-    in_range("eps", eps, 0)
-    centred_N = centre(x_N, groups)
-    scaled_N = torch.where(centred_N == 0, 0.0, centred_N / (spread(centred_N, groups) + eps))
-    return torch.where(groups.size_N > 1, scaled_N, x_N / (1 + eps))
-
-
-def subtract_mean(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """x - group mean; in a group of one x itself."""
-    return torch.where(groups.size_N > 1, centre(x_N, groups), x_N)
-
-
-def leave_one_out(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """x - mean of the others of the group; in a group of one x itself."""
-    # x - (sum - x) / (n - 1) = (x - mean) * n / (n - 1)
-    scaled_N = centre(x_N, groups) * groups.size_N / (groups.size_N - 1).clamp(min=1)
-    return torch.where(groups.size_N > 1, scaled_N, x_N)
 
 
 def _scores(x: Samples) -> tuple[torch.Tensor, Groups, torch.Tensor]:

@@ -1,68 +1,113 @@
-"""Rollout correction: importance weights for tokens that the engine sampled from a policy that is not quite old_logp's.
+"""Rollout correction: importance weights for tokens whose log-probability differs between engine and trainer.
 
 T: packed tokens; B: sequences. The ratio of a token is r = exp(old_logp - rollout_logp), that of a sequence the product
 over its unmasked tokens; log ratios, summed first for a sequence, are clamped to +-20. Nothing here has a gradient, and
 everything is 0 (or counts nowhere) where the mask is False, where the inputs may hold anything.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from spmdrl.algos.aggregate import sum_per_sequence
 from spmdrl.algos.loss_inputs import LOG_RATIO_LIMIT, exp_clamped, masked
+from spmdrl.algos.rows import as_tensor, find, settings_of, unpad
 
-CORRECTIONS: dict[str, tuple[float | None, float | None]] = {
-    "none": (None, None),
-    "tis_token": (None, 2.0),
-    "tis_sequence": (None, 2.0),
-    "icepop": (0.5, 5.0),
-    "mis_token": (None, 2.0),
-    "mis_sequence": (None, 2.0),
+
+def uncorrected(ratio: torch.Tensor) -> torch.Tensor:
+    """1."""
+    return torch.ones_like(ratio)
+
+
+def tis(ratio: torch.Tensor, *, high: float = 2.0) -> torch.Tensor:
+    """`min(r, high)`: truncated importance sampling.
+
+    Source: https://fengyao.notion.site/off-policy-rl
+    """
+    return ratio.clamp(max=high)
+
+
+def icepop(ratio: torch.Tensor, *, low: float = 0.5, high: float = 5.0) -> torch.Tensor:
+    """`r` where `low <= r <= high`, else 0: IcePop.
+
+    Source: https://arxiv.org/abs/2510.18855
+    """
+    return torch.where(_within(ratio, low, high), ratio, 0.0)
+
+
+def mis(ratio: torch.Tensor, *, low: float | None = None, high: float = 2.0) -> torch.Tensor:
+    """`r` where `low <= r <= high`, else 0: masked importance sampling.
+
+    Source: https://richardli.xyz/rl-collapse
+
+    The default of `high` is that of truncation.
+    """
+    return torch.where(_within(ratio, low, high), ratio, 0.0)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One kind of importance weights: a function of the ratio, whose keyword-only parameters are its bounds."""
+
+    function: Callable[..., torch.Tensor]
+    of_sequence: bool = False
+    """The ratio is that of the whole sequence, at each of its tokens."""
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": Correction(uncorrected),
+    "tis_token": Correction(tis),
+    "tis_sequence": Correction(tis, of_sequence=True),
+    "icepop": Correction(icepop),
+    "mis_token": Correction(mis),
+    "mis_sequence": Correction(mis, of_sequence=True),
 }
-"""Kind -> default (low, high)."""
 
 
-def correction_weights_T(
+def correction_weights(
     kind: str,
-    old_logp_T: torch.Tensor,
-    rollout_logp_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    seq_T: torch.Tensor,
+    old_logp: Any,
+    rollout_logp: Any,
+    mask: Any,
+    seq_T: torch.Tensor | None = None,
     low: float | None = None,
     high: float | None = None,
 ) -> torch.Tensor:
-    """Weight of each token's loss, [T] in the dtype of old_logp.
+    """Return the weight of each token's loss, in the shape, dtype and place of old_logp; 0 where the mask is False.
 
-    - `none`: 1
-    - `tis_token`: min(r, high), truncated importance sampling (https://fengyao.notion.site/off-policy-rl); high 2
-    - `tis_sequence`: the same of the sequence's ratio, at each of its tokens; high 2
-    - `icepop`: r where low <= r <= high, else 0 (IcePop, https://arxiv.org/abs/2510.18855); low 0.5, high 5
-    - `mis_token`: masked importance sampling (https://richardli.xyz/rl-collapse), as icepop with a bound on one side: r
-      where r <= high (and r >= low, if given), else 0; high 2
-    - `mis_sequence`: the same of the sequence's ratio, at each of its tokens; high 2
+    Args:
+        kind: a key of CORRECTIONS.
+        old_logp: the trainer's log-probabilities, packed [T] or padded [B, T], nats.
+        rollout_logp: those that the engine reported, alike.
+        mask: packed bool [T]; padded True or 1 where the policy sampled.
+        seq_T: int64 [T], the token's sequence; None: the inputs are padded, a row being a sequence.
+        low: smallest ratio that is kept; None: the kind's default.
+        high: largest ratio that is kept, or at which it is cut; None: the kind's default.
 
-    The numbers are the defaults: those in use for tis and icepop; mis takes that of tis. ValueError: unknown kind;
-    low above high or negative; low for a kind that only truncates from above.
+    Raises:
+        ValueError: an unknown kind; low above high or negative; low for a kind that only truncates from above; shapes
+            that do not fit.
     """
-    if kind not in CORRECTIONS:
-        raise ValueError(f"unknown rollout correction {kind!r}: choose one of {', '.join(CORRECTIONS)}")
-    if kind == "none":
-        return mask_T.to(old_logp_T.dtype)
+    row = find(kind, CORRECTIONS, "rollout correction")
+    if seq_T is None:
+        mask_T, seq_T, shape = unpad(mask)
+        old, rollout = as_tensor("old_logp", old_logp, shape), as_tensor("rollout_logp", rollout_logp, shape)
+        old = (old if old.is_floating_point() else old.double()).flatten()
+        rows = (old, rollout.flatten().to(old), mask_T.to(old.device), seq_T.to(old.device))
+        return correction_weights(kind, *rows, low, high).view(shape)
+    bounds = settings_of(row.function)
     if kind.startswith("tis") and low is not None:
         raise ValueError(
             f"{kind} truncates from above only: leave out low ({low}), or take icepop or {'mis' + kind[3:]}"
         )
-    low = CORRECTIONS[kind][0] if low is None else low
-    high = CORRECTIONS[kind][1] if high is None else high
-    _check_bounds(low, high)
-    log_ratio_T = _log_ratio(old_logp_T, rollout_logp_T, mask_T)
-    if kind.endswith("sequence"):
+    bounds |= {name: bound for name, bound in (("low", low), ("high", high)) if name in bounds and bound is not None}
+    _check_bounds(bounds.get("low"), bounds.get("high"))
+    log_ratio_T = _log_ratio(old_logp, rollout_logp, mask)
+    if row.of_sequence:
         log_ratio_T = sum_per_sequence(log_ratio_T, seq_T)[seq_T]
-    ratio_T = exp_clamped(log_ratio_T)
-    if kind.startswith("tis"):
-        weights_T = ratio_T.clamp(max=high)
-    else:
-        weights_T = torch.where(_within(ratio_T, low, high), ratio_T, 0.0)
-    return masked(weights_T, mask_T).to(old_logp_T.dtype)
+    return masked(row.function(exp_clamped(log_ratio_T), **bounds), mask).to(old_logp.dtype)
 
 
 def reject_sequences(

@@ -1,9 +1,18 @@
 """KL-Cov and Clip-Cov: losses that hold back the few tokens which collapse the policy's entropy.
 
-Source: https://arxiv.org/abs/2505.22617. Those are tokens whose log-probability and advantage are far above their means
-together. Which ones is a property of the whole batch, so it is settled beforehand (`selection.py`) and given in
-`x.selected`; deciding per micro-batch would make the result depend on how the batch was cut (law 2 of the design).
+Source: https://arxiv.org/abs/2505.22617. The log-probability and the advantage of these tokens are both far above their
+means. Their choice depends on the whole batch, so a selection over all micro-batches and ranks comes first and fills
+`x.selected`; a choice within each micro-batch would depend on how the batch was cut (law 2 of the design).
+
+A selection is `f(x: Selecting, **settings) -> bool [T]`, with the settings of the loss of that name. It gathers from
+other ranks twice, whatever the data (law 1): sums per sequence, then the best candidates of each rank. The result does
+not depend on how sequences are spread over ranks, to the bit: sums run in order of their terms, equal candidates are
+taken in order of sample and then of token.
+
+T: packed tokens, of a micro-batch in a loss and of this rank in a selection; B: sequences; N: rows of every rank.
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +27,7 @@ from spmdrl.algos.loss_inputs import (
     ratio_stats,
     weighted,
 )
+from spmdrl.algos.samples import Gather, Samples, alone
 
 
 def kl_cov(x: LossInputs, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> LossResult:
@@ -88,3 +98,104 @@ def _selected(x: LossInputs, name: str) -> torch.Tensor:
             f"select_{name} of spmdrl.algos.selection"
         )
     return x.selected & x.mask
+
+
+# ── selection ────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Selecting:
+    """This rank's tokens of one optimizer step, on the host. Floats are fp64; elsewhere than under the mask they may
+    hold anything; `seq` ascends.
+    """
+
+    logp: torch.Tensor
+    """[T]: current policy."""
+    old_logp: torch.Tensor
+    """[T]: policy at the start of the step."""
+    advantages: torch.Tensor
+    """[T]."""
+    mask: torch.Tensor
+    """bool [T], True where the policy sampled."""
+    seq: torch.Tensor
+    """int64 [T]: the token's sequence, 0 .. B - 1."""
+    sequences: int
+    """B."""
+    draw: torch.Tensor | None = None
+    """[T]: a uniform number in [0, 1) for each token, keyed by the data and not by the rank. Used by clip_cov."""
+    gather: Gather = alone
+    """Gathers rows of all ranks, as in `Samples`."""
+
+
+def select_kl_cov(x: Selecting, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> torch.Tensor:
+    """The tokens with the largest covariance: bool [T], max(1, int(cov_ratio * tokens)) of them over all ranks.
+
+    Source: https://arxiv.org/abs/2505.22617
+
+    The covariance of a token is (A - mean A)(logp - mean logp), means over all unmasked tokens of all ranks.
+    cov_ratio: in [0, 1]; 0 selects none. kl_coef: the loss's, not used. Collective in a run.
+    """
+    check_share(cov_ratio)
+    cov_T, place_B, most = _covariance(x, cov_ratio)
+    return _best(x, x.mask, cov_T, place_B, most)
+
+
+def select_clip_cov(
+    x: Selecting,
+    *,
+    cov_ratio: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> torch.Tensor:
+    """A random choice of the tokens with cov_low < covariance < cov_high that PPO's clip has not decided: bool [T].
+
+    Source: https://arxiv.org/abs/2505.22617
+
+    max(1, int(cov_ratio * tokens)) of them over all ranks (fewer where there are not so many), those with the lowest
+    `draw`. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`.
+    """
+    check_share(cov_ratio)
+    check_clip(clip_low, clip_high, most_low=1.0)
+    if not cov_low < cov_high:
+        raise ValueError(f"cov_low must be below cov_high, got {cov_low} and {cov_high}")
+    if x.draw is None:
+        raise ValueError("clip_cov chooses at random: give `draw`, a uniform number for each token")
+    cov_T, place_B, most = _covariance(x, cov_ratio)
+    ratio_T = exp_clamped(x.logp - x.old_logp)
+    unclipped_T, clipped_T = clipped_surrogate(x.advantages, ratio_T, clip_low, clip_high)
+    candidates = x.mask & (cov_T > cov_low) & (cov_T < cov_high) & ~(clipped_T > unclipped_T)
+    return _best(x, candidates, -x.draw, place_B, most)
+
+
+def _rows(x: Selecting) -> Samples:
+    return Samples(torch.zeros(len(x.mask)), x.mask, x.seq, torch.arange(x.sequences), gather=x.gather)
+
+
+def _covariance(x: Selecting, cov_ratio: float) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the covariance [T], each sequence's index over all ranks [B], and the number of tokens to select."""
+    rows = _rows(x)
+    columns = (rows.lengths, rows.sum_tokens(x.advantages), rows.sum_tokens(x.logp))
+    count_N, advantage_N, logp_N, place_B = rows.everyone(*columns)
+    tokens = int(count_N.sum())
+    mean_advantage, mean_logp = (sum_N.sort().values.sum() / max(tokens, 1) for sum_N in (advantage_N, logp_N))
+    most = min(max(1, int(cov_ratio * tokens)), tokens) if cov_ratio else 0
+    return (x.advantages - mean_advantage) * (x.logp - mean_logp), place_B, most
+
+
+def _best(
+    x: Selecting, candidates_T: torch.Tensor, value_T: torch.Tensor, place_B: torch.Tensor, most: int
+) -> torch.Tensor:
+    """bool [T]: the `most` candidates of all ranks with the largest value."""
+    index = torch.nonzero(candidates_T).flatten()
+    # In sample order, then, keeping that order among equals, by value: candidates that are cut off here are not among
+    # the best of all ranks either.
+    index = index[torch.argsort(place_B[x.seq[index]], stable=True)]
+    index = index[torch.argsort(value_T[index], descending=True, stable=True)][:most].sort().values
+    value_N, place_n = _rows(x).everyone(value_T[index], seq_n=x.seq[index])
+    chosen_N = torch.zeros(len(value_N), dtype=torch.bool)
+    chosen_N[torch.argsort(value_N, descending=True, stable=True)[:most]] = True
+    selected_T = torch.zeros(len(candidates_T), dtype=torch.bool)
+    selected_T[index] = chosen_N[place_n]
+    return selected_T

@@ -8,8 +8,9 @@ range.
 
 import torch
 
-from spmdrl.algos.advantages import Groups, leave_one_out, normalise
-from spmdrl.algos.samples import Result, Samples, in_range
+from spmdrl.algos.groups import Groups, leave_one_out, normalise
+from spmdrl.algos.rows import in_range
+from spmdrl.algos.samples import Result, Samples
 from spmdrl.algos.tree import depths, discount, td_errors, tokens_follow
 
 

@@ -1,11 +1,18 @@
-"""All advantage estimators by name, with the inputs that each takes."""
+"""All advantage estimators by name, with the inputs that each takes, and the advantages of a padded batch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
 
 from spmdrl.algos import advantages, credit, turns
-from spmdrl.algos.samples import Result
+from spmdrl.algos.aggregate import sum_per_sequence
+from spmdrl.algos.rows import as_tensor, find, nearest, settings_of, unpad
+from spmdrl.algos.samples import Result, Samples, at_last_sampled
+
+PER_TOKEN = tuple(f.name for f in fields(Samples) if f.default is None and f.metadata["shape"] == "T")
+"""Optional fields of Samples that are [T]."""
 
 
 @dataclass(frozen=True)
@@ -25,39 +32,208 @@ class Advantage:
     gradient: Literal["exact", "scaled", "biased"] = "biased"
     """Expectation of its policy gradient: `exact`; `scaled` by 1 - 1/n because the baseline of n samples includes the
     sample itself; or `biased` (docs/credit.md)."""
+    reason: str = ""
+    """Reason for that, a cell of a table of docs/credit.md."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Fields of Samples that it looks at beside rewards and groups."""
+        """Fields of Samples that it reads beside rewards and groups."""
         return (*self.needs, *self.reads)
 
 
 def own_advantage(function: Callable[..., Result]) -> Advantage:
-    """The row of a user's own function; its attribute `needs` names the fields of Samples that it cannot do without."""
+    """Return the row of a user's own function, whose attribute `needs` names the fields of Samples that it needs."""
     return Advantage(function, needs=getattr(function, "needs", ()), compares=False)
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "gae": Advantage(credit.gae, needs=("values",), compares=False, gradient="exact"),
-    "grpo": Advantage(advantages.grpo),
-    "dr_grpo": Advantage(advantages.dr_grpo, gradient="scaled"),
-    "rloo": Advantage(advantages.rloo, gradient="exact"),
-    "reinforce": Advantage(advantages.reinforce, compares=False, gradient="scaled"),
-    "remax": Advantage(credit.remax, needs=("baseline",), compares=False, gradient="exact"),
-    "reinforce_plus_plus": Advantage(credit.reinforce_plus_plus, compares=False),
-    "reinforce_plus_plus_baseline": Advantage(advantages.reinforce_plus_plus_baseline),
-    "opo": Advantage(advantages.opo),
-    "gpg": Advantage(advantages.gpg),
-    "grpo_pass_k": Advantage(advantages.grpo_pass_k),
-    "gdpo": Advantage(advantages.gdpo, reads=("parts",)),
-    "optimal_token_baseline": Advantage(credit.optimal_token_baseline, needs=("logp", "collision")),
-    "gigpo": Advantage(turns.gigpo, reads=("turn", "state", "parent")),
-    "win_rate": Advantage(advantages.win_rate),
-    "per_token": Advantage(credit.per_token, compares=False, gradient="exact"),
-    "prime": Advantage(credit.prime, needs=("process",)),
-    "grpo_process": Advantage(credit.grpo_process, needs=("process", "ends")),
-    "turn_rloo": Advantage(turns.turn_rloo, reads=("turn", "parent"), gradient="exact"),
+    "gae": Advantage(
+        credit.gae,
+        needs=("values",),
+        compares=False,
+        gradient="exact",
+        reason="with `lam` 1 and `whiten` False, for the same reason token by token",
+    ),
+    "grpo": Advantage(
+        advantages.grpo,
+        reason="the std of the group depends on the own reward",
+    ),
+    "dr_grpo": Advantage(
+        advantages.dr_grpo,
+        gradient="scaled",
+        reason="the own reward is in the mean of the group",
+    ),
+    "rloo": Advantage(
+        advantages.rloo,
+        gradient="exact",
+        reason="the baseline is of other samples, which do not depend on this one's actions",
+    ),
+    "reinforce": Advantage(
+        advantages.reinforce,
+        compares=False,
+        gradient="scaled",
+        reason="the own reward is in the mean of the step; with `baseline` none it is exact",
+    ),
+    "remax": Advantage(
+        credit.remax,
+        needs=("baseline",),
+        compares=False,
+        gradient="exact",
+        reason="the greedy response is another sample of its own",
+    ),
+    "reinforce_plus_plus": Advantage(
+        credit.reinforce_plus_plus,
+        compares=False,
+        reason="mean and std of whitening contain the own returns",
+    ),
+    "reinforce_plus_plus_baseline": Advantage(
+        advantages.reinforce_plus_plus_baseline,
+        reason="whitening",
+    ),
+    "opo": Advantage(
+        advantages.opo,
+        reason="the weight of the own reward in the mean is a length that the actions chose",
+    ),
+    "gpg": Advantage(
+        advantages.gpg,
+        reason="the factor alpha depends on the own reward",
+    ),
+    "grpo_pass_k": Advantage(
+        advantages.grpo_pass_k,
+        reason="by intent: it is for the best of k",
+    ),
+    "gdpo": Advantage(
+        advantages.gdpo,
+        reads=("parts",),
+        reason="std of the group and whitening",
+    ),
+    "optimal_token_baseline": Advantage(
+        credit.optimal_token_baseline,
+        needs=("logp", "collision"),
+        reason="the own return is in the mean, with a weight that the actions chose",
+    ),
+    "gigpo": Advantage(
+        turns.gigpo,
+        reads=("turn", "state", "parent"),
+        reason=(
+            "std, and a baseline with the own return and returns of later turns of the same episode in it, which "
+            "the action moved"
+        ),
+    ),
+    "win_rate": Advantage(
+        advantages.win_rate,
+        reason="by intent: it is for the share of samples that are beaten",
+    ),
+    "per_token": Advantage(
+        credit.per_token,
+        compares=False,
+        gradient="exact",
+        reason="with `gamma` 1; there is no baseline",
+    ),
+    "prime": Advantage(
+        credit.prime,
+        needs=("process",),
+        reason=(
+            "the baseline is subtracted once for each token left, a number that the actions chose; its outcome "
+            "term alone is exact"
+        ),
+    ),
+    "grpo_process": Advantage(
+        credit.grpo_process,
+        needs=("process", "ends"),
+        reason="mean and std of the steps contain the own ones",
+    ),
+    "turn_rloo": Advantage(
+        turns.turn_rloo,
+        reads=("turn", "parent"),
+        gradient="exact",
+        reason=(
+            "the same at each depth: which samples get there, and how well, does not depend on this one's "
+            "actions, and its own depth was known before the turn"
+        ),
+    ),
     "turn_gae": Advantage(
-        turns.turn_gae, needs=("values",), reads=("turn", "parent"), compares=False, gradient="exact"
+        turns.turn_gae,
+        needs=("values",),
+        reads=("turn", "parent"),
+        compares=False,
+        gradient="exact",
+        reason="a value is a function of the state before the turn, so with `lam` 1 any values will do",
     ),
 }
+
+
+def compute_advantages(
+    name: str, *, rewards: Any, mask: Any, group: Any = None, **inputs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return advantages and returns of a padded batch by the estimator `name`, a key of ADVANTAGES.
+
+    Args:
+        name: such as "grpo" or "gae".
+        rewards: [B, T] for each token, or [B] outcomes, which are placed on the last sampled token.
+        mask: [B, T], True or 1 where the policy sampled.
+        group: [B], the prompt of each row, as numbers or strings; estimators that compare samples need it.
+        inputs: fields of Samples, [B, T]; of them `baseline` is [B] or one number, `parts` a dict of name -> [B] or
+            [B, T]; and keyword settings of the estimator, such as gamma. Fields that the estimator does not use are
+            ignored. `baseline` of "reinforce" is its setting.
+
+    Returns:
+        advantages [B, T] and returns [B, T], 0 where the mask is 0, on the device and in the dtype of `rewards`
+        (float64 for integers and bools). The computation is in float64.
+
+    Raises:
+        ValueError: an unknown name or setting, a missing input, shapes that do not fit, rewards that are not finite.
+    """
+    estimator = find(name, ADVANTAGES, "advantage estimator")
+    rewards, (mask_T, seq_T, shape) = as_tensor("rewards", rewards), unpad(mask)
+    known = settings_of(estimator.function)
+    settings = {k: v for k, v in inputs.items() if k in known}
+    given = {k: v for k, v in inputs.items() if k not in known and v is not None}
+    if unknown := sorted(given.keys() - {*PER_TOKEN, "baseline", "parts"}):
+        raise ValueError(
+            f"{name} takes no {unknown[0]!r}{nearest(unknown[0], [*known, *PER_TOKEN])}; its settings are "
+            f"{', '.join(known) or 'none'}, inputs are {', '.join(PER_TOKEN)}, baseline, parts"
+        )
+    if group is None and estimator.compares:
+        raise ValueError(f"{name} compares samples of one prompt: pass group, a number or string for each row")
+    columns: dict[str, Any] = {k: as_tensor(k, v, shape).cpu().flatten() for k, v in given.items() if k in PER_TOKEN}
+    if "baseline" in given:
+        baseline = as_tensor("baseline", given["baseline"]).cpu()
+        columns["baseline"] = as_tensor("baseline", baseline if baseline.ndim else baseline.expand(shape[0]), shape[:1])
+    parts = given.get("parts", {})
+    if not isinstance(parts, Mapping):
+        raise ValueError(f"parts must be a dict of name -> [B] or [B, T], got {type(parts).__name__}")
+    at_tokens = {k: _at_tokens(f"parts[{k!r}]", v, mask_T, seq_T, shape) for k, v in parts.items()}
+    samples = Samples(
+        rewards=_at_tokens("rewards", rewards, mask_T, seq_T, shape),
+        mask=mask_T,
+        seq=seq_T,
+        group=_numbered(group, shape[0]),
+        parts={k: sum_per_sequence(x_T, seq_T, shape[0]) for k, x_T in at_tokens.items()},
+        **columns,
+    )
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float64
+    both = estimator.function(samples, **settings)
+    advantages, returns = (x_T.view(shape).to(rewards.device, dtype, copy=True) for x_T in both)
+    return advantages, returns
+
+
+def _at_tokens(
+    name: str, value: Any, mask_T: torch.Tensor, seq_T: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    """Return rewards [B, T], or [B] on the last sampled token of each row, as fp64 [B * T], 0 where the mask is 0."""
+    x = as_tensor(name, value).cpu().double()
+    if tuple(x.shape) == shape:
+        return torch.where(mask_T, x.flatten(), 0.0)
+    if tuple(x.shape) != shape[:1]:
+        raise ValueError(f"{name} must be {shape} like the mask, or {shape[:1]} outcomes; got {tuple(x.shape)}")
+    return at_last_sampled(x, mask_T, seq_T)
+
+
+def _numbered(group: Any, rows: int) -> torch.Tensor:
+    """Return groups as int64 [B], numbered in order of appearance."""
+    items = [0] * rows if group is None else group.tolist() if hasattr(group, "tolist") else list(group)
+    if len(items) != rows or any(isinstance(item, list) for item in items):
+        raise ValueError(f"group must hold one number or string for each of the {rows} rows, got {len(items)}")
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(item, len(numbers)) for item in items], dtype=torch.int64)

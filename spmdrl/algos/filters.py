@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from spmdrl.algos.groups import grouped
+
 
 def mixed(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
     """Dynamic sampling: groups whose scores differ, since equal ones have no advantage to learn from. bool [B].
@@ -20,9 +22,8 @@ def mixed(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
 
     A group of one is never mixed.
     """
-    score_B, index_B = prepare(score_B, group_B)
-    low_B, high_B = group_range(score_B, index_B)
-    return high_B > low_B
+    score_B, groups = grouped(score_B, group_B)
+    return groups.high(score_B) > groups.low(score_B)
 
 
 def accuracy_range(
@@ -36,12 +37,9 @@ def accuracy_range(
     """
     if not low <= high:
         raise ValueError(f"accuracy_range needs low <= high, got {low} and {high}")
-    score_B, index_B = prepare(score_B, group_B)
-    # Sums run in order of score, not of arrival: a mean that lies on a bound must not fall off it by rounding.
-    order_B = torch.argsort(score_B, stable=True)
-    sums = torch.zeros_like(score_B).index_add_(0, index_B[order_B], score_B[order_B])
-    counts = torch.zeros_like(score_B).index_add_(0, index_B, torch.ones_like(score_B))
-    mean_B = (sums / counts.clamp(min=1))[index_B]
+    score_B, groups = grouped(score_B, group_B)
+    # The sum runs in order of score, not of arrival: a mean that lies on a bound must not fall off it by rounding.
+    mean_B = groups.sum(score_B) / groups.size_N
     return (low <= mean_B) & (mean_B <= high)
 
 
@@ -59,10 +57,10 @@ def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the f
     if not isinstance(keep_B, torch.Tensor) or keep_B.dtype != torch.bool or keep_B.shape != group_B.shape:
         got = f"{keep_B.dtype} {list(keep_B.shape)}" if isinstance(keep_B, torch.Tensor) else type(keep_B).__name__
         raise ValueError(f"{name} must return a bool tensor [{len(group_B)}], one per sequence; it returned {got}")
-    index_B = torch.unique(group_B, return_inverse=True)[1]
-    kept_B, any_B = group_range(keep_B.double(), index_B)
-    if bool((kept_B != any_B).any()):
-        split = torch.unique(group_B[kept_B != any_B])[:8].tolist()
+    kept_B, groups = grouped(keep_B, group_B)
+    some_B = groups.low(kept_B) != groups.high(kept_B)
+    if bool(some_B.any()):
+        split = torch.unique(group_B[some_B])[:8].tolist()
         raise ValueError(
             f"{name} kept only a part of groups {split}: it must decide alike for all samples of a prompt, because "
             "advantages compare them with each other"
@@ -101,31 +99,3 @@ def shortage(name: str, kept: int, sampled: int, wanted: int, rounds: int) -> st
         f"raise --filter.max-rounds (to about {math.ceil(wanted * rounds / kept)} at this rate), choose a milder "
         f"--filter.keep, or lower --rollout.prompts-per-step (to {kept} or less)"
     )
-
-
-def finite(score_B: torch.Tensor, what: str = "rewards") -> torch.Tensor:
-    """A column [B] in fp64, without gradient. ValueError: not [B]; a value that is not finite, naming the sequences."""
-    if score_B.ndim != 1:
-        raise ValueError(f"{what} must be [B], one per sequence, got {list(score_B.shape)}")
-    score_B = score_B.detach().double()
-    bad_B = ~torch.isfinite(score_B)
-    if bool(bad_B.any()):
-        bad = torch.nonzero(bad_B).flatten()[:8]
-        values = ", ".join(f"sequence {i}: {v}" for i, v in zip(bad.tolist(), score_B[bad].tolist(), strict=True))
-        raise ValueError(f"{what} are not finite ({values}): check the function that gave them")
-    return score_B
-
-
-def prepare(score_B: torch.Tensor, group_B: torch.Tensor, what: str = "rewards") -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores in fp64, checked, and groups renumbered 0 .. G - 1, both [B]."""
-    score_B = finite(score_B, what)
-    if score_B.shape != group_B.shape:
-        raise ValueError(f"{what} and group must both be [B], got {list(score_B.shape)} and {list(group_B.shape)}")
-    return score_B, torch.unique(group_B, return_inverse=True)[1]
-
-
-def group_range(x_B: torch.Tensor, index_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lowest and highest x of each sequence's group, both [B]. index_B: groups numbered 0 .. G - 1."""
-    low = torch.zeros_like(x_B).scatter_reduce_(0, index_B, x_B, "amin", include_self=False)
-    high = torch.zeros_like(x_B).scatter_reduce_(0, index_B, x_B, "amax", include_self=False)
-    return low[index_B], high[index_B]

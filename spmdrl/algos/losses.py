@@ -1,171 +1,33 @@
-"""Policy losses: plain functions over one dataclass of inputs. T: packed tokens of one micro-batch.
+"""All policy losses by name, and the loss of a padded batch as one number.
 
-A loss is `f(x: LossInputs, **settings) -> (loss_T, stats)`: loss_T before aggregation (`aggregate.token_weights` turns
-it into a number), stats a dict of detached [T] tensors, 0 where the mask is False, so that their sum over all tokens
-divided by the unmasked ones is the mean. Stats that several losses share: `ratio` = exp(logp - old_logp); `old_kl` =
-old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decided the loss.
-
-Every log ratio is clamped to +-20 before exp. `x.weights` multiplies every loss. A setting out of its range is a
-ValueError that names it. Losses in which each token counts for itself are in this file; the others are imported from
-the files beside it.
+The functions stand in `token_losses.py`, where their form is described, `sequence_losses.py` and
+`covariance_losses.py`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 
-from spmdrl.algos.covariance_losses import clip_cov, kl_cov
-from spmdrl.algos.divergence_losses import dppo_kl, dppo_tv
-from spmdrl.algos.loss_inputs import (
-    LOG_RATIO_LIMIT,
-    LossInputs,
-    LossResult,
-    check_clip,
-    clipped_surrogate,
-    exp_clamped,
-    log_ratio_of,
-    masked,
-    ratio_stats,
-    weighted,
-)
-from spmdrl.algos.selection import select_clip_cov, select_kl_cov
+from spmdrl.algos.aggregate import AGGREGATIONS, count_totals, token_weights
+from spmdrl.algos.covariance_losses import Selecting, clip_cov, kl_cov, select_clip_cov, select_kl_cov
+from spmdrl.algos.loss_inputs import LossInputs, LossResult
+from spmdrl.algos.rows import as_tensor, find, nearest, settings_of, unpad
 from spmdrl.algos.sequence_losses import gmpo, gspo, gspo_token, sppo
-
-__all__ = ["LOG_RATIO_LIMIT", "LOSSES", "Loss", "LossInputs", "LossResult", "own_loss"]
-
-
-def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossResult:
-    """PPO's clipped surrogate.
-
-    Source: https://arxiv.org/abs/1707.06347
-
-        loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          for A < 0 at most -A dual_clip
-
-    `clip_high` above `clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). The dual clip is that of
-    https://arxiv.org/abs/1912.09729; 3 is usual, None is off.
-
-    Further stat: `dual_clip_fraction` (with `dual_clip`), the share of tokens where that bound decided.
-    """
-    check_clip(clip_low, clip_high, most_low=1.0)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be above 1 (3 is usual), or None for off, got {dual_clip}")
-    advantages = masked(x.advantages, x.mask)
-    log_ratio = log_ratio_of(x)
-    ratio = exp_clamped(log_ratio)
-
-    unclipped, clipped = clipped_surrogate(advantages, ratio, clip_low, clip_high)
-    loss = torch.maximum(unclipped, clipped)
-    stats = ratio_stats(ratio, log_ratio, x) | {"clip_fraction": (clipped > unclipped).to(ratio.dtype)}
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        stats["dual_clip_fraction"] = ((advantages < 0) & (loss > bound)).to(ratio.dtype)
-        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-    return weighted(loss, x), stats
-
-
-def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> LossResult:
-    """CISPO: REINFORCE with a clipped importance weight that carries no gradient, so no token is dropped.
-
-    Source: https://arxiv.org/abs/2506.13585
-
-        loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp
-
-    The paper sets no lower bound, which is `clip_low` 1 or more, and does not publish its `clip_high`: 0.28 is the
-    value of
-    https://modelscope.github.io/Trinity-RFT/en/main/_modules/trinity/algorithm/policy_loss_fn/cispo_policy_loss.html.
-
-    `clip_fraction` is the share of tokens whose weight was clipped.
-    """
-    check_clip(clip_low, clip_high)
-    log_ratio = log_ratio_of(x).detach()
-    ratio = exp_clamped(log_ratio)
-    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -weight * masked(x.advantages, x.mask) * masked(x.logp, x.mask)
-    was_clipped = masked((weight != ratio).to(ratio.dtype), x.mask)
-    return weighted(loss, x), ratio_stats(ratio, log_ratio, x) | {"clip_fraction": was_clipped}
-
-
-def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossResult:
-    """SAPO: a sigmoid gate of the ratio in the place of a clip.
-
-    Source: https://arxiv.org/abs/2511.20347
-
-        loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
-
-    The gradient is that of the plain policy gradient at `r = 1` for any tau, and fades as `r` leaves 1, faster for a
-    larger tau.
-
-    Further stat: `gate`, the factor on the gradient, 4 p (1 - p) with p the sigmoid.
-    """
-    if not tau_pos > 0 or not tau_neg > 0:
-        raise ValueError(f"tau_pos and tau_neg must be above 0, got {tau_pos} and {tau_neg}")
-    advantages = masked(x.advantages, x.mask)
-    log_ratio = log_ratio_of(x)
-    ratio = exp_clamped(log_ratio)
-    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
-    p = torch.sigmoid(tau * (ratio - 1))
-    loss = -advantages * p * (4 / tau)
-    gate = masked((4 * p * (1 - p)).detach(), x.mask)
-    return weighted(loss, x), ratio_stats(ratio, log_ratio, x) | {"gate": gate}
-
-
-def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
-    """DRO: policy gradient with a quadratic penalty on the log ratio, for data of any age.
-
-    Source: https://arxiv.org/abs/2405.19107
-
-        loss = -A logp + beta / 2 (logp - old_logp)^2
-
-    It pulls each token towards `logp = old_logp + A / beta`. The paper writes it for whole responses, with a reference
-    in the place of `old_logp`; the token form and its `beta` are those of
-    https://tinker-docs.thinkingmachines.ai/tinker/losses/dro.
-
-    Stats: `old_kl`; `penalty`, the quadratic term.
-    """
-    if not beta > 0:
-        raise ValueError(f"beta must be above 0, got {beta}")
-    log_ratio = log_ratio_of(x)
-    penalty = 0.5 * beta * log_ratio.square()
-    loss = -masked(x.advantages, x.mask) * masked(x.logp, x.mask) + penalty
-    return weighted(loss, x), {"old_kl": -log_ratio.detach(), "penalty": penalty.detach()}
-
-
-def reinforce(x: LossInputs) -> LossResult:
-    """REINFORCE: the score-function loss, with no ratio and no clip.
-
-    Source: https://doi.org/10.1007/BF00992696
-
-        loss = -A logp
-
-    It is right for one optimizer step per rollout.
-
-    Stat: `old_kl`, which shows how far off-policy the samples are.
-    """
-    logp = masked(x.logp, x.mask)
-    loss = -masked(x.advantages, x.mask) * logp
-    return weighted(loss, x), {"old_kl": masked(x.old_logp, x.mask) - logp.detach()}
-
-
-def gpg(x: LossInputs) -> LossResult:
-    """GPG: the loss of `reinforce` as a mean over tokens, for GPG's advantage.
-
-    Source: https://arxiv.org/abs/2504.02546
-    """
-    return reinforce(x)
+from spmdrl.algos.token_losses import cispo, dppo_kl, dppo_tv, dro, gpg, ppo, reinforce, sapo
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One policy loss: its function, whose keyword-only parameters are its settings, and the facts that others ask for.
+    """One policy loss: its function, whose keyword-only parameters are its settings, and facts that a run reads.
 
     The paper stands in the function's docstring (`rows.paper_of`).
     """
 
     function: Callable[..., LossResult]
     aggregation: str = "token-mean"
-    """Aggregation of the loss's paper, for a run that asks for no other."""
+    """Aggregation of the loss's paper, for a run that names no other."""
     scope: Literal["token", "sequence", "one per sequence"] = "token"
     """Tokens whose logp the loss of a token depends on: its own alone, or all of its sequence. `one per sequence`: all
     unmasked tokens of a sequence have the same loss (gspo's where advantages are equal), of which only the mean over
@@ -179,9 +41,9 @@ class Loss:
 
 
 def own_loss(function: Callable[..., LossResult]) -> Loss:
-    """The row of a user's own function; its attribute `token_separable` says that each token counts for itself.
+    """Return the row of a user's own function.
 
-    So does each token of a built-in loss of that scope which the user's file hands on.
+    Its scope is `token` if its attribute `token_separable` is True, or if it is a built-in loss of that scope.
     """
     built_in = any(loss.function is function and loss.scope == "token" for loss in LOSSES.values())
     separable = built_in or getattr(function, "token_separable", False)
@@ -206,3 +68,85 @@ LOSSES: dict[str, Loss] = {
     "gpg": Loss(gpg, has_ratio=False),
     "reinforce": Loss(reinforce, "seq-mean-token-sum", has_ratio=False),
 }
+
+
+INPUTS = tuple(field.name for field in fields(LossInputs) if field.default is None)
+"""Inputs of a loss that are not always there."""
+
+
+def compute_loss(
+    name: str,
+    *,
+    logp: torch.Tensor,
+    old_logp: Any,
+    advantages: Any,
+    mask: Any,
+    aggregation: str | None = None,
+    horizon: float | None = None,
+    draw: Any = None,
+    **settings: Any,
+) -> torch.Tensor:
+    """Return the policy loss `name`, a key of LOSSES, of a padded batch as one number, differentiable in `logp`.
+
+    Args:
+        name: such as "ppo" or "gspo".
+        logp: [B, T] of the current policy, nats; the only input that must be a tensor, for its gradient.
+        old_logp: [B, T] of the policy at the start of the step.
+        advantages: [B, T].
+        mask: [B, T], True or 1 where the policy sampled. Rows without any count nowhere.
+        aggregation: one of AGGREGATIONS; None: that of the loss's paper. Without effect on losses with one number per
+            sequence, which are means over sequences.
+        horizon: tokens by which `seq-mean-token-sum-norm` divides; None: T.
+        draw: [B, T], numbers in [0, 1) by which clip_cov chooses tokens; None: numbers of a fixed seed.
+        settings: keyword settings of the loss, such as clip_low; and inputs [B, T]: weights, ref_logp, rollout_logp,
+            entropy, selected (see LossInputs). Without `selected`, kl_cov and clip_cov select over this batch.
+
+    Returns:
+        0-d, in the dtype and on the device of `logp`.
+
+    Raises:
+        ValueError: an unknown name or setting, a setting out of range, shapes that do not fit.
+    """
+    loss = find(name, LOSSES, "loss")
+    known = settings_of(loss.function)
+    for key in settings.keys() - {*known, *INPUTS}:
+        raise ValueError(
+            f"{name} takes no {key!r}{nearest(key, [*known, *INPUTS, 'draw'])}; its settings are "
+            f"{', '.join(known) or 'none'}, tensors are {', '.join(INPUTS)}, draw"
+        )
+    find(aggregation or loss.aggregation, dict.fromkeys(AGGREGATIONS), "aggregation")
+    if aggregation is None or loss.scope == "one per sequence":
+        aggregation = loss.aggregation
+    if not isinstance(logp, torch.Tensor) or not logp.is_floating_point():
+        raise ValueError(f"logp must be a tensor of floats, got {getattr(logp, 'dtype', type(logp).__name__)}")
+    mask_T, seq_T, shape = unpad(mask)
+    as_tensor("logp", logp, shape)
+    # A ratio of 1 + 4e-4 is no bfloat16 number: half precision is computed in float32.
+    logp_T = (logp if logp.dtype in (torch.float32, torch.float64) else logp.float()).flatten()
+    given = {"old_logp": old_logp, "advantages": advantages} | {k: settings.pop(k, None) for k in INPUTS}
+    columns = {k: as_tensor(k, v, shape).flatten().to(logp_T) for k, v in given.items() if v is not None}
+    if isinstance(given["entropy"], torch.Tensor):
+        columns["entropy"] = given["entropy"].flatten()  # may carry a gradient
+    mask_T, seq_T = mask_T.to(logp.device), seq_T.to(logp.device)
+    x = LossInputs(logp=logp_T, mask=mask_T, seq=seq_T, **columns)
+    if x.selected is not None:
+        x = replace(x, selected=(x.selected != 0) & mask_T)
+    elif loss.select:
+        x = replace(x, selected=_select(loss.select, x, shape, draw, settings))
+    loss_T, _ = loss.function(x, **settings)
+    totals = count_totals(mask_T, seq_T)
+    weights_T = token_weights(aggregation, mask_T, seq_T, totals, shape[1] if horizon is None else horizon)
+    return (loss_T.double() * weights_T).sum().to(logp.dtype)
+
+
+def _select(
+    select: Callable[..., torch.Tensor], x: LossInputs, shape: tuple[int, int], draw: Any, settings: dict[str, Any]
+) -> torch.Tensor:
+    """Return the tokens that a loss holds back, bool [T]."""
+    if draw is None:
+        draw_T = torch.rand(len(x.mask), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    else:
+        draw_T = as_tensor("draw", draw, shape).flatten().cpu().double()
+    columns = (column_T.detach().cpu().double() for column_T in (x.logp, x.old_logp, x.advantages))
+    selecting = Selecting(*columns, x.mask.cpu(), x.seq.cpu(), shape[0], draw=draw_T)
+    return select(selecting, **settings).to(x.logp.device)

@@ -1,61 +1,77 @@
-"""Policy filtration: learn more from samples whose reward is likely to be right; a buffer to replay earlier steps.
+"""Policy filtration: draw samples whose reward is likely right more often; a buffer to replay earlier steps.
 
 Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks, in sample order, so that every rank draws
-the same ones.
+the same ones. A method is `f(score_N, groups, power)` and returns how often to draw each sequence relative to the
+others, fp64 [N], >= 0. Samples of equal score share the weight of their ranks, so the order of the samples makes no
+difference; a group of equal scores (or of one) is drawn from evenly.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import torch
 
-from spmdrl.algos.filters import finite, group_range, prepare
+from spmdrl.algos.groups import Groups, grouped
+from spmdrl.algos.rows import find
 
-METHODS = ("pow", "max_min", "max_random", "best_random", "best_worst")
 
-
-def weights(
-    score_N: torch.Tensor, method: str, power: float = 2.0, group_N: torch.Tensor | None = None
-) -> torch.Tensor:
-    """How often to draw each sequence, relative to the others: fp64 [N], >= 0.
-
-    Over all N sequences, groups ignored:
-
-    - `pow`: |score|^power
-    - `max_min`: 1 for the highest and the lowest score, 0 for all else
-    - `max_random`: 0.4 for the highest score, 0.1 for all else
-
-    By rank within the group, as the paper has it, summing to 1 over each group:
-
-    - `best_random`: 1/2 for the best sample, the other half shared equally by the rest
-    - `best_worst`: 1/2 for the best and 1/2 for the worst sample, 0 for all else
-
-    Samples of equal score share what their ranks would get, so the order of the samples makes no difference; a group of
-    equal scores (or of one) is drawn from evenly. Where every weight would be 0 (`pow` of zeros), all are 1.
-
-    score_N: any real dtype. group_N: int64, the prompt of each sequence; needed by the last two. ValueError: unknown
-    method, negative power, missing group, a score that is not finite, |score|^power beyond fp64.
-    """
-    if method not in METHODS:
-        raise ValueError(f"unknown resampling method {method!r}: choose one of {', '.join(METHODS)}")
-    score_N = finite(score_N)
-    if method in ("best_random", "best_worst"):
-        if group_N is None:
-            raise ValueError(f"{method} ranks within groups: give the group of each sequence")
-        return _by_rank(method, score_N, group_N)
-    if not len(score_N):
-        return score_N
-    if method == "max_min":
-        return ((score_N == score_N.max()) | (score_N == score_N.min())).double()
-    if method == "max_random":
-        return torch.where(score_N == score_N.max(), torch.tensor(0.4, dtype=torch.float64), 0.1)
+def by_power(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
+    """|reward| to the power 2, or to p with `--filter.resample pow=p`; all 1 where every reward is 0."""
     if power < 0:
         raise ValueError(f"the power of the resampling weights must be >= 0, got {power}")
     weights_N = score_N.abs().pow(power)
     if not bool(torch.isfinite(weights_N).all()):
         raise ValueError(f"|score|^{power} is beyond fp64 for a score of {float(score_N.abs().max())}: lower the power")
     return weights_N if bool((weights_N > 0).any()) else torch.ones_like(weights_N)
+
+
+def max_min(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
+    """1 for the highest and the lowest reward of the step, 0 for all else."""
+    return ((score_N == score_N.max()) | (score_N == score_N.min())).double()
+
+
+def max_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
+    """0.4 for the highest reward of the step, 0.1 for all else."""
+    return torch.where(score_N == score_N.max(), torch.tensor(0.4, dtype=torch.float64), 0.1)
+
+
+def best_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
+    """In its group: 1/2 for the best, the other half shared by the rest."""
+    best_N = groups.high(score_N)
+    is_best_N = score_N == best_N
+    size_N, tied_N = groups.size_N, groups.sum(is_best_N.double())
+    other_N = 0.5 / (size_N - 1).clamp(min=1)
+    # Of k samples tied for the best, one takes 1/2 and k - 1 are of the rest; each gets the mean.
+    best_weight_N = torch.where(is_best_N, (0.5 + (tied_N - 1) * other_N) / tied_N, other_N)
+    return torch.where(best_N == groups.low(score_N), 1 / size_N, best_weight_N)
+
+
+def best_worst(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
+    """In its group: 1/2 for the best, 1/2 for the worst."""
+    ends = [score_N == end_N for end_N in (groups.high(score_N), groups.low(score_N))]
+    best_N, worst_N = (0.5 * is_end_N / groups.sum(is_end_N.double()) for is_end_N in ends)
+    return best_N + worst_N
+
+
+METHODS: dict[str, Callable[[torch.Tensor, Groups, float], torch.Tensor]] = {
+    "pow": by_power,
+    "max_min": max_min,
+    "max_random": max_random,
+    "best_random": best_random,
+    "best_worst": best_worst,
+}
+
+
+def weights(score_N: torch.Tensor, method: str, group_N: torch.Tensor, power: float = 2.0) -> torch.Tensor:
+    """Return the weight of each sequence by a key of METHODS: fp64 [N], >= 0.
+
+    score_N: any real dtype. group_N: int64, the prompt of each sequence. ValueError: unknown method, negative power, a
+    score that is not finite, |score|^power beyond fp64.
+    """
+    function = find(method, METHODS, "resampling method")
+    score_N, groups = grouped(score_N, group_N)
+    return function(score_N, groups, power) if len(score_N) else score_N
 
 
 def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
@@ -79,25 +95,6 @@ def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(edges_N, uniform_n.double() * edges_N[-1], right=True)
 
 
-def _by_rank(method: str, score_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
-    score_N, index_N = prepare(score_N, group_N)
-    worst_N, best_N = group_range(score_N, index_N)
-
-    def count(which_N: torch.Tensor) -> torch.Tensor:
-        """[N]: how many of the group."""
-        return torch.zeros_like(score_N).index_add_(0, index_N, which_N.double())[index_N]
-
-    is_best_N, is_worst_N = score_N == best_N, score_N == worst_N
-    if method == "best_worst":
-        return 0.5 * is_best_N / count(is_best_N) + 0.5 * is_worst_N / count(is_worst_N)
-    size_N, tied_N = count(torch.ones_like(is_best_N)), count(is_best_N)
-    other_N = 0.5 / (size_N - 1).clamp(min=1)
-    # Of k samples tied for the best, one takes 1/2 and k - 1 are of the rest; each gets the mean.
-    return torch.where(
-        best_N == worst_N, 1 / size_N, torch.where(is_best_N, (0.5 + (tied_N - 1) * other_N) / tied_N, other_N)
-    )
-
-
 Item = TypeVar("Item")
 
 
@@ -113,10 +110,6 @@ class Buffer(Generic[Item]):
             raise ValueError(f"a replay buffer must hold at least 1 step, got {steps}")
         self.steps = steps
         self._held: deque[tuple[int, list[Item]]] = deque()
-
-    def __len__(self) -> int:
-        """Items, of all steps."""
-        return sum(len(items) for _, items in self._held)
 
     def append(self, step: int, items: Iterable[Item]) -> None:
         """Add items of a step, the last one or a later one; steps that are `steps` or more older are dropped."""
@@ -134,8 +127,3 @@ class Buffer(Generic[Item]):
     def aged(self, age: int) -> list[Item]:
         """Items of the step that lies `age` steps before the last one; maybe none."""
         return [item for step, items in self._held for item in items if step == self._held[-1][0] - age]
-
-    def drop_oldest(self) -> None:
-        """Drop the oldest step held, with all its items."""
-        if self._held:
-            self._held.popleft()

@@ -1,34 +1,79 @@
-"""Reads the settings and the paper of a function of algos/ from it, and finds functions by name in a table."""
+"""Functions that are called by name: their settings and papers, checks of what they are given, and padded tensors.
+
+Padded tensors are [B, T] with a mask: B sequences, T the padded length. Tensors, numpy arrays and lists serve alike.
+"""
 
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
 
 F = TypeVar("F")
+LARGEST = 1e290
+"""Largest size of an input, so that sums over a whole step stay finite."""
 
 
-def settings_of(function: Callable) -> dict[str, object]:
-    """Keyword-only parameters of a function of algos/, with their defaults."""
+def settings_of(function: Callable) -> dict[str, Any]:
+    """Return the keyword-only parameters of a function of algos/, with their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def paper_of(function: Callable) -> str:
-    """The first address in a function's docstring, "" where there is none."""
+    """Return the first address in a function's docstring, "" where there is none."""
     found = re.search(r"https?://[^\s,;)]+", function.__doc__ or "")
     return found[0].rstrip(".") if found else ""
 
 
 def find(name: str, table: Mapping[str, F], what: str) -> F:
-    """table[name]. ValueError: no such name; the message has the nearest one and the list."""
+    """Return table[name]. ValueError: no such name; the message has the nearest one and the list."""
     if name in table:
         return table[name]
     raise ValueError(f"unknown {what} {name!r}{nearest(name, table)}: choose one of {', '.join(table)}")
 
 
-def nearest(name: str, known) -> str:
-    """`, did you mean ...?` for a name that is close to a known one, else nothing."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean ...?` for a name that is close to a known one, else nothing."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def in_range(name: str, value: float, low: float, high: float = LARGEST) -> float:
+    """Return the setting if it lies within [low, high]. ValueError otherwise, naming it."""
+    if not low <= value <= high:  # refuses nan too
+        raise ValueError(f"{name} must be {f'in {low} .. {high}' if high < LARGEST else f'{low} or more'}, got {value}")
+    return value
+
+
+def as_tensor(name: str, value: Any, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return a detached tensor of a tensor, an array or a list of numbers; a list of floats gives fp64.
+
+    Raises:
+        ValueError: no numbers, or not of that shape.
+    """
+    try:
+        x = torch.as_tensor(value).detach()
+        if x.is_floating_point() and not hasattr(value, "dtype"):
+            x = torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f"{name} must be a tensor, an array or a list of numbers: {e}") from e
+    if shape is not None and tuple(x.shape) != shape:
+        raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}")
+    return x
+
+
+def unpad(mask: Any) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """Return mask_T (bool) and seq_T (int64), both [B * T] on the host, and (B, T) of a padded mask [B, T].
+
+    Every position is kept: x_BT.flatten() is x_T, and x_T.view(B, T) goes back.
+    """
+    mask_BT = as_tensor("mask", mask).cpu()
+    if mask_BT.ndim != 2:
+        raise ValueError(f"mask must be [B, T], got {tuple(mask_BT.shape)}")
+    if bool(((mask_BT != 0) & (mask_BT != 1)).any()):
+        raise ValueError("mask must hold 0 and 1 only: True where the policy sampled")
+    rows, width = mask_BT.shape
+    return mask_BT.bool().flatten(), torch.arange(rows).repeat_interleave(width), (rows, width)

@@ -6,29 +6,27 @@ compare sequences of other ranks through `everyone` alone, and calls it the same
 (law 1).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
+
+from spmdrl.algos.groups import power_of_two
+from spmdrl.algos.rows import LARGEST
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """advantages_T and returns_T (what a critic learns; for outcome methods the advantages again)."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-LARGEST = 1e290
-"""Largest size of an input, so that sums over a whole step stay finite."""
 WHOLE = 2**53
 """Integers up to here survive the trip in fp64."""
-INPUTS = {
-    "values": "the critic's value before each token",
-    "baseline": "the reward of the greedy response to each prompt",
-    "logp": "log p of each sampled token",
-    "collision": "the sum over the vocabulary of p squared at each sampled token",
-    "process": "the process reward of each token",
-    "ends": "a mark, 1 instead of 0, at the tokens where a step ends",
-}
-"""Fields of Samples that some estimators cannot do without."""
+
+
+def _given(shape: str, dtype: str = "floats", says: str = "", **more: Any) -> Any:
+    """Declare a field of Samples: its shape, `T` or `B`; `floats`, `integers` or `bool`; how an error names it."""
+    return field(**more, metadata={"shape": shape, "dtype": dtype, "says": says})
 
 
 def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,40 +44,41 @@ class Samples:
         ValueError: shapes that do not fit, or numbers that are not finite where the mask is True.
     """
 
-    rewards: torch.Tensor
-    """[T]: reward at each token; the reward of a turn stands on its last sampled token, an outcome on that of the last
+    rewards: torch.Tensor = _given("T")
+    """Reward at each token; the reward of a turn stands on its last sampled token, an outcome on that of the last
     turn. 0 where the mask is False."""
-    mask: torch.Tensor
-    """bool [T], True where the policy sampled."""
-    seq: torch.Tensor
-    """int64 [T]: the token's sequence, 0 .. B - 1. All paths of an episode that branches are one, in the order in which
-    they ended."""
-    group: torch.Tensor
-    """int64 [B]: the prompt of each sequence, any numbering."""
-    values: torch.Tensor | None = None
-    """[T]: the critic's value of the state before the token."""
-    baseline: torch.Tensor | None = None
-    """[B]: reward of the greedy response to the same prompt."""
+    mask: torch.Tensor = _given("T", "bool")
+    """True where the policy sampled."""
+    seq: torch.Tensor = _given("T", "integers")
+    """The token's sequence, 0 .. B - 1. All paths of an episode that branches are one, in the order in which they
+    ended."""
+    group: torch.Tensor = _given("B", "integers")
+    """The prompt of each sequence, any numbering."""
+    values: torch.Tensor | None = _given("T", says="the critic's value before each token", default=None)
+    baseline: torch.Tensor | None = _given("B", says="the reward of the greedy response to each prompt", default=None)
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     """name -> [B]: several rewards of one sequence, beside the total; the same names in the same order on every rank.
     nan where a sequence has no such part."""
-    logp: torch.Tensor | None = None
-    """[T]: log p of the sampled token when the step began."""
-    collision: torch.Tensor | None = None
-    """[T]: sum over the vocabulary of p squared, where the token was sampled."""
-    process: torch.Tensor | None = None
-    """[T]: process reward of each token: an implicit one, or the score of the step that ends there, 0 elsewhere."""
-    ends: torch.Tensor | None = None
-    """[T]: 1 where a step ends that `process` scores, 0 elsewhere."""
-    turn: torch.Tensor | None = None
-    """int64 [T]: turn of each token, 0, 1, ... in its sequence, in order of creation. None: a turn is a run of tokens
-    under the mask."""
-    state: torch.Tensor | None = None
-    """int64 [T]: what the turn of this token answered to; equal numbers are equal states (of one prompt). None: all
-    first turns of a prompt answer to it, and every later one to a state of its own."""
-    parent: torch.Tensor | None = None
-    """int64 [T]: the turn that this token's turn follows as a decision, whether or not its tokens stand in this one's
-    context; -1 for a first turn. Several turns may follow one, as the episode forks there. None: the turn before."""
+    logp: torch.Tensor | None = _given("T", says="log p of each sampled token", default=None)
+    """log p when the step began."""
+    collision: torch.Tensor | None = _given(
+        "T", says="the sum over the vocabulary of p squared at each sampled token", default=None
+    )
+    process: torch.Tensor | None = _given("T", says="the process reward of each token", default=None)
+    """An implicit reward, or the score of the step that ends there, 0 elsewhere."""
+    ends: torch.Tensor | None = _given(
+        "T", says="a mark, 1 instead of 0, at the tokens where a step ends", default=None
+    )
+    """1 where a step ends that `process` scores."""
+    turn: torch.Tensor | None = _given("T", "integers", default=None)
+    """Turn of each token, 0, 1, ... in its sequence, in order of creation. None: a turn is a run of tokens under the
+    mask."""
+    state: torch.Tensor | None = _given("T", "integers", default=None)
+    """The state of the environment that the token's turn answers; equal numbers are equal states (of one prompt).
+    None: all first turns of a prompt have the same state, and every later one has its own."""
+    parent: torch.Tensor | None = _given("T", "integers", default=None)
+    """The turn that this token's turn follows as a decision, whether or not its tokens stand in this one's context; -1
+    for a first turn. Several turns may follow one, as the episode forks there. None: the turn before."""
     gather: Gather = alone
     """(seq_n, columns_nK) -> (rows of every rank in sample order [N, K], this rank's places in them [n])."""
 
@@ -108,10 +107,10 @@ class Samples:
 
     def need(self, name: str) -> torch.Tensor:
         """The input `name` in fp64. ValueError: it was not given, or is not finite for some sequence."""
-        value = getattr(self, name)
+        value, declared = getattr(self, name), INPUTS[name]
         if value is None:
-            raise ValueError(f"this estimator needs `{name}`: {INPUTS[name]}")
-        return finite(self, name, value, per_token=name != "baseline")
+            raise ValueError(f"this estimator needs `{name}`: {declared['says']}")
+        return finite(self, name, value, per_token=declared["shape"] == "T")
 
     def everyone(self, *columns_n: torch.Tensor, seq_n: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Rows of every rank, in sample order, and last this rank's places in them. Collective in a run.
@@ -164,6 +163,20 @@ class Samples:
         return self.spread((x_S - mean) / torch.hypot(std, torch.full_like(std, 1e-4)))
 
 
+INPUTS: dict[str, Mapping[str, str]] = {each.name: each.metadata for each in fields(Samples) if each.metadata}
+"""Tensors of Samples: what `_given` declares of each."""
+
+
+def at_last_sampled(
+    x_B: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor, turn_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return each sequence's number at the token that `last_sampled` finds, 0 elsewhere: fp64 [T]."""
+    last_B = last_sampled(mask_T, seq_T, len(x_B), turn_T)
+    x_T = torch.zeros(mask_T.shape, dtype=torch.float64)
+    x_T[last_B[last_B >= 0]] = x_B.double()[last_B >= 0]
+    return x_T
+
+
 def last_sampled(
     mask_T: torch.Tensor, seq_T: torch.Tensor, sequences: int, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -177,12 +190,6 @@ def last_sampled(
         mask_T = mask_T & (turn_T == latest[seq_T])
     place = torch.where(mask_T, torch.arange(len(mask_T)), -1)
     return torch.full((sequences,), -1).scatter_reduce_(0, seq_T, place, "amax")
-
-
-def power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The power of two just above each |x|, 1 for 0: dividing by it is exact and keeps squares in range."""
-    mantissa, _ = torch.frexp(x.abs())
-    return torch.where(x == 0, 1.0, x.abs() / torch.where(x == 0, 1.0, mantissa))
 
 
 def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> torch.Tensor:
@@ -205,30 +212,23 @@ def check(x: Samples) -> None:
     Raises:
         ValueError: shapes or dtypes that do not fit, rewards that are not finite, integers beyond 2^53.
     """
-    tokens, sequences = tuple(x.mask.shape), tuple(x.group.shape)
+    shapes = {"T": tuple(x.mask.shape), "B": tuple(x.group.shape)}
     if x.mask.ndim != 1 or x.mask.dtype != torch.bool or x.group.ndim != 1:
-        raise ValueError(f"mask must be bool [T] and group [B], got {x.mask.dtype} {tokens} and {sequences}")
-    per_token = ("rewards", "seq", "values", "logp", "collision", "process", "ends", "turn", "state", "parent")
-    inputs = {name: (getattr(x, name), tokens) for name in per_token}
-    inputs |= {"group": (x.group, sequences), "baseline": (x.baseline, sequences)}
-    inputs |= {f"parts[{name!r}]": (part, sequences) for name, part in x.parts.items()}
-    for name, (value, shape) in inputs.items():
-        if value is not None and tuple(value.shape) != shape:
-            like = "group" if shape is sequences else "mask"
+        raise ValueError(f"mask must be bool [T] and group [B], got {x.mask.dtype} {shapes['T']} and {shapes['B']}")
+    inputs = [(name, getattr(x, name), declared) for name, declared in INPUTS.items()]
+    inputs += [(f"parts[{name!r}]", part, {"shape": "B", "dtype": "floats"}) for name, part in x.parts.items()]
+    for name, value, declared in inputs:
+        if value is None:
+            continue
+        if tuple(value.shape) != (shape := shapes[declared["shape"]]):
+            like = {"T": "mask", "B": "group"}[declared["shape"]]
             raise ValueError(f"{name} must be {shape} like {like}, got {tuple(value.shape)}")
-    for name in ("seq", "group", "turn", "state", "parent"):
-        value = getattr(x, name)
-        if value is not None and (value.is_floating_point() or value.dtype == torch.bool):
+        if declared["dtype"] != "integers":
+            continue
+        if value.is_floating_point() or value.dtype == torch.bool:
             raise ValueError(f"{name} must hold integers, got {value.dtype}")
-        if value is not None and len(value) and not -WHOLE <= int(value.min()) <= int(value.max()) <= WHOLE:
+        if len(value) and not -WHOLE <= int(value.min()) <= int(value.max()) <= WHOLE:
             raise ValueError(f"{name} must stay within 2^53, so that it survives as fp64: renumber it")
     if len(x.seq) and (bool((x.seq.diff() < 0).any()) or int(x.seq[0]) < 0 or int(x.seq[-1]) >= len(x.group)):
         raise ValueError(f"seq must ascend within 0 .. {len(x.group) - 1}: sort the tokens by their sequence")
     finite(x, "rewards", x.rewards, per_token=True)
-
-
-def in_range(name: str, value: float, low: float, high: float = LARGEST) -> float:
-    """The setting, if it lies within [low, high]. ValueError otherwise, naming it."""
-    if not low <= value <= high:  # refuses nan too
-        raise ValueError(f"{name} must be {f'in {low} .. {high}' if high < LARGEST else f'{low} or more'}, got {value}")
-    return value

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from spmdrl.algos.filters import finite, group_range, prepare
-from spmdrl.algos.samples import last_sampled
+from spmdrl.algos.groups import finite_column, grouped
+from spmdrl.algos.samples import at_last_sampled
 
 # ── length ───────────────────────────────────────────────────────────────────
 
@@ -30,7 +30,7 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
         raise ValueError(f"the overlong buffer must be in 1 .. {longest} (the longest response), got {buffer}")
     if factor < 0:
         raise ValueError(f"the factor of the overlong punishment must be >= 0, got {factor}")
-    left_B = (longest - buffer) - finite(length_B, "lengths")
+    left_B = (longest - buffer) - finite_column(length_B, "lengths")
     return factor * (left_B / buffer).clamp(-1.0, 0.0)
 
 
@@ -45,7 +45,7 @@ def length_penalty_linear(length_B: torch.Tensor, longest: int, coef: float) -> 
     """
     if not longest > 0:
         raise ValueError(f"the longest response must be > 0 tokens, got {longest}")
-    return -coef * finite(length_B, "lengths") / longest
+    return -coef * finite_column(length_B, "lengths") / longest
 
 
 def length_penalty_group(
@@ -61,10 +61,10 @@ def length_penalty_group(
     length_B: sampled tokens. correct_B: bool. group_B: int64, any numbering; the caller gives every sample of each
     group, since a part of one has another shortest and longest. ValueError: correct not bool.
     """
-    length_B, index_B = prepare(length_B, group_B, "lengths")
+    length_B, groups = grouped(length_B, group_B, "lengths")
     if correct_B.dtype != torch.bool or correct_B.shape != length_B.shape:
         raise ValueError(f"correct must be bool {list(length_B.shape)}, got {correct_B.dtype} {list(correct_B.shape)}")
-    shortest_B, longest_B = group_range(length_B, index_B)
+    shortest_B, longest_B = groups.low(length_B), groups.high(length_B)
     spread_B = longest_B - shortest_B
     lambda_B = 0.5 - (length_B - shortest_B) / torch.where(spread_B > 0, spread_B, 1.0)
     reward_B = torch.where(correct_B, lambda_B, lambda_B.clamp(max=0.0))
@@ -98,7 +98,7 @@ def clip_reward(reward_B: torch.Tensor, low: float, high: float) -> torch.Tensor
     """
     if not low <= high:
         raise ValueError(f"reward clipping needs low <= high, got {low} and {high}")
-    return finite(reward_B).clamp(low, high)
+    return finite_column(reward_B).clamp(low, high)
 
 
 @dataclass
@@ -147,7 +147,7 @@ class RunningMoments:
 
 def reward_moments(reward_B: torch.Tensor) -> torch.Tensor:
     """Count, sum and sum of squares of these rewards alone, fp64 [3]; add up over ranks to get the global ones."""
-    reward_B = finite(reward_B)
+    reward_B = finite_column(reward_B)
     return torch.stack([torch.tensor(len(reward_B), dtype=torch.float64), reward_B.sum(), reward_B.square().sum()])
 
 
@@ -162,7 +162,7 @@ def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float
 
     moments: must hold at least one reward; `update` with this step's rewards comes first. Population std.
     """
-    reward_B = finite(reward_B)
+    reward_B = finite_column(reward_B)
     assert moments.count > 0 or not len(reward_B), "update the moments with this step's rewards before normalising"
     return (reward_B - moments.mean) / (moments.std + eps)
 
@@ -179,11 +179,7 @@ def place_outcome(
     token's turn. A sequence without a sampled token has no place for its reward, which is left out.
     """
     _check_tokens(mask_T, seq_T)
-    reward_B = finite(reward_B)
-    last_B = last_sampled(mask_T, seq_T, len(reward_B), turn_T)
-    rewards_T = torch.zeros(mask_T.shape, dtype=torch.float64)
-    rewards_T[last_B[last_B >= 0]] = reward_B[last_B >= 0]
-    return rewards_T
+    return at_last_sampled(finite_column(reward_B), mask_T, seq_T, turn_T)
 
 
 def token_rewards(

@@ -9,8 +9,9 @@ of range, turns that fit no order (`Turns.of`). docs/credit.md says which estima
 
 import torch
 
-from spmdrl.algos.advantages import Groups, normalise, subtract_mean
-from spmdrl.algos.samples import Result, Samples, in_range
+from spmdrl.algos.groups import Groups, normalise, subtract_mean
+from spmdrl.algos.rows import in_range
+from spmdrl.algos.samples import Result, Samples
 from spmdrl.algos.tree import Turns, depths, discount, td_errors
 
 

@@ -1,11 +1,12 @@
-"""Losses of models beside the policy and additions to its objective: critic, implicit process rewards, imitation of
-good samples, the multiplier of a cost. T: packed tokens of one micro-batch; B: its sequences.
+"""Losses of other models than the policy of RL, and additions to its objective.
 
-Losses are per token, before aggregation (`aggregate.token_weights`), and 0 where the mask is False, where the inputs
-may hold anything.
+They are those of a critic, of implicit process rewards and of given tokens, the imitation of good samples, and the
+multiplier of a cost. T: packed tokens of one micro-batch; B: its sequences. Losses are per token, before aggregation
+(`aggregate.token_weights`), and 0 where the mask is False, where the inputs may hold anything.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -107,3 +108,17 @@ def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most
     log = math.log(multiplier) + lr * multiplier * (mean_cost - limit)
     # Not below the smallest number there is: from 0 it would never come back.
     return min(math.exp(max(min(log, math.log(most)), -700.0)), most)
+
+
+def nll(logp: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of given tokens: minus log p."""
+    return -logp
+
+
+def dft(logp: torch.Tensor) -> torch.Tensor:
+    """Dynamic fine-tuning: cross-entropy times p, through which no gradient flows (https://arxiv.org/abs/2508.05629)."""
+    return -logp.detach().exp() * logp
+
+
+TOKEN_LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nll": nll, "dft": dft}
+"""Losses of given tokens, from log p of each."""

@@ -56,7 +56,7 @@ class ReplayBuffer:
         reward_N, position_N = rows[:, 0], rows[:, 1].long()
         count = int((position_N < self.prompts).sum())
         method, power = resampling(self.cfg.resample)
-        weight_N = torch.ones_like(reward_N) if method == "none" else weights(reward_N, method, power, position_N)
+        weight_N = torch.ones_like(reward_N) if method == "none" else weights(reward_N, method, position_N, power)
         seeds = torch.full((count,), seed_for(seed, step, RESAMPLE), dtype=torch.int64)
         times_N = torch.bincount(draw(weight_N, uniform(seeds, torch.arange(count))), minlength=len(reward_N))
         return copies(pool, times_N[mine])

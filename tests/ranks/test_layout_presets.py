@@ -19,11 +19,10 @@ import torch
 
 from spmdrl.algos.aggregate import AGGREGATIONS
 from spmdrl.algos.correction import CORRECTIONS
-from spmdrl.algos.covariance_losses import kl_cov
+from spmdrl.algos.covariance_losses import Selecting, kl_cov, select_kl_cov
 from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.kl import KL_KINDS
 from spmdrl.algos.losses import LOSSES, LossInputs, ppo
-from spmdrl.algos.selection import Selecting, select_kl_cov
 from spmdrl.config.classifier import scores_steps
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, OptimizerConfig, ParallelConfig

@@ -13,9 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algos import ADVANTAGES, Samples, compute_advantages, lagrangian
+from spmdrl.algos import ADVANTAGES, Samples, compute_advantages
+from spmdrl.algos.credit import lagrangian
+from spmdrl.algos.groups import power_of_two
 from spmdrl.algos.rows import paper_of, settings_of
-from spmdrl.algos.samples import last_sampled, power_of_two
+from spmdrl.algos.samples import last_sampled
 from spmdrl.algos.tree import chain, discount
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "verl_0.9.1.json"

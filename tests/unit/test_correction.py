@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algos import (
+from spmdrl.algos.correction import (
     CORRECTIONS,
     correction_weights,
-    correction_weights_T,
     disagreement,
     finish_monitors,
     mismatch,
     reject_sequences,
 )
+from spmdrl.algos.rows import settings_of
 from spmdrl.tracking.metrics import Metrics
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "verl_0.9.1.json"
@@ -74,7 +74,7 @@ def test_weights_by_hand():
     }
     assert {kind for kind, _, _ in expected} == set(CORRECTIONS)
     for (kind, low, high), weights in expected.items():
-        torch.testing.assert_close(correction_weights_T(kind, *args, low, high), fp64(weights), **EXACT, msg=kind)
+        torch.testing.assert_close(correction_weights(kind, *args, low, high), fp64(weights), **EXACT, msg=kind)
 
 
 @KINDS
@@ -87,14 +87,14 @@ def test_weights_by_hand():
 def test_weights_are_finite_and_do_not_see_other_sequences(kind, seed, lengths, scale):
     old, rollout, mask, seq = packed(seed, lengths, scale)
     old.requires_grad_()
-    weights = correction_weights_T(kind, old, rollout, mask, seq)
+    weights = correction_weights(kind, old, rollout, mask, seq)
     assert not weights.requires_grad and weights.isfinite().all() and (weights >= 0).all()
     assert (weights[~mask] == 0).all()
-    high = CORRECTIONS[kind][1]
+    high = settings_of(CORRECTIONS[kind].function).get("high")
     assert high is None or (weights <= high).all()
     for s in range(len(lengths)):
         at = seq == s
-        alone = correction_weights_T(kind, old[at], rollout[at], mask[at], seq[at] - s)
+        alone = correction_weights(kind, old[at], rollout[at], mask[at], seq[at] - s)
         torch.testing.assert_close(alone, weights[at], **EXACT)
 
 
@@ -109,7 +109,7 @@ def test_weights_say_what_is_wrong():
         ("mis_token", -1.0, None, "positive"),
     ):
         with pytest.raises(ValueError, match=match):
-            correction_weights_T(kind, *args, low, high)
+            correction_weights(kind, *args, low, high)
     with pytest.raises(ValueError, match="did you mean 'icepop'"):
         correction_weights("icepops", old_logp=[[0.0]], rollout_logp=[[0.0]], mask=[[1]])
     with pytest.raises(ValueError, match="rollout_logp must be"):

@@ -169,13 +169,13 @@ def test_group_weights_are_the_papers(method):
 
 def test_batch_weights_by_hand():
     """Values of verl 0.9.1, which adds 1e-8 to each: here a weight of 0 is never drawn."""
-    score_N = torch.tensor([0.5, -2.0, 1.0, 0.0, 1.0])
-    assert weights(score_N, "pow").tolist() == [0.25, 4.0, 1.0, 0.0, 1.0]
-    assert weights(score_N, "pow", 3.0).tolist() == [0.125, 8.0, 1.0, 0.0, 1.0]
-    assert weights(score_N, "max_min").tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
-    assert weights(score_N, "max_random").tolist() == [0.1, 0.1, 0.4, 0.1, 0.4]
-    assert weights(torch.zeros(3), "pow").tolist() == [1.0, 1.0, 1.0]
-    assert weights(torch.zeros(3), "max_min").tolist() == [1.0, 1.0, 1.0]
+    score_N, one_N = torch.tensor([0.5, -2.0, 1.0, 0.0, 1.0]), torch.zeros(5, dtype=torch.int64)
+    assert weights(score_N, "pow", one_N).tolist() == [0.25, 4.0, 1.0, 0.0, 1.0]
+    assert weights(score_N, "pow", one_N, 3.0).tolist() == [0.125, 8.0, 1.0, 0.0, 1.0]
+    assert weights(score_N, "max_min", one_N).tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert weights(score_N, "max_random", one_N).tolist() == [0.1, 0.1, 0.4, 0.1, 0.4]
+    assert weights(torch.zeros(3), "pow", one_N[:3]).tolist() == [1.0, 1.0, 1.0]
+    assert weights(torch.zeros(3), "max_min", one_N[:3]).tolist() == [1.0, 1.0, 1.0]
 
 
 @settings(max_examples=50, deadline=None)
@@ -194,14 +194,15 @@ def test_layout_weights_move_with_their_samples(samples, rng):
 
 
 def test_weights_say_what_is_wrong():
+    one_N = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="unknown resampling method 'best'"):
-        weights(torch.zeros(2), "best")
-    with pytest.raises(ValueError, match="give the group"):
-        weights(torch.zeros(2), "best_worst")
+        weights(torch.zeros(2), "best", one_N)
+    with pytest.raises(ValueError, match=r"must both be \[B\]"):
+        weights(torch.zeros(2), "best_worst", one_N[:1])
     with pytest.raises(ValueError, match="power .* must be >= 0"):
-        weights(torch.ones(2), "pow", -1.0)
+        weights(torch.ones(2), "pow", one_N, -1.0)
     with pytest.raises(ValueError, match="lower the power"):
-        weights(torch.tensor([1e200], dtype=torch.float64), "pow", 2.0)
+        weights(torch.tensor([1e200], dtype=torch.float64), "pow", one_N[:1], 2.0)
     for method in METHODS:
         with pytest.raises(ValueError, match="sequence 1: nan"):
             weights(torch.tensor([0.0, math.nan]), method, group_N=torch.tensor([0, 0]))
@@ -263,22 +264,19 @@ def test_buffer_against_a_list(steps, additions):
         buffer.append(step, items)
         everything += [(step, item) for item in items]
         held = [(s, item) for s, item in everything if s > step - steps]
-        assert buffer.entries() == held and len(buffer) == len(held)
+        assert buffer.entries() == held
         for age in range(steps + 1):
             assert buffer.aged(age) == [item for s, item in held if s == step - age]
 
 
 def test_buffer_drops_steps_without_items_too():
     buffer = Buffer[str](3)
-    assert buffer.entries() == [] and buffer.aged(0) == [] and len(buffer) == 0
-    buffer.drop_oldest()
+    assert buffer.entries() == [] and buffer.aged(0) == []
     buffer.append(4, ["a", "b"])
     buffer.append(5, [])
     buffer.append(6, ["c"])
     assert buffer.aged(2) == ["a", "b"]
-    buffer.drop_oldest()
-    assert buffer.entries() == [(6, "c")]
-    buffer.drop_oldest()
-    assert buffer.entries() == [(6, "c")], "step 5 was the oldest, and empty"
+    buffer.append(7, [])
+    assert buffer.entries() == [(6, "c")], "step 5, which was empty, is the oldest"
     with pytest.raises(ValueError, match="at least 1 step"):
         Buffer(0)

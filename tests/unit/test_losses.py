@@ -12,27 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algos import (
-    AGGREGATIONS,
-    KL_KINDS,
-    LOSSES,
-    LossInputs,
-    Selecting,
-    Totals,
-    adaptive_coef,
-    compute_kl,
-    compute_loss,
-    count_totals,
-    dual_step,
-    implicit_reward_loss,
-    implicit_rewards,
-    kl_estimate,
-    positive_nll,
-    token_weights,
-    value_loss,
-)
-from spmdrl.algos.losses import own_loss
+from spmdrl.algos.aggregate import AGGREGATIONS, Totals, count_totals, token_weights
+from spmdrl.algos.covariance_losses import Selecting
+from spmdrl.algos.kl import KL_KINDS, adaptive_coef, kl_estimate
+from spmdrl.algos.loss_inputs import LossInputs
+from spmdrl.algos.losses import LOSSES, compute_loss, own_loss
 from spmdrl.algos.rows import paper_of
+from spmdrl.algos.value import dual_step, implicit_reward_loss, implicit_rewards, positive_nll, value_loss
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "verl_0.9.1.json"
 CASES = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
@@ -137,7 +123,7 @@ def test_parity_verl_value_loss(case):
 def test_parity_verl_kl(case, kind):
     expected, mask_BT = case["kl"][kind], fp64(case["inputs"]["mask"])
     logp_BT = fp64(case["inputs"]["new"]).requires_grad_()
-    kl_BT = compute_kl(kind, logp=logp_BT, ref_logp=case["inputs"]["ref"])
+    kl_BT = kl_estimate(kind, logp_BT, case["inputs"]["ref"])
     (grad_BT,) = torch.autograd.grad(kl_BT.sum(), logp_BT)
     torch.testing.assert_close(kl_BT.detach() * mask_BT, fp64(expected["kl"]) * mask_BT, **CLOSE)
     torch.testing.assert_close(grad_BT * mask_BT, fp64(expected["grad"]) * mask_BT, **CLOSE)
@@ -541,9 +527,9 @@ def test_compute_loss_says_what_is_wrong():
         with pytest.raises(ValueError, match=match):
             compute_loss(**{"name": "ppo"} | b | options)
     with pytest.raises(ValueError, match="did you mean 'k3'.*abs"):
-        compute_kl("kk3", logp=b["logp"], ref_logp=b["old_logp"])
+        kl_estimate("kk3", b["logp"], b["old_logp"])
     with pytest.raises(ValueError, match="ref_logp must be"):
-        compute_kl("k3", logp=b["logp"], ref_logp=b["old_logp"][:1])
+        kl_estimate("k3", b["logp"], b["old_logp"][:1])
 
 
 # ── aggregation ──────────────────────────────────────────────────────────────

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algos import LOSSES, Selecting
+from spmdrl.algos.covariance_losses import Selecting
+from spmdrl.algos.losses import LOSSES
 from spmdrl.algos.rows import settings_of
 
 NAMES = pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.select])

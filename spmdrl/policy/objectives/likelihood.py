@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from spmdrl.algos.aggregate import Totals, count_totals, token_weights
-from spmdrl.algos.supervised import TOKEN_LOSSES
+from spmdrl.algos.value import TOKEN_LOSSES
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import LossResult, Objective, Shared, TokenLoss
 from spmdrl.spmd.peers import Peers
@@ -18,7 +18,7 @@ class SftObjective(Objective):
     """Averages the loss over the trained tokens of a step; all tokens weigh the same, whatever row they are in."""
 
     loss_name: str
-    """A name in `algos.supervised.TOKEN_LOSSES`."""
+    """A name in `algos.value.TOKEN_LOSSES`."""
     peers: Peers
     temperature: float = 1.0
     columns = frozenset({"token/mask"})

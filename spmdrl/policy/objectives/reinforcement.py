@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from spmdrl.algos.aggregate import Totals, count_totals, token_weights
-from spmdrl.algos.correction import correction_weights_T, reject_sequences
+from spmdrl.algos.correction import correction_weights, reject_sequences
+from spmdrl.algos.covariance_losses import Selecting
 from spmdrl.algos.kl import kl_estimate
 from spmdrl.algos.losses import LossInputs
-from spmdrl.algos.selection import Selecting
 from spmdrl.algos.value import implicit_reward_loss, positive_nll, value_loss
 from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import gather_rows
@@ -172,7 +172,7 @@ class PolicyObjective(Objective):
         limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":
-            weights_T = correction_weights_T(
+            weights_T = correction_weights(
                 self.algo.correction, trainer_T, rollout_T, mask_T, seq_T, limits.low, limits.high
             )
         if limits.reject_low is not None or limits.reject_high is not None:

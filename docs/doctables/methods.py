@@ -1,0 +1,177 @@
+"""Sections and tables of the functions of algos/: losses, advantages, KL, correction, filters, preference."""
+
+import ast
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from doctables.text import filled, linked, names, paragraphs, table
+
+from spmdrl.algos.correction import CORRECTIONS
+from spmdrl.algos.estimators import ADVANTAGES
+from spmdrl.algos.filters import FILTERS
+from spmdrl.algos.kl import KL_KINDS
+from spmdrl.algos.losses import LOSSES
+from spmdrl.algos.preference import LOSSES as PREFERENCE_LOSSES
+from spmdrl.algos.resample import METHODS as RESAMPLING
+from spmdrl.algos.rows import paper_of, settings_of
+from spmdrl.config.parameters import parameters_of
+from spmdrl.config.preference import METHODS
+
+OF_ERRORS = re.compile("wrong|refuse|out_of_range|broken")
+"""Marks the names of tests of error messages."""
+TESTS = Path(__file__).resolve().parents[2] / "tests" / "unit"
+
+
+def section(name: str, function: Callable, known: dict, more: list[str]) -> str:
+    """Return the section of a loss or an advantage: its docstring, its settings, and more lines.
+
+    known: the rows of its kind; a name of them in the text becomes a link.
+    """
+    title, *rest = paragraphs(function)
+    formulas = [textwrap.dedent(part) for part in rest if part.startswith("    ")]
+    source, *prose = [part for part in rest if not part.startswith("    ")]
+    lines = [f"{title.rstrip('.')}. {source}.", *prose, settings(function), *more]
+    lines = [linked(line, {other for other in known if other != name}) for line in lines]
+    code = [f"```text\n{formula}\n```\n" for formula in formulas]
+    return "\n".join([f"### `{name}`\n", *code, *(filled(f"- {line}", "  ") for line in lines)])
+
+
+def settings(function: Callable) -> str:
+    """Return the line of a function's settings: their defaults, and the flag of each that has another name."""
+    flags, shown = parameters_of(function), []
+    for name, default in settings_of(function).items():
+        setting = flags.get(name, "")
+        other = f" (`--{setting.replace('_', '-')}`)" if setting not in ("", f"algo.{name}") else ""
+        shown.append(f"`{name}` = {default!r}{other}" + ("" if setting else " `+`"))
+    return f"Settings: {', '.join(shown) or 'none'}."
+
+
+def losses() -> str:
+    """Return the sections of the losses."""
+    parts = []
+    for name, loss in LOSSES.items():
+        always = ", always" if loss.scope == "one per sequence" else ""
+        more = [f"Paper's aggregation: `{loss.aggregation}`{always}."]
+        more += [] if loss.skips else ["`--algo.skip-zero-advantage` is refused."]
+        parts.append(section(name, loss.function, LOSSES, [" ".join(more)]))
+    return "\n\n".join(parts)
+
+
+def advantages() -> str:
+    """Return the sections of the advantages."""
+    return "\n\n".join(section(name, row.function, ADVANTAGES, []) for name, row in ADVANTAGES.items())
+
+
+def advantages_by_group() -> str:
+    """Return the names of the advantages that compare the samples of a group, and of the others."""
+    compare, others = ([name for name, row in ADVANTAGES.items() if row.compares == wanted] for wanted in (True, False))
+    return filled(
+        f"Estimators that compare the samples of a group: {names(compare)}. Estimators that do not: {names(others)}."
+    )
+
+
+def gradients() -> str:
+    """Return the table of the expected gradients of the advantages."""
+    order = ("exact", "scaled", "biased")
+    rows = sorted(ADVANTAGES.items(), key=lambda row: order.index(row[1].gradient))
+    found = ([names([name], "advantages.md"), row.gradient, row.reason] for name, row in rows)
+    return table(["estimator", "gradient", "reason"], *found)
+
+
+# ── evidence ─────────────────────────────────────────────────────────────────
+
+
+def evidence(rows: dict, always: str, *files: str) -> str:
+    """Return the table of the tests of each function: golden entries, then tests that name it and prove its numbers.
+
+    files: modules of tests/unit; ENTRIES of the first one says which function a golden entry is of. always: the test of
+    a function that no other one names.
+    """
+    golden: dict[str, list[str]] = {}
+    tests: dict[str, list[str]] = {}
+    for number, file in enumerate(files):
+        for node in ast.parse((TESTS / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not OF_ERRORS.search(node.name):
+                words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+                for name in words & rows.keys():
+                    tests.setdefault(name, []).append(f"`tests/unit/{file}::{node.name}`")
+            elif not number and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ENTRIES":
+                for entry, value in zip(node.value.keys, node.value.values, strict=True):  # type: ignore[attr-defined]
+                    golden.setdefault(value.elts[0].value, []).append(f"golden `{ast.literal_eval(entry)}`")
+    found = ([f"`{name}`", ", ".join(golden.get(name, []) + tests.get(name, [])) or f"`{always}`"] for name in rows)
+    return table(["function", "test"], *found)
+
+
+def evidence_of_advantages() -> str:
+    """Return the table of the tests of each advantage."""
+    always = "tests/unit/test_advantages.py::test_advantages_match_plain_loops"
+    return evidence(ADVANTAGES, always, "test_advantages.py", "test_turn_credit.py")
+
+
+def evidence_of_losses() -> str:
+    """Return the table of the tests of each loss."""
+    always = "tests/unit/test_losses.py::test_losses_against_the_formula_written_out"
+    return evidence(LOSSES, always, "test_losses.py", "test_selection.py")
+
+
+# ── KL, correction, filters ──────────────────────────────────────────────────
+
+
+def kl_kinds() -> str:
+    """Return the table of KL estimates: the two paragraphs of their functions' docstrings."""
+    rows = []
+    for name, function in KL_KINDS.items():
+        says, form = paragraphs(function)
+        value, gradient = re.fullmatch(r"value: (.*); gradient: (.*)", form.replace("|", "\\|")).groups()  # type: ignore
+        rows.append([f"`{name}`", f"`{value}`", f"`{gradient}`", says.replace("||", "\\|\\|")])
+    return table(["kind", "value", "gradient with respect to logp", "as an estimate"], *rows)
+
+
+def corrections() -> str:
+    """Return the table of rollout corrections."""
+    rows = []
+    for name, row in CORRECTIONS.items():
+        bounds = settings_of(row.function)
+        shown = ", ".join("-" if bounds.get(bound) is None else f"{bounds[bound]:g}" for bound in ("low", "high"))
+        says = paragraphs(row.function)[0].rstrip(".") + ("; `r` is the sequence's" if row.of_sequence else "")
+        rows.append([f"`{name}`", says, shown if bounds else "", paper_of(row.function)])
+    return table(["kind", "weight", "`low`, `high`", "source"], *rows)
+
+
+def filters() -> str:
+    """Return the table of filters."""
+    rows = []
+    for name, function in FILTERS.items():
+        says, source, *_ = paragraphs(function)
+        bounds = ", ".join(f"`--filter.{leaf}` {value}" for leaf, value in settings_of(function).items())
+        rows.append([f"`{name}`", says.removesuffix(" bool [B]."), bounds, source.removeprefix("Source: ")])
+    return table(["name", "keeps", "settings", "source"], *rows)
+
+
+def resampling() -> str:
+    """Return the table of the weights of resampling."""
+    return table(
+        ["method", "weight of a sequence"],
+        *([f"`{name}`", paragraphs(f)[0].replace("|", "\\|")] for name, f in RESAMPLING.items()),
+    )
+
+
+# ── preference learning ──────────────────────────────────────────────────────
+
+
+def methods_of_preference() -> str:
+    """Return the table of published methods of preference learning."""
+    rows = ([f"`{name}`", ", ".join(f"`{each}`" for each in row.losses), row.paper] for name, row in METHODS.items())
+    return table(["method", "losses", "paper"], *rows)
+
+
+def losses_of_preference() -> str:
+    """Return the table of losses of pairs and of labelled responses: of each the first paragraph of its docstring."""
+    rows = []
+    for name, loss in PREFERENCE_LOSSES.items():
+        says = paragraphs(loss.function)[0].replace("|", "\\|")
+        read = ", ".join(f"`{setting}`" for setting in loss.reads)
+        rows.append([f"`{name}`", says, "labelled" if loss.labelled else "pairs", read])
+    return table(["loss", "is", "of", "settings"], *rows)

@@ -1,0 +1,214 @@
+"""Policy losses in which each token counts for itself. T: packed tokens of one micro-batch.
+
+A loss is `f(x: LossInputs, **settings) -> (loss_T, stats)`: loss_T before aggregation (`aggregate.token_weights` turns
+it into a number), stats a dict of detached [T] tensors, 0 where the mask is False, so that their sum over all tokens
+divided by the unmasked ones is the mean. Stats that several losses share: `ratio` = exp(logp - old_logp); `old_kl` =
+old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decided the loss.
+
+Every log ratio is clamped to +-20 before exp. `x.weights` multiplies every loss. A setting out of its range is a
+ValueError that names it.
+"""
+
+import torch
+
+from spmdrl.algos.loss_inputs import (
+    LossInputs,
+    LossResult,
+    check_clip,
+    clipped_surrogate,
+    exp_clamped,
+    log_ratio_of,
+    masked,
+    ratio_stats,
+    weighted,
+)
+
+REST_FLOOR = 1e-8
+"""Added to the probability of all other tokens, 1 - p, before it is divided by: p may round to 1."""
+
+
+def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossResult:
+    """PPO's clipped surrogate.
+
+    Source: https://arxiv.org/abs/1707.06347
+
+        loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          for A < 0 at most -A dual_clip
+
+    `clip_high` above `clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). The dual clip is that of
+    https://arxiv.org/abs/1912.09729; 3 is usual, None is off.
+
+    Further stat: `dual_clip_fraction` (with `dual_clip`), the share of tokens where that bound decided.
+    """
+    check_clip(clip_low, clip_high, most_low=1.0)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be above 1 (3 is usual), or None for off, got {dual_clip}")
+    advantages = masked(x.advantages, x.mask)
+    log_ratio = log_ratio_of(x)
+    ratio = exp_clamped(log_ratio)
+
+    unclipped, clipped = clipped_surrogate(advantages, ratio, clip_low, clip_high)
+    loss = torch.maximum(unclipped, clipped)
+    stats = ratio_stats(ratio, log_ratio, x) | {"clip_fraction": (clipped > unclipped).to(ratio.dtype)}
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        stats["dual_clip_fraction"] = ((advantages < 0) & (loss > bound)).to(ratio.dtype)
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return weighted(loss, x), stats
+
+
+def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> LossResult:
+    """CISPO: REINFORCE with a clipped importance weight that carries no gradient, so no token is dropped.
+
+    Source: https://arxiv.org/abs/2506.13585
+
+        loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp
+
+    The paper sets no lower bound, which is `clip_low` 1 or more, and does not publish its `clip_high`: 0.28 is the
+    value of
+    https://modelscope.github.io/Trinity-RFT/en/main/_modules/trinity/algorithm/policy_loss_fn/cispo_policy_loss.html.
+
+    `clip_fraction` is the share of tokens whose weight was clipped.
+    """
+    check_clip(clip_low, clip_high)
+    log_ratio = log_ratio_of(x).detach()
+    ratio = exp_clamped(log_ratio)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -weight * masked(x.advantages, x.mask) * masked(x.logp, x.mask)
+    was_clipped = masked((weight != ratio).to(ratio.dtype), x.mask)
+    return weighted(loss, x), ratio_stats(ratio, log_ratio, x) | {"clip_fraction": was_clipped}
+
+
+def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossResult:
+    """SAPO: a sigmoid gate of the ratio in the place of a clip.
+
+    Source: https://arxiv.org/abs/2511.20347
+
+        loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
+
+    The gradient is that of the plain policy gradient at `r = 1` for any tau, and fades as `r` leaves 1, faster for a
+    larger tau.
+
+    Further stat: `gate`, the factor on the gradient, 4 p (1 - p) with p the sigmoid.
+    """
+    if not tau_pos > 0 or not tau_neg > 0:
+        raise ValueError(f"tau_pos and tau_neg must be above 0, got {tau_pos} and {tau_neg}")
+    advantages = masked(x.advantages, x.mask)
+    log_ratio = log_ratio_of(x)
+    ratio = exp_clamped(log_ratio)
+    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
+    p = torch.sigmoid(tau * (ratio - 1))
+    loss = -advantages * p * (4 / tau)
+    gate = masked((4 * p * (1 - p)).detach(), x.mask)
+    return weighted(loss, x), ratio_stats(ratio, log_ratio, x) | {"gate": gate}
+
+
+def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
+    """DRO: policy gradient with a quadratic penalty on the log ratio, for data of any age.
+
+    Source: https://arxiv.org/abs/2405.19107
+
+        loss = -A logp + beta / 2 (logp - old_logp)^2
+
+    It pulls each token towards `logp = old_logp + A / beta`. The paper writes it for whole responses, with a reference
+    in the place of `old_logp`; the token form and its `beta` are those of
+    https://tinker-docs.thinkingmachines.ai/tinker/losses/dro.
+
+    Stats: `old_kl`; `penalty`, the quadratic term.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta must be above 0, got {beta}")
+    log_ratio = log_ratio_of(x)
+    penalty = 0.5 * beta * log_ratio.square()
+    loss = -masked(x.advantages, x.mask) * masked(x.logp, x.mask) + penalty
+    return weighted(loss, x), {"old_kl": -log_ratio.detach(), "penalty": penalty.detach()}
+
+
+def reinforce(x: LossInputs) -> LossResult:
+    """REINFORCE: the score-function loss, with no ratio and no clip.
+
+    Source: https://doi.org/10.1007/BF00992696
+
+        loss = -A logp
+
+    It is right for one optimizer step per rollout.
+
+    Stat: `old_kl`, which shows how far off-policy the samples are.
+    """
+    logp = masked(x.logp, x.mask)
+    loss = -masked(x.advantages, x.mask) * logp
+    return weighted(loss, x), {"old_kl": masked(x.old_logp, x.mask) - logp.detach()}
+
+
+def gpg(x: LossInputs) -> LossResult:
+    """GPG: the loss of `reinforce` as a mean over tokens, for GPG's advantage.
+
+    Source: https://arxiv.org/abs/2504.02546
+    """
+    return reinforce(x)
+
+
+# ── DPPO ─────────────────────────────────────────────────────────────────────
+# The trust region is a divergence of the two policies, estimated from the sampled token against all others together.
+
+
+def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_cap: float = 20.0) -> LossResult:
+    """DPPO with total variation: a token is dropped where its probability has moved too far in the direction of its
+    advantage.
+
+    Source: https://arxiv.org/abs/2602.04879; threshold of its launch script
+    (https://verl.readthedocs.io/en/latest/algo/dppo.html)
+
+        loss = -A sg(min(r, ratio_cap)) logp
+               0 where A > 0 and p - p_old > clip_high, or A <= 0 and p_old - p > clip_low
+
+    The clip widths are differences of probability, in [0, 1]. Section 5.4 of the paper asks for a large `ratio_cap`.
+
+    `ratio` is not capped; `clip_fraction` is the share of dropped tokens. Further stat: `cap_fraction`, kept tokens
+    with a capped ratio.
+    """
+    check_clip(clip_low, clip_high, most_low=1.0)
+    moved = _probability(x.logp, x) - _probability(x.old_logp, x)
+    keep = torch.where(masked(x.advantages, x.mask) > 0, moved <= clip_high, moved >= -clip_low)
+    return _truncated(x, keep, ratio_cap)
+
+
+def dppo_kl(x: LossInputs, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0) -> LossResult:
+    """DPPO with KL: as `dppo_tv`, with KL(old || current) of the sampled token against all others as the measure.
+
+    Source: https://arxiv.org/abs/2602.04879; threshold of its launch script
+    (https://verl.readthedocs.io/en/latest/algo/dppo.html)
+
+        D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
+        loss = as dppo_tv
+               0 where A > 0, p > p_old and D > clip_high, or A <= 0, p < p_old and D > clip_low
+
+    The clip widths are in nats.
+    """
+    check_clip(clip_low, clip_high)
+    p, old_p = _probability(x.logp, x), _probability(x.old_logp, x)
+    # A log-probability of 1e-7 above 0 is rounding; 1 - p must not turn negative for it.
+    rest, old_rest = (1 - p).clamp(min=0), (1 - old_p).clamp(min=0)
+    kl = -old_p * log_ratio_of(x).detach() + old_rest * torch.log((old_rest + REST_FLOOR) / (rest + REST_FLOOR))
+    keep = torch.where(
+        masked(x.advantages, x.mask) > 0, (kl <= clip_high) | (p <= old_p), (kl <= clip_low) | (p >= old_p)
+    )
+    return _truncated(x, keep, ratio_cap)
+
+
+def _probability(logp_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
+    return masked(logp_T.detach(), x.mask).exp()
+
+
+def _truncated(x: LossInputs, keep_T: torch.Tensor, ratio_cap: float) -> LossResult:
+    """-A sg(min(r, ratio_cap)) logp where keep is True, else 0."""
+    if not ratio_cap > 0:
+        raise ValueError(f"ratio_cap must be above 0, got {ratio_cap}")
+    log_ratio = log_ratio_of(x).detach()
+    ratio = exp_clamped(log_ratio)
+    weight = torch.where(keep_T, ratio.clamp(max=ratio_cap), 0.0)
+    loss = -masked(x.advantages, x.mask) * weight * masked(x.logp, x.mask)
+    stats = ratio_stats(ratio, log_ratio, x) | {
+        "clip_fraction": masked((~keep_T).to(ratio.dtype), x.mask),
+        "cap_fraction": masked((keep_T & (ratio > ratio_cap)).to(ratio.dtype), x.mask),
+    }
+    return weighted(loss, x), stats
