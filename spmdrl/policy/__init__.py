@@ -4,8 +4,7 @@ contract.py     the Policy contract
 backends.py     the backends by name
 models.py       builds the models that an algorithm needs, each on its ranks
 learner.py      updates a model, the same way for every backend
-grad_guard.py   skips optimizer steps that are not finite and notices gradients that spike
-loss_scale.py   the loss scale for a backward in float16
+grad_guard.py   skips optimizer steps that are not finite, notices gradients that spike, scales the loss in float16
 optimizer.py    AdamW, its schedule, the global gradient norm
 heads.py        logp and entropy, or a value, for every token of a pack
 self_check.py   finds the fastest form in which a model computes correctly: packed, or one sequence per forward

@@ -12,13 +12,13 @@ from torch import nn
 
 from spmdrl.data.tree import plan_tree
 from spmdrl.hub.routing import FREE
-from spmdrl.policy.attention.packing import plan_packing, plan_tree_packing
+from spmdrl.policy.attention.packing import over, plan_packing, plan_tree_packing
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
 from spmdrl.policy.mixers import layers, rotary
-from spmdrl.policy.mixers.active import over
 from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
+from spmdrl_kernels.linear import wide
 
 Form = Literal["tree", "packed", "apart"]
 """The way in which the sequences of a pack run: all in one forward with shared tokens once; all in one forward, each
@@ -29,7 +29,7 @@ Noise = tuple[torch.Tensor, torch.Tensor]
 """For each token: a seed (int64), and the bound of the noise on its embedding times the root of the width."""
 
 
-def noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
+def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
     """Draw uniform noise for embeddings [1, n, D], the same for a token in every layout (NEFTune,
     https://arxiv.org/abs/2310.05914).
     """
@@ -39,17 +39,25 @@ def noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor
     return (drawn * scale_T.double()[:, None] / like.shape[-1] ** 0.5).to(like.dtype)[None]
 
 
-class Trunk:
-    """The transformer of a HF model over one pack: hidden states of the tokens in this rank's slice."""
+class Packed(nn.Module):
+    """A HF model over packs; its subclasses apply a head to the states of the tokens under the loss mask.
 
-    def __init__(self, hf: Any, attention: str, group: dist.ProcessGroup | None, share: bool):
+    The HF model is the attribute `hf`, so parameter names are the HF names with the prefix `hf.`.
+    """
+
+    hf: Any
+
+    def __init__(
+        self, hf: nn.Module, attention: str = "auto", group: dist.ProcessGroup | None = None, share: bool = False
+    ):
         """group: ranks that divide a pack's tokens (`attention/ulysses.py`); share: prompts once (`data/tree.py`)."""
+        super().__init__()
         self.hf, self.attention, self.group = hf, attention, group
         self.form: Form = "tree" if share else "packed"
         layers.install(hf)
         self.moving = rotary.install(hf)
 
-    def __call__(
+    def run(
         self,
         tokens_T: torch.Tensor,
         lengths_B: torch.Tensor,
@@ -63,10 +71,10 @@ class Trunk:
         """Return the tokens under the mask in this rank's slice, int64 [n]; the state of each, [n, D]; the slice.
 
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: return the state before a token, which
-        predicts it, instead of the one after it. experts_TLK: experts that routers must choose, FREE where the choice
-        is theirs (`hub/routing.py`). noise: added to the embeddings; excludes prompts that run once. begins_B: bool
-        [B], False for a further path of the previous episode (`data/tree.py`); None: no such paths. runs: number of
-        forwards in the form `apart`, at least B: ranks that share weights all-gather them in each forward.
+        predicts it, instead of the one after it. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1)
+        where the choice is theirs (`hub/routing.py`). noise: added to the embeddings; excludes prompts that run once.
+        begins_B: bool [B], False for a further path of the previous episode (`data/tree.py`); None: no further paths.
+        runs: number of forwards in the form `apart`, at least B: ranks that share weights all-gather them in each.
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
@@ -96,7 +104,7 @@ class Trunk:
         if noise is not None:
             assert tree is None, "noise excludes shared prompts"
             embedded = self.hf.get_input_embeddings()(ids)
-            given = {"inputs_embeds": embedded + noise_of(noise, part, embedded)}
+            given = {"inputs_embeds": embedded + _noise_of(noise, part, embedded)}
         with over(packing):
             states = self.hf.base_model(
                 **given,
@@ -112,7 +120,7 @@ class Trunk:
         given: list[dict[str, torch.Tensor]] = [{"input_ids": ids[None]} for ids in tokens_T.split(lengths)]
         if noise is not None:
             embedded = self.hf.get_input_embeddings()(tokens_T)[None]
-            embedded = embedded + noise_of(noise, TokenSlice(len(tokens_T)), embedded)
+            embedded = embedded + _noise_of(noise, TokenSlice(len(tokens_T)), embedded)
             given = [{"inputs_embeds": part} for part in embedded.split(lengths, 1)]
         states = [self.hf.base_model(**each, use_cache=False).last_hidden_state[0] for each in given]
         for _ in range(runs - len(lengths)):
@@ -120,31 +128,24 @@ class Trunk:
             states.append(self.hf.base_model(input_ids=tokens_T[None, :2], use_cache=False).last_hidden_state[0, :0])
         return torch.cat(states)
 
-
-class Probed(nn.Module):
-    """Two further forwards of a packed model, for `self_check.py`."""
-
-    hf: Any
-    trunk: Trunk
-
     def states(self, tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-        """Return the states [T, D] after the tokens of a pack, zeros where mask_T is False."""
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, before=False)
+        """Return the states [T, D] after the tokens of a pack, zeros where mask_T is False; for `self_check.py`."""
+        rows, states, part = self.run(tokens_T, lengths_B, mask_T, before=False)
         return part.total(at_rows(rows, states, len(tokens_T)))[0]
 
     def plain(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return the states [1, n, D] of one sequence in the HF model's own forward."""
+        """Return the states [1, n, D] of one sequence in the HF model's own forward; for `self_check.py`."""
         return self.hf.base_model(input_ids=ids_n[None], use_cache=False).last_hidden_state
 
     def off(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return the distance of this module's head from the HF model's own on one sequence: float64 [m].
+        """Return the distance of this module's head from the HF model's own on one sequence, as float64 [m].
 
         Each is the difference between the two numbers for a token as a share of the numbers' spread.
         """
         states, logits = self.plain(ids_n)[0], self.hf(input_ids=ids_n[None], use_cache=False).logits
-        return self.apart_from(states, logits[0] if logits.dim() == 3 else logits, ids_n)
+        return self._distance(states, logits[0] if logits.dim() == 3 else logits, ids_n)
 
-    def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
+    def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
         """Compare the head's numbers for these states with the HF model's logits of all tokens or of the last one."""
         raise NotImplementedError
 
@@ -152,6 +153,27 @@ class Probed(nn.Module):
 def at_rows(rows: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tensor:
     """Put the values [n, ...] of some tokens into zeros [T, ...]."""
     return values.new_zeros(tokens, *values.shape[1:]).index_copy(0, rows, values)
+
+
+def sampled(
+    states_nD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_n: torch.Tensor,
+    divisor: float,
+    second: Second,
+    softcap: float | None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logp and `second` (see the contract) of the sampled tokens, [n] each.
+
+    divisor, softcap: as in `HeadFunction`. group: ranks that divide the vocabulary.
+    """
+    wants: dict[str, Any] = {"entropy": second == "entropy", "top": second == "top"}
+    logp, other = linear_logprob(states_nD, weight_VD, targets_n, divisor, **wants, softcap=softcap, group=group)
+    if second == "collision":
+        other = collision_probability(states_nD, weight_VD, divisor, softcap=softcap, group=group)
+    assert other is not None
+    return logp, other
 
 
 def softcap_of(config: Any) -> float | None:
@@ -169,20 +191,12 @@ def divisor_of(config: Any) -> float:
     )
 
 
-class PackedLM(Probed):
-    """HF causal LM whose forward gives logp and entropy of the sampled tokens, never logits [T, V].
+class PackedLM(Packed):
+    """HF causal LM whose forward gives logp and entropy of the sampled tokens, never logits [T, V]."""
 
-    The HF model is the attribute `hf`, so parameter names are the HF names with the prefix `hf.`.
-    """
-
-    hf: Any
-
-    def __init__(
-        self, hf: nn.Module, attention: str = "auto", group: dist.ProcessGroup | None = None, share: bool = False
-    ):
-        """group, share: as in `Trunk`."""
-        super().__init__()
-        self.hf, self.trunk = hf, Trunk(hf, attention, group, share)
+    def __init__(self, hf: nn.Module, *args: Any, **kwargs: Any):
+        """See `Packed`."""
+        super().__init__(hf, *args, **kwargs)
         config = self.hf.config.get_text_config()
         self.softcap, self.logit_divisor = softcap_of(config), divisor_of(config)
 
@@ -193,79 +207,57 @@ class PackedLM(Probed):
         mask_T: torch.Tensor,
         temperature: float,
         second: Second = "entropy",
-        experts_TLK: torch.Tensor | None = None,
         token_loss: TokenLoss | HeadFunction | None = None,
-        noise: Noise | None = None,
-        begins_B: torch.Tensor | None = None,
-        runs: int = 0,
+        **more: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
+        """Return logp and `second` [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
-        tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: selects the
-        second tensor. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1) where the choice is theirs.
-        token_loss: see the contract; logp and entropy then have no gradient, and a third element is the loss of this
-        rank's rows, a scalar with gradient. A `HeadFunction` computes all of them itself. noise, begins_B, runs: see
-        `Trunk`.
+        mask_T: False on first tokens. token_loss: see the contract; both numbers then have no gradient, and a third
+        element is the loss of this rank's rows, a scalar with gradient. A `HeadFunction` computes all of them itself.
+        more: further arguments of `run`.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise, begins_B, runs)
-        targets = tokens_T.to(rows.device)[rows]
+        rows, states, part = self.run(tokens_T, lengths_B, mask_T, True, **more)
+        tokens, targets = len(tokens_T), tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
         # Mamba accumulates the outputs of its layers in float32.
         states = states.to(weight.dtype)
         if callable(token_loss):
             loss, outputs = token_loss(states, weight, rows, divisor, self.softcap)
             # One by one, because they differ in type and width.
-            numbers = tuple(part.total(at_rows(rows, number, len(tokens_T)))[0] for number in outputs)
+            numbers = tuple(part.total(at_rows(rows, number, tokens))[0] for number in outputs)
             return numbers if loss is None else (*numbers, loss)
-        if token_loss is not None:
-            function, columns = token_loss
-            mine = {name: column[rows] for name, column in columns.items()}
-            top = second == "top"
-            loss, outputs = chunked_loss(
-                states, weight, targets, function, mine, divisor, entropy=not top, top=top, softcap=self.softcap
-            )
-            scattered = (at_rows(rows, outputs[name], len(tokens_T)) for name in ("logp", "top" if top else "entropy"))
-            return *part.total(*scattered), loss
-        logp, other = linear_logprob(
-            states, weight, targets, divisor, entropy=second == "entropy", top=second == "top", softcap=self.softcap
+        if token_loss is None:
+            numbers = sampled(states, weight, targets, divisor, second, self.softcap)
+            return part.total(*(at_rows(rows, x, tokens) for x in numbers))
+        function, columns = token_loss
+        mine, top = {name: column[rows] for name, column in columns.items()}, second == "top"
+        loss, outputs = chunked_loss(
+            states, weight, targets, function, mine, divisor, entropy=not top, top=top, softcap=self.softcap
         )
-        if second == "collision":
-            other = collision_probability(states, weight, divisor, softcap=self.softcap)
-        assert other is not None
-        logp_T, other_T = part.total(at_rows(rows, logp, len(tokens_T)), at_rows(rows, other, len(tokens_T)))
-        return logp_T, other_T
+        numbers = outputs["logp"], outputs["top" if top else "entropy"]
+        return *part.total(*(at_rows(rows, x, tokens) for x in numbers)), loss
 
-    def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """See `Probed`: compares the logp of each token but the first, in standard deviations of the logits."""
+    def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
+        """See `Packed`: compares the logp of each token but the first, in standard deviations of the logits."""
         theirs_nV, targets = logits_mV[:-1].double(), ids_n[1:]
         weight = self.hf.get_output_embeddings().weight
-        ours = linear_logprob(
-            states_nD[:-1].to(weight.dtype), weight, targets, self.logit_divisor, softcap=self.softcap
-        )[0]
+        states = states_nD[:-1].to(weight.dtype)
+        ours = linear_logprob(states, weight, targets, self.logit_divisor, softcap=self.softcap)[0]
         theirs = theirs_nV.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         return (ours - theirs).abs() / theirs_nV.std(-1)
 
 
-class PackedScalar(Probed):
+class PackedScalar(Packed):
     """HF classifier of sequences or tokens, evaluated at tokens: a critic or a reward model.
 
-    The HF model is the attribute `hf`; its head is a linear layer named `score`, the name in published reward models.
+    Its head is a linear layer named `score`, the name in published reward models.
     """
 
-    hf: Any
-
-    def __init__(
-        self,
-        hf: nn.Module,
-        attention: str = "auto",
-        after: bool = False,
-        group: dist.ProcessGroup | None = None,
-        share: bool = False,
-    ):
+    def __init__(self, hf: nn.Module, *args: Any, after: bool = False, **kwargs: Any):
         """after: read the state after the token (a reward model) instead of the one before it (a value)."""
-        super().__init__()
-        self.hf, self.after, self.trunk = hf, after, Trunk(hf, attention, group, share)
+        super().__init__(hf, *args, **kwargs)
+        self.after = after
 
     def forward(
         self,
@@ -274,22 +266,19 @@ class PackedScalar(Probed):
         mask_T: torch.Tensor,
         temperature: float,
         second: Second = "entropy",
-        begins_B: torch.Tensor | None = None,
-        runs: int = 0,
+        **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of each token under the mask, [T] (float32, float64 for float64 models), and zeros alike.
 
-        A head with two or more labels L returns [T, L]. temperature and second have no effect. begins_B, runs: see
-        `Trunk`.
+        A head with two or more labels L returns [T, L]. temperature and second have no effect. more: see `run`.
         """
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, not self.after, begins_B=begins_B, runs=runs)
+        rows, states, part = self.run(tokens_T, lengths_B, mask_T, not self.after, **more)
         value = self.hf.score(states)
         value = value[:, 0] if value.shape[1] == 1 else value
-        value = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
-        (value_T,) = part.total(at_rows(rows, value, len(tokens_T)))
+        (value_T,) = part.total(at_rows(rows, value.to(wide(value)), len(tokens_T)))
         return value_T, value_T.detach() * 0
 
-    def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """See `Probed`: a classifier of sequences has numbers for the last token only."""
+    def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
+        """See `Packed`: a classifier of sequences has numbers for the last token only."""
         ours = self.hf.score(states_nD)
         return (ours[-len(logits_mV) :] - logits_mV).abs().amax(1).double() / (ours.abs().max() + 1e-6)

@@ -12,10 +12,11 @@ from spmdrl.config.schema import OptimizerConfig, TrainingConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
 from spmdrl.hub.build import DTYPES
+from spmdrl.hub.quantized import fp8_blocks
+from spmdrl.hub.resolve import resolve
 from spmdrl.policy.attention.ulysses import check_same
-from spmdrl.policy.contract import Head, HeadFunction, LossResult, Objective, Second, Shared, TokenLoss, Write
-from spmdrl.policy.grad_guard import AnomalousStep, Guard
-from spmdrl.policy.loss_scale import LossScale
+from spmdrl.policy.contract import Head, HeadFunction, LossResult, Objective, Second, Shared, Write
+from spmdrl.policy.grad_guard import AnomalousStep, Guard, LossScale
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
 from spmdrl.spmd.exchange import all_reduce
@@ -30,28 +31,20 @@ class SummedLoss:
 
     def __init__(self, objective: Objective, total: torch.Tensor):
         self.objective, self.total = objective, total
-        self.columns, self.temperature, self.prepare = objective.columns, objective.temperature, objective.prepare
-        self.second: Second = objective.second
 
-    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objective, name)
+
+    def loss(self, *inputs: Any) -> LossResult:
         """See the contract."""
-        result = self.objective.loss(micro, first_T, second_T, shared)
+        result = self.objective.loss(*inputs)
         self.total = self.total + result.loss.detach().double()
         return result
-
-    def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | HeadFunction | None:
-        """See the contract."""
-        return self.objective.token_loss(micro, shared, device)
 
 
 class Learner:
     """The part of the Policy contract (`contract.py`) that backends share. A backend implements the last methods."""
 
-    folder: Path
-    """The Hugging Face folder that the model was built from."""
-    head: Head
-    labels = 1
-    """Numbers that a `score` head computes for a token."""
     hf_config: Any
     """The configuration (transformers) that the model was built with."""
     can_share = False
@@ -59,24 +52,59 @@ class Learner:
     keeps_masters = False
     """True if the optimizer state holds the weights even where `model/` stores them without rounding."""
 
-    def __init__(self, cfg: TrainingConfig, world: World, total_updates: int, optimizer: OptimizerConfig | None):
-        """total_updates: optimizer steps that will be due. optimizer: None means the policy's, `cfg.optimizer`."""
-        self.cfg, self.world = cfg, world
+    def __init__(
+        self,
+        cfg: TrainingConfig,
+        world: World,
+        total_updates: int,
+        trainable: bool = True,
+        path: str = "",
+        head: Head = "lm",
+        optimizer: OptimizerConfig | None = None,
+        routing_replay: bool = False,
+        adapt: bool = False,
+        labels: int = 1,
+        average: bool = False,
+    ):
+        """Build one model. Collective.
+
+        Args:
+            cfg: the run's settings.
+            world: ranks and their axes.
+            total_updates: optimizer steps that will be due in the run, for the schedule.
+            trainable: False for a frozen model, which is stored in the compute type and has no optimizer.
+            path: as `--model.path`; empty means that one.
+            head: `lm`, `value` (a critic; a head that the folder lacks starts at 0), `score` (a reward model) or
+                `steps` (a reward model of steps, a classifier of tokens).
+            optimizer: None means the policy's, `cfg.optimizer`.
+            routing_replay: send tokens to the experts in `token["experts"]` (`hub/routing.py`).
+            adapt: train only the adapters of `cfg.lora`, if its rank is not 0 (`fsdp/lora.py`).
+            labels: numbers that a `score` or `steps` head computes for a token.
+            average: a frozen model that averages another's weights over steps; FSDP stores it in their type.
+
+        Raises:
+            ValueError: the model cannot train here; the message names the path or the flag.
+        """
+        self.cfg, self.world, self.labels = cfg, world, labels
+        self.head: Head = head
         self.settings = optimizer or cfg.optimizer
         self.total_updates, self.updates_due, self.updates_done, self.version = total_updates, 0, 0, 0
+        self.folder = resolve(path or cfg.model.path, cfg.model.trust_remote_code)
+        self.blocks = fp8_blocks(self.folder)
         self.share = False
         """Samples of a prompt are packed together, and the prompt runs once for all of them."""
         self.multiple = 1
         """The number of micro-batches must be a multiple of this."""
-        self.stored = DTYPES[cfg.model.dtype]
-        """Type of the weights in a checkpoint."""
-        self.master = torch.float32
-        """Type of the tensors that `logprobs` returns."""
+        self.compute = self.stored = DTYPES[cfg.model.dtype]
+        """Types of the forward, and of the weights in a checkpoint."""
+        self.master = torch.float64 if self.compute == torch.float64 else torch.float32
+        """Type of gradients, moments and of the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
-        self.loss_scale = LossScale() if self.stored == torch.float16 else None
+        self.loss_scale = LossScale() if self.compute == torch.float16 else None
         """Scale of the loss in `gradient`, whose result is divided by it."""
         self.away: list[Parked] = []
         self.parameters_away = False
+        self.build(trainable, path or cfg.model.path, routing_replay, adapt and cfg.lora.rank > 0, average)
 
     def microbatches(self, batch: Batch) -> list[Batch]:
         """Split a batch into micro-batches, the same number on every rank; some may be empty. Collective."""
@@ -87,6 +115,11 @@ class Learner:
         count = int(all_reduce(count.to(self.world.device), "max", self.world.data_group))
         return microbatches(batch, -(-count // self.multiple) * self.multiple, budget, units)
 
+    def _placed(self, batch: Batch) -> list[Batch]:
+        """Split a batch into micro-batches whose column `place` is the index of each token in the batch."""
+        token = dict(batch.token, place=torch.arange(batch.n_tokens))
+        return self.microbatches(Batch(batch.lengths, token, batch.seq))
+
     @torch.no_grad()
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
@@ -94,8 +127,7 @@ class Learner:
         """See the contract."""
         shape = (batch.n_tokens,) if self.labels == 1 else (batch.n_tokens, self.labels)
         out = torch.zeros(2, *shape, dtype=self.master)
-        token = dict(batch.token, place=torch.arange(batch.n_tokens))
-        micros = self.microbatches(Batch(batch.lengths, token, batch.seq))
+        micros = self._placed(batch)
         for micro, numbers in zip(micros, self.numbers(micros, temperature, second), strict=True):
             if len(micro):
                 out[:, micro.token["place"]] = torch.stack(list(numbers)).to("cpu", self.master)
@@ -104,9 +136,8 @@ class Learner:
     @torch.no_grad()
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
         """See the contract."""
-        token = dict(batch.token, place=torch.arange(batch.n_tokens))
-        micros, out = self.microbatches(Batch(batch.lengths, token, batch.seq)), []
-        for micro, numbers in zip(micros, self.head_outputs(micros, temperature, function), strict=True):
+        micros, out = self._placed(batch), []
+        for micro, numbers in zip(micros, self.numbers(micros, temperature, function=function), strict=True):
             out = out or [torch.zeros(batch.n_tokens, *x.shape[1:], dtype=x.dtype) for x in numbers]
             for into, x in zip(out, numbers if len(micro) else (), strict=len(micro) > 0):
                 into[micro.token["place"]] = x.cpu()
@@ -133,7 +164,7 @@ class Learner:
             shared = objective.prepare(share, index)
             active = shared.active
             micros = self.microbatches(share if active is None else share.select(torch.nonzero(active).flatten()))
-            summed = SummedLoss(objective, torch.zeros((), dtype=torch.float64, device=self.world.device))
+            summed: Any = SummedLoss(objective, torch.zeros((), dtype=torch.float64, device=self.world.device))
             stats = self.gradient(micros, summed, shared)
             finite = self._optimizer_step(metrics, share, index, summed.total, shared.on_policy)
             if finite:
@@ -155,7 +186,11 @@ class Learner:
         bad = bool(all_reduce(bad, "max", self.world.training_group))
         median = self.guard.median
         step = AnomalousStep(share, index, self.updates_done, self.version, norm, not bad, median, on_policy)
-        overflowed = self._overflows(norm) if not bad else False
+        overflowed, scale = False, self.loss_scale
+        if scale is not None and not bad:
+            # A lower scale may make the gradient finite.
+            overflowed = not math.isfinite(norm) and scale.can_shrink
+            scale.adapt(math.isfinite(norm))
         finite = overflowed or self.guard.passes(step)
         if finite and not overflowed and norm > 0:
             # A step with a zero gradient leaves weights and moments unchanged.
@@ -165,20 +200,12 @@ class Learner:
         metrics.add_sum("updates_skipped", (finite and norm == 0) / self.world.data_size)
         metrics.add_sum("updates_nonfinite", (not finite) / self.world.data_size)
         self.zero_grad()
-        if self.loss_scale is not None:
+        if scale is not None:
             metrics.add_sum("updates_overflowed", overflowed / self.world.data_size)
-            metrics.add("loss_scale", self.loss_scale.scale)
+            metrics.add("loss_scale", scale.scale)
         metrics.add("grad_norm", norm)
         metrics.add("lr", lr)
         return finite
-
-    def _overflows(self, norm: float) -> bool:
-        """Adapt the loss scale to a step's gradient; return True if a lower scale may help, so the step is skipped."""
-        if self.loss_scale is None:
-            return False
-        overflowed = not math.isfinite(norm) and self.loss_scale.can_shrink
-        self.loss_scale.adapt(math.isfinite(norm))
-        return overflowed
 
     # ── memory ───────────────────────────────────────────────────────────────
 
@@ -212,33 +239,46 @@ class Learner:
         """See the contract."""
         if not self.world.is_first:
             return {}
-        return fixed_files(self.folder, self.hf_config, DTYPES[self.cfg.model.dtype], self.cfg, self.head)
+        return fixed_files(self.folder, self.hf_config, self.compute, self.cfg, self.head)
 
-    def saving(self, copy: bool = False) -> Write:
-        """See the contract. The default makes no copy; a backend that can overrides this."""
-        assert not copy, "checks.py refuses --checkpoint.background"
-        return lambda folder, world: self.save(folder)
+    def save(self, folder: Path) -> None:
+        """See the contract."""
+        self.saving()(folder, self.world)
+
+    @torch.no_grad()
+    def take_over(self, other: Any, share: float = 1.0) -> None:
+        """See the contract."""
+        for mine, theirs in zip(self.pieces(), other.pieces(), strict=True):
+            if (mine.name, mine.box) != (theirs.name, theirs.box):
+                raise ValueError(
+                    f"{mine.name} {mine.shape} cannot take over {theirs.name} {theirs.shape}: "
+                    "--reference.refresh-every needs a reference of the policy's own architecture"
+                )
+            kept, taken = mine.tensor, theirs.tensor
+            mixes = share != 1 and kept.is_floating_point()
+            kept.copy_((1 - share) * kept + share * taken if mixes else taken)
 
     def checkpoint_bytes(self) -> int:
         """See the contract: all weights; for trained ones two moments too, and masters if kept separately."""
         trains = self.total_updates > 0
         adapted = trains and self.cfg.lora.rank > 0 and getattr(self, "adapters", None) is not None
         parts: list[Part] = ["base", "adapter"] if adapted else ["base"]
-        sizes = [
-            sum(math.prod(entry.shape) for entry in catalogue(self.pieces(part), self.world.role_group))
-            for part in parts
-        ]
-        dtype = self.stored
-        masters = sizes[-1] * (adapted or (trains and (dtype != self.master or self.keeps_masters)))
-        return sizes[0] * dtype.itemsize + (masters + 2 * trains * sizes[-1]) * self.master.itemsize
+        entries = [catalogue(self.pieces(part), self.world.role_group) for part in parts]
+        sizes = [sum(math.prod(entry.shape) for entry in each) for each in entries]
+        masters = sizes[-1] * (adapted or (trains and (self.stored != self.master or self.keeps_masters)))
+        return sizes[0] * self.stored.itemsize + (masters + 2 * trains * sizes[-1]) * self.master.itemsize
 
     # ── methods of a backend ─────────────────────────────────────────────────
+
+    def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
+        """Build the model, read its folder and make the optimizer; arguments as in the constructor, resolved."""
+        raise NotImplementedError
 
     def pieces(self, part: Part = "model") -> list[Piece]:
         """See the contract."""
         raise NotImplementedError
 
-    def save(self, folder: Path) -> None:
+    def saving(self, copy: bool = False) -> Write:
         """See the contract."""
         raise NotImplementedError
 
@@ -249,12 +289,17 @@ class Learner:
     def reshard(self) -> None:
         """Drop parameters that a forward gathered; does nothing in a backend that gathers none."""
 
-    def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Any:
-        """Yield the head's two tensors [T] for each micro-batch in turn, without gradient. Collective."""
-        raise NotImplementedError
+    def numbers(
+        self,
+        micros: list[Batch],
+        temperature: float,
+        second: Second = "entropy",
+        function: HeadFunction | None = None,
+    ) -> Any:
+        """Yield the head's two tensors [T] for each micro-batch in turn, without gradient. Collective.
 
-    def head_outputs(self, micros: list[Batch], temperature: float, function: HeadFunction) -> Any:
-        """Yield the numbers [T, ...] of a head function for each micro-batch in turn, without gradient. Collective."""
+        function: its numbers [T, ...] take their place.
+        """
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
@@ -270,5 +315,4 @@ class Learner:
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Drop the gradient."""
-        raise NotImplementedError
+        """Drop the gradient; does nothing in a backend whose `gradient` begins at zero."""

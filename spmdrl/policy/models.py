@@ -180,11 +180,8 @@ def frozen(cfg: Config, world: World, scoring: World, each: Wanted, outputs: int
     """
     model = None
     if world.scores:
-        more = {"average": True} if average and cfg.policy.backend == "fsdp" else {}
-        path, head = each.path, each.head
-        model = backend(cfg.policy.backend)(
-            cfg, scoring, 0, trainable=False, path=path, head=head, labels=outputs, **more
-        )
+        more: dict[str, Any] = dict(path=each.path, head=each.head, labels=outputs, average=average)
+        model = backend(cfg.policy.backend)(cfg, scoring, 0, trainable=False, **more)
     if scoring is world or world.samples:
         return model
     answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32

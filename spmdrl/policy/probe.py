@@ -17,7 +17,7 @@ import torch
 from spmdrl.config.fields import ConfigError
 from spmdrl.data.tree import plan_tree
 from spmdrl.health.causes import of_the_machine
-from spmdrl.policy.attention.own import own_attention, with_attention
+from spmdrl.policy.attention.packed import own_attention, with_attention
 from spmdrl.policy.heads import Form
 from spmdrl.spmd.exchange import all_reduce
 
@@ -179,7 +179,7 @@ def probe(policy: Any, form: Form, expected: Sequences) -> Found:
     expected: the plain model's results. An error of the model becomes the reason.
     """
     before, found = policy.form, Found()
-    policy.model.trunk.form = form
+    policy.model.form = form
     try:
         if form == "apart":
             _compare_apart(policy, expected, found)
@@ -190,7 +190,7 @@ def probe(policy: Any, form: Form, expected: Sequences) -> Found:
     except Exception as error:
         found = _failed(error)
     finally:
-        policy.model.trunk.form = before
+        policy.model.form = before
         policy.reshard()
     return found
 

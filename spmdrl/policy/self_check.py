@@ -12,7 +12,7 @@ import torch
 
 from spmdrl.data.batch import Batch
 from spmdrl.hub.build import DTYPES
-from spmdrl.policy.attention.own import own_attention
+from spmdrl.policy.attention.packed import own_attention
 from spmdrl.policy.heads import Form
 from spmdrl.policy.probe import FORWARD, NOT_FINITE, Found, Sequences, difference, plain, probe, sequences
 from spmdrl.spmd.exchange import all_reduce

@@ -77,7 +77,7 @@ def test_shared_prompts_in_float32_build_no_mask(monkeypatch):
 
 def test_liger_layers_are_the_same_model():
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    from spmdrl.policy.fsdp.liger import use_liger
+    from spmdrl.policy.fsdp.sharding import use_liger
 
     tokens, lengths = torch.arange(3, 40).repeat(2), torch.tensor([37, 37])
     mask = (torch.arange(74) % 37 > 0).cuda()

@@ -8,7 +8,7 @@ import torch
 from spmdrl.config.checks import check
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems
 from spmdrl.config.fields import ConfigError
-from spmdrl.policy.loss_scale import LossScale, scaled
+from spmdrl.policy.grad_guard import LossScale, scaled
 from tests.ranks.cases import (
     build_policy,
     config,

@@ -278,7 +278,9 @@ def compare(world, folder, layout, config, tensors, logits, gradients):
     cap, seen = getattr(config, "final_logit_softcapping", None), []
 
     def read(model, states, pack, i):
-        weight, first = head_weight(convert.unwrapped(model))
+        model = convert.unwrapped(model)
+        weight = head_weight(model)
+        first = model.pg_collection.tp.rank() * -(-model.arch.vocab // layout.tp)
         # Backward sums the gradients of the parts of the vocabulary.
         mine = copy_to_tensor_model_parallel_region(states) @ weight.T
         mine = cap * torch.tanh(mine / cap) if cap else mine
@@ -382,7 +384,7 @@ def push_and_score(world, folder):
         tokens, lengths = packs()[i]
         want = torch.cat([hf(t[None]).last_hidden_state[0] for t in tokens.split(lengths.tolist())])
         real = pack.rows >= 0
-        value = states[real] @ head_weight(model)[0].T
+        value = states[real] @ head_weight(model).T
         seen.append((value[:, 0] - want[pack.rows[real]] @ torch.linspace(-1, 1, 48)).abs().max().item())
         return value.sum()
 

@@ -8,7 +8,7 @@ import torch
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.schema import Config
-from spmdrl.policy.fsdp.liger import use_liger
+from spmdrl.policy.fsdp.sharding import use_liger
 
 
 def test_liger_is_refused_on_a_cpu():

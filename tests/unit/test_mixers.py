@@ -13,12 +13,11 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from spmdrl.policy.attention import packed as attention
-from spmdrl.policy.attention.packing import Packing
+from spmdrl.policy.attention.packing import Packing, over
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import KERNELS, Needs, pick
 from spmdrl.policy.fsdp.sharding import recompute
 from spmdrl.policy.heads import PackedLM
-from spmdrl.policy.mixers.active import over
 from spmdrl.policy.mixers.layers import CARRIERS, OTHERS
 from spmdrl.policy.mixers.rows import rows_of
 from tests.unit.test_packed_forward import gradient, plainly, scalar

@@ -155,7 +155,7 @@ def test_layout_packed_forward_is_plain_hugging_face(family, monkeypatch):
             want = plainly(plain, tokens, lengths, mask)
             want_gradient = gradient(plain, scalar(*want))
         for kind in ("auto", "eager", *kernels):
-            ours.trunk.attention = kind
+            ours.attention = kind
             with monkeypatch.context() as patch:
                 if kind in kernels:
                     stand_in(patch)

@@ -4,6 +4,9 @@ A pack has two layouts, each computed at first use: rows end to end without padd
 sequences of similar length side by side with padding for all other attention (`packed.py`).
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -202,3 +205,32 @@ def _branch_classes(
                 )
             )
     return out
+
+
+_PACKING: ContextVar[Packing | None] = ContextVar("packing", default=None)
+
+
+def active() -> Packing | None:
+    """Return the packing of the current forward; None where a model runs by itself.
+
+    Attention gets its packing as a keyword argument. Many families pass only a few named arguments to other layers.
+    """
+    return _PACKING.get()
+
+
+@contextmanager
+def over(packing: Packing | None) -> Iterator[None]:
+    """Run a model's layers over a packing inside this context."""
+    token = _PACKING.set(packing)
+    try:
+        yield
+    finally:
+        _PACKING.reset(token)
+
+
+def again() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the contexts of a checkpointed forward and of its repetition (`context_fn` of torch's checkpoint).
+
+    The repetition runs in the backward, long after the forward and perhaps on another thread.
+    """
+    return nullcontext(), over(active())

@@ -17,29 +17,24 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from spmdrl.config.engines import Part
-from spmdrl.config.schema import OptimizerConfig, TrainingConfig
 from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
-from spmdrl.hub.build import DTYPES, empty_model
+from spmdrl.hub.build import empty_model
 from spmdrl.hub.lora import attach, is_adapter, plain_name, without_adapters
-from spmdrl.hub.quantized import fp8_blocks
-from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
 from spmdrl.policy.attention import packed
-from spmdrl.policy.attention.own import own_attention, use_attention
+from spmdrl.policy.attention.packed import own_attention, use_attention
 from spmdrl.policy.attention.ulysses import check_model
-from spmdrl.policy.contract import SCORES, Head, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
+from spmdrl.policy.contract import SCORES, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
 from spmdrl.policy.fsdp.checkpoint import load, saving
-from spmdrl.policy.fsdp.liger import use_liger
 from spmdrl.policy.fsdp.loading import fill_model
-from spmdrl.policy.fsdp.sharding import recompute, sharded
+from spmdrl.policy.fsdp.sharding import recompute, sharded, use_liger
+from spmdrl.policy.grad_guard import scaled
 from spmdrl.policy.heads import Form
 from spmdrl.policy.learner import Learner
-from spmdrl.policy.loss_scale import scaled
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Piece
@@ -53,67 +48,27 @@ class FsdpPolicy(Learner):
 
     can_share = True
 
-    def __init__(
-        self,
-        cfg: TrainingConfig,
-        world: World,
-        total_updates: int,
-        trainable: bool = True,
-        path: str = "",
-        head: Head = "lm",
-        optimizer: OptimizerConfig | None = None,
-        routing_replay: bool = False,
-        adapt: bool = False,
-        labels: int = 1,
-        average: bool = False,
-    ):
-        """Build and shard one model. Collective.
-
-        Args:
-            cfg: the run's settings.
-            world: ranks and their axes.
-            total_updates: optimizer steps that will be due in the run, for the schedule.
-            trainable: False for a frozen model, which is stored in the compute type and has no optimizer.
-            path: as `--model.path`; empty means that one.
-            head: `lm`, `value` (a critic; a head that the folder lacks starts at 0), `score` (a reward model) or
-                `steps` (a reward model of steps, a classifier of tokens).
-            optimizer: None means `cfg.optimizer`.
-            routing_replay: send tokens to the experts in `token["experts"]` (`hub/routing.py`).
-            adapt: train only the adapters of `cfg.lora`, if its rank is not 0 (`lora.py`).
-            labels: numbers that a `score` or `steps` head computes for a token.
-            average: a frozen model that averages another's weights over steps, stored in the type of those weights.
-
-        Raises:
-            ValueError: the model cannot train here; the message names the path.
-        """
-        super().__init__(cfg, world, total_updates, optimizer)
-        path = path or cfg.model.path
-        self.head, self.labels = head, labels
-        self.folder = resolve(path, cfg.model.trust_remote_code)
-        self.blocks = fp8_blocks(self.folder)
-        check_model(self.folder, cfg.model.trust_remote_code, world.sp_size)
-        self.compute = DTYPES[cfg.model.dtype]
-        self.master = torch.float64 if self.compute == torch.float64 else torch.float32
-        # In 16 bits a small share of another model's weights would be rounded away, here and in a checkpoint.
-        self.stored = self.master if average else self.compute
-        adapt = adapt and cfg.lora.rank > 0
-        kept = self.master if trainable and not adapt else self.stored
-        hf = self._hf_model(path, kept, trainable)
+    def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
+        """See `Learner`: builds the model without values and shards it, so no rank holds more than its own shards."""
+        cfg, head = self.cfg, self.head
+        check_model(self.folder, cfg.model.trust_remote_code, self.world.sp_size)
+        if average:
+            # In 16 bits a small share of another model's weights would be rounded away, here and in a checkpoint.
+            self.stored = self.master
+        hf = self._hf_model(path, self.master if trainable and not adapt else self.stored, trainable)
         self.routers = Routers(hf) if routing_replay else None
-        # PEFT's settings of the adapters; None without adapters.
-        self.adapters: Any = None
-        if adapt:
-            self.adapters = attach(hf, cfg.lora, cfg.run.seed, self.master)
+        # PEFT's settings of the adapters.
+        self.adapters: Any = attach(hf, cfg.lora, cfg.run.seed, self.master) if adapt else None
         use_host_linear(hf)
         if cfg.policy.activation_checkpointing != "none" and trainable:
             recompute(hf)
         self.share = cfg.policy.share_prompts and head not in SCORES
         trained = is_adapter if adapt and trainable else (lambda name: trainable)
         # Any: fully_shard adds methods, and the parameters become DTensors.
-        self.model: Any = sharded(hf, cfg, world, head, self.compute, self.share, trained)
+        self.model: Any = sharded(hf, cfg, self.world, head, self.compute, self.share, trained)
         if hf.config.get_text_config()._attn_implementation != packed.NAME:
             self.run_as("apart")
-        self.fill()
+        fill_model(self.model, self.folder, self.world.device, self.new_head, cfg.run.seed, self.blocks)
         # Persistent buffers, such as routing biases: every rank holds them whole.
         kept = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in kept]
@@ -123,7 +78,6 @@ class FsdpPolicy(Learner):
         self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
 
     def _hf_model(self, path: str, dtype: torch.dtype, trainable: bool) -> Any:
-        """Build the HF model without values: they come in `fill`, so no rank holds more than its own shards."""
         cfg, head = self.cfg, self.head
         hf = empty_model(self.folder, dtype, cfg.model.trust_remote_code, packed.register(), head, self.labels)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
@@ -138,26 +92,19 @@ class FsdpPolicy(Learner):
         self.layout, self.hf_config = Layout(hf), hf.config
         return hf
 
-    def fill(self) -> None:
-        """Give the sharded model its memory and the values of its folder.
-
-        The rest of the constructor works on parameters without values, so a subclass may leave this out.
-        """
-        fill_model(self.model, self.folder, self.world.device, self.new_head, self.cfg.run.seed, self.blocks)
-
     # ── forward ──────────────────────────────────────────────────────────────
 
     @property
     def form(self) -> Form:
         """The way in which the sequences of a micro-batch run."""
-        return self.model.trunk.form
+        return self.model.form
 
     def run_as(self, form: Form, attention: str = "") -> None:
         """Set the way in which the sequences of micro-batches run from the next forward on.
 
         attention: transformers' implementation for `apart`; empty means that of `own_attention`.
         """
-        self.model.trunk.form, self.share = form, form == "tree"
+        self.model.form, self.share = form, form == "tree"
         apart = attention or own_attention(self.model.hf)
         use_attention(self.model.hf, apart if form == "apart" else packed.NAME)
 
@@ -191,13 +138,15 @@ class FsdpPolicy(Learner):
         # Zero times the sum keeps the graph, and with it FSDP's backward.
         return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
 
-    def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Iterator[tuple]:
+    def numbers(
+        self,
+        micros: list[Batch],
+        temperature: float,
+        second: Second = "entropy",
+        function: HeadFunction | None = None,
+    ) -> Iterator[tuple]:
         """See `Learner`."""
-        return (self._forward(micro, temperature, second) for micro in micros)
-
-    def head_outputs(self, micros: list[Batch], temperature: float, function: HeadFunction) -> Iterator[tuple]:
-        """See `Learner`."""
-        return (self._forward(micro, temperature, token_loss=function) for micro in micros)
+        return (self._forward(micro, temperature, second, function) for micro in micros)
 
     def output_head(self) -> OutputHead:
         """See the contract."""
@@ -281,18 +230,6 @@ class FsdpPolicy(Learner):
         named = self.named_weights()
         return [x for x in named if not is_adapter(x[0])], [x for x in named if is_adapter(x[0])]
 
-    @torch.no_grad()
-    def take_over(self, other: Any, share: float = 1.0) -> None:
-        """See the contract."""
-        for (name, into), (source, p) in zip(self.named_weights(), other.named_weights(), strict=True):
-            if name != source or into.shape != p.shape:
-                raise ValueError(
-                    f"{name} {tuple(into.shape)} cannot take over {source} {tuple(p.shape)}: --reference.refresh-every "
-                    "needs a reference of the policy's own architecture"
-                )
-            mine, theirs = into.to_local(), p.to_local()
-            mine.copy_(theirs if share == 1 else (1 - share) * mine + share * theirs)
-
     def pieces(self, part: Part = "model") -> list[Piece]:
         """See the contract."""
         base, adapters = self.parts()
@@ -321,10 +258,6 @@ class FsdpPolicy(Learner):
     def saving(self, copy: bool = False) -> Write:
         """See the contract."""
         return saving(self, copy)
-
-    def save(self, folder: Path) -> None:
-        """See the contract."""
-        self.saving()(folder, self.world)
 
     def load(self, folder: Path) -> None:
         """See the contract."""

@@ -1,4 +1,4 @@
-"""Wraps a HF model in its packed form and shards it by FSDP2 or HSDP."""
+"""Prepares a HF model for training: packed form, recomputed layers, Liger's kernels, shards of FSDP2 or HSDP."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.hub.build import decoder_layers
+from spmdrl.policy.attention.packing import again
 from spmdrl.policy.contract import SCORES, Head
 from spmdrl.policy.heads import PackedLM, PackedScalar
-from spmdrl.policy.mixers.active import again
 from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.world import World
@@ -23,7 +23,7 @@ GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
 cost more time than the memory is worth. On a CPU nothing is computed while a gather runs."""
 
 
-def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
+def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
     """Apply fully_shard to each decoder layer, then to the rest, over `world.shard_mesh`; to a small model as a whole.
 
     direct: on gloo, send directly (`spmd/gloo.py`) instead of around its ring.
@@ -65,6 +65,23 @@ def recompute(hf: Any) -> None:
         )
 
 
+def use_liger(hf: Any, device: torch.device) -> None:
+    """Put Liger's kernels (https://arxiv.org/abs/2410.10989) between a model's matmuls, without the head.
+
+    Raises:
+        ValueError: no GPU, or a model type that Liger has no kernels for.
+    """
+    if device.type != "cuda":
+        raise ValueError("--policy.liger: its kernels run on GPUs; leave it out on a CPU")
+    from liger_kernel.transformers import monkey_patch
+
+    known, kind = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, hf.config.model_type
+    if kind not in known:
+        raise ValueError(f"--policy.liger: Liger has no kernels for {kind}; it has {', '.join(sorted(known))}")
+    # The loss is computed by this package: chunked in the head, with the run's own formula.
+    monkey_patch._apply_liger_kernel_to_instance(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
 def sharded(
     hf: Any,
     cfg: TrainingConfig,
@@ -80,12 +97,12 @@ def sharded(
     parameters that train.
     """
     kind, sp = cfg.policy.attention, world.sp_group
-    model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head in SCORES, sp, share)
+    model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, sp, share, after=head in SCORES)
     # Eval mode even for training: the loss compares logp with the engine's and with earlier passes, so the model must
     # not be random (dropout, LayerDrop, a router's jitter).
     model.eval()
     for name, p in model.named_parameters():
         p.requires_grad_(trained(name))
     # The lockstep recorder records collectives, and direct sends are none.
-    shard(model, world, compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
+    _shard(model, world, compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
     return model

@@ -1,9 +1,8 @@
 """Policies on Megatron-core: tensor, pipeline, context and expert parallelism of the same HF models.
 
 layout.py      the division of a model over ranks, and checks of it
-arch.py        the description of a model, from which it is built
+arch.py        the description of a model, from which it is built, and names of parameters in HF checkpoints
 families.py    translates a HF config into Megatron's terms; a new architecture is added here
-names.py       names of Megatron's parameters in HF checkpoints
 model.py       groups and modules: `initialize`, `build`
 layers.py      modules that Megatron lacks, and layers composed of these and Megatron's
 routing.py     routers: prescribed choices, a loss for balanced experts, a bias that follows their load

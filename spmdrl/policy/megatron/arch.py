@@ -1,4 +1,4 @@
-"""The description of a model in Megatron's terms, which `families.py` makes from a HF config.
+"""The description of a model in Megatron's terms, which `families.py` makes from a HF config, and names in checkpoints.
 
 Nothing here imports Megatron.
 """
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from spmdrl.policy.megatron.names import Names
+Names = dict[str, tuple[str, ...]]
+"""Parameter of a Megatron layer -> the tensors of a HF layer in it; `E` is the number of an expert."""
 
 
 @dataclass
@@ -48,3 +49,53 @@ class Family:
     names: Names = field(default_factory=dict)
     partial_rotary: bool = False
     """True if the model applies `partial_rotary_factor`; other families of transformers ignore it."""
+
+
+# ── names ────────────────────────────────────────────────────────────────────
+
+NAMES: Names = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
+    "mlp.experts.E.linear_fc1.weight": ("mlp.experts.E.gate_proj.weight", "mlp.experts.E.up_proj.weight"),
+    "mlp.experts.E.linear_fc2.weight": ("mlp.experts.E.down_proj.weight",),
+    "mlp.shared_experts.linear_fc1.weight": (
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
+}
+OUTSIDE = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+    "output_layer.bias": "score.bias",
+}
+"""Parameters that belong to no layer."""
+LATENT: Names = {
+    "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
+    "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),
+    "self_attention.q_layernorm.weight": ("self_attn.q_a_layernorm.weight",),
+    "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight",),
+    "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
+    "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
+}
+GEMMA2: Names = {
+    "self_attention.linear_proj.post_norm.weight": ("post_attention_layernorm.weight",),
+    "pre_mlp_layernorm.weight": ("pre_feedforward_layernorm.weight",),
+    "mlp.linear_fc2.post_norm.weight": ("post_feedforward_layernorm.weight",),
+}
+MIXTRAL: Names = {
+    "mlp.router.weight": ("block_sparse_moe.gate.weight",),
+    "mlp.experts.E.linear_fc1.weight": ("block_sparse_moe.experts.E.w1.weight", "block_sparse_moe.experts.E.w3.weight"),
+    "mlp.experts.E.linear_fc2.weight": ("block_sparse_moe.experts.E.w2.weight",),
+}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.policy.megatron.names import OUTSIDE
+from spmdrl.policy.megatron.arch import OUTSIDE
 from spmdrl.weights.experts import full_box
 from spmdrl.weights.folder import Tensors
 from spmdrl.weights.reshard import Box, Piece

@@ -1,6 +1,6 @@
 """HF architectures in Megatron's terms: settings of a TransformerConfig, and the names of parameters in checkpoints.
 
-A family is a function that adds its settings to the common ones, with a table of the names (`names.py`) that differ in
+A family is a function that adds its settings to the common ones, with a table of the names (`arch.py`) that differ in
 its checkpoints; `FAMILIES` lists them. Nothing here imports Megatron.
 """
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from spmdrl.policy.megatron.arch import Architecture, Family
-from spmdrl.policy.megatron.names import GEMMA2, LATENT, MIXTRAL, NAMES
+from spmdrl.policy.megatron.arch import GEMMA2, LATENT, MIXTRAL, NAMES, Architecture, Family
 
 ACTIVATIONS = {
     "silu": F.silu,

@@ -218,13 +218,12 @@ def _with_memory(model: Any, device: torch.device) -> Any:
     return model
 
 
-def head_weight(model: Any) -> tuple[torch.Tensor, int]:
-    """Return this rank's rows of the output head, [rows, D] without padding, and the index of the first row.
+def head_weight(model: Any) -> torch.Tensor:
+    """Return this rank's rows of the output head, [rows, D] without padding. Only on the last stage.
 
-    For the `value` and `score` heads: the whole head, [labels, D]. Only on the last stage.
+    For the `value` and `score` heads: the whole head, [labels, D].
     """
     if model.head != "lm":
-        return model.output_layer.weight, 0
+        return model.output_layer.weight
     weight = model.shared_embedding_or_output_weight() if model.arch.tied else model.output_layer.weight
-    first = model.pg_collection.tp.rank() * len(weight)
-    return weight[: max(0, model.arch.vocab - first)], first
+    return weight[: max(0, model.arch.vocab - model.pg_collection.tp.rank() * len(weight))]

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from spmdrl.config.engines import Part
-from spmdrl.config.schema import OptimizerConfig, PolicyConfig, TrainingConfig
+from spmdrl.config.schema import PolicyConfig, TrainingConfig
 from spmdrl.data.batch import Batch
-from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import plain_errors
-from spmdrl.hub.quantized import drop_quantization, fp8_blocks
-from spmdrl.hub.resolve import resolve
-from spmdrl.policy.contract import Head, Objective, Second, Shared
+from spmdrl.hub.quantized import drop_quantization
+from spmdrl.policy.contract import Objective, Second, Shared, Write
 from spmdrl.policy.heads import divisor_of, softcap_of
 from spmdrl.policy.learner import Learner
+from spmdrl.policy.megatron import convert
 from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout
-from spmdrl.policy.megatron.model import build, initialize, require
+from spmdrl.policy.megatron.model import build as build_chunks
+from spmdrl.policy.megatron.model import initialize, require
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
@@ -60,43 +60,29 @@ class MegatronPolicy(Learner):
 
     keeps_masters = True
 
-    def __init__(
-        self,
-        cfg: TrainingConfig,
-        world: World,
-        total_updates: int,
-        trainable: bool = True,
-        path: str = "",
-        head: Head = "lm",
-        optimizer: OptimizerConfig | None = None,
-        routing_replay: bool = False,
-        adapt: bool = False,
-        labels: int = 1,
-    ):
-        """Build a model; arguments as in `FsdpPolicy`. Models of one process share Megatron's groups. Collective.
+    def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
+        """See `Learner`. Models of one process share Megatron's groups.
 
         Raises:
             ValueError: the model has no converter, or the layout does not divide it.
         """
         from transformers import AutoConfig
 
-        super().__init__(cfg, world, total_updates, optimizer)
         require()
         from megatron.core import parallel_state
 
         from spmdrl.policy.megatron.schedule import Pipeline
         from spmdrl.policy.megatron.training import Trainer
 
-        self.head, self.labels, trust = head, labels, cfg.model.trust_remote_code
-        self.folder = resolve(path or cfg.model.path, trust)
-        self.blocks = fp8_blocks(self.folder)
+        cfg, world, trust = self.cfg, self.world, self.cfg.model.trust_remote_code
         with plain_errors(self.folder):
             self.hf_config = AutoConfig.from_pretrained(self.folder, trust_remote_code=trust)
             drop_quantization(self.hf_config, self.folder)
-        self.dtype, self.grid = DTYPES[cfg.model.dtype], layout_of(cfg)
+        self.grid = layout_of(cfg)
         if not parallel_state.model_parallel_is_initialized():
             initialize(self.grid, world.role_group)
-        if path and path != cfg.model.path and not describe(self.hf_config).settings.get("num_moe_experts"):
+        own = path == cfg.model.path
+        if not own and not describe(self.hf_config).settings.get("num_moe_experts"):
             # A critic or reward model may be dense while the policy is a mixture of experts.
             self.grid = replace(self.grid, ep=1, etp=1)
         more: dict[str, Any] = {}
@@ -104,10 +90,12 @@ class MegatronPolicy(Learner):
             more = dict(recompute_granularity=cfg.policy.activation_checkpointing)
             if cfg.policy.activation_checkpointing == "full":
                 more |= dict(recompute_method="uniform", recompute_num_layers=1)
-        self.chunks = build(self.hf_config, None, self.grid, self.dtype, world.device, head, labels, **more)
-        own = trainable and path in ("", cfg.model.path)
+        self.chunks = build_chunks(
+            self.hf_config, None, self.grid, self.compute, world.device, self.head, self.labels, **more
+        )
+        own &= trainable
         self.kept: Stored = []
-        if own and head == "lm":
+        if own and self.head == "lm":
             beside = self.chunks[0].arch.beside
             self.kept = [x for x in stored(self.folder) if beside and x[1].startswith(beside)]
             if cfg.policy.mtp == "keep":
@@ -115,36 +103,30 @@ class MegatronPolicy(Learner):
         self.aux_loss, self.bias_rate = balancing(cfg.policy, self.hf_config, own) if trainable else (0.0, 0.0)
         for chunk in self.chunks:
             chunk.train(trainable).requires_grad_(trainable)
-        self.trainer = Trainer(self.chunks, self.settings, self.dtype, cfg.policy.host_optimizer) if trainable else None
+        self.trainer: Any = None
+        if trainable:
+            self.trainer = Trainer(self.chunks, self.settings, self.compute, cfg.policy.host_optimizer)
         text = self.hf_config.get_text_config()
         models = self.trainer.models if self.trainer else self.chunks
         caps = softcap_of(text), divisor_of(text)
-        self.pipeline = Pipeline(models, self.grid, *caps, world.device, routing_replay, labels)
+        self.pipeline = Pipeline(models, self.grid, *caps, world.device, routing_replay, self.labels)
         # An interleaved schedule runs its chunks in rounds of pp micro-batches.
         self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
-
-        self.fill()
-
-    def fill(self) -> None:
-        """Read this rank's part of the folder into the model and into the optimizer's own copies.
-
-        The rest of the constructor works on parameters without values, so a subclass may leave this out.
-        """
-        from spmdrl.policy.megatron import convert
-
         convert.load(self.chunks, self.folder, self.blocks)
         if self.trainer:
             self.trainer.take_weights()
 
     # ── forward, update ──────────────────────────────────────────────────────
 
-    def numbers(self, micros: list[Batch], temperature: float, second: Second) -> list:
-        """See `Learner`."""
+    def numbers(
+        self, micros: list[Batch], temperature: float, second: Second = "entropy", function: Any = None
+    ) -> list:
+        """See `Learner`; has no head functions."""
+        assert function is None, "checks.py refuses teachers on this backend"
         return self.pipeline.forward(micros, temperature, second)
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
         """See `Learner`."""
-        assert self.trainer
         self.trainer.zero()
         from spmdrl.policy.megatron.routing import mean_loss, routers
 
@@ -161,51 +143,37 @@ class MegatronPolicy(Learner):
 
     def gradient_norm(self) -> float:
         """See `Learner`; in float64."""
-        assert self.trainer
         return self.trainer.norm()
 
     def step(self, lr: float, norm: float) -> None:
         """See `Learner`."""
-        assert self.trainer
         from spmdrl.policy.megatron.routing import move_biases
 
         self.trainer.step(lr, norm, self.settings.clip_grad_norm)
         if self.bias_rate:
             move_biases(self.chunks, self.bias_rate)
 
-    def zero_grad(self) -> None:
-        """See `Learner`. Does nothing: `gradient` zeroes Megatron's buffers first."""
-
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
     def pieces(self, part: Part = "model") -> list[Piece]:
         """See the contract."""
-        from spmdrl.policy.megatron import convert
-
         return convert.pieces(self.chunks)
-
-    @torch.no_grad()
-    def take_over(self, other: Any, share: float = 1.0) -> None:
-        """See the contract."""
-        for mine, theirs in zip(self.pieces(), other.pieces(), strict=True):
-            if mine.name != theirs.name or mine.box != theirs.box:
-                raise ValueError(
-                    f"{mine.name} {mine.shape} cannot take over {theirs.name} {theirs.shape}: "
-                    "--reference.refresh-every needs a reference of the policy's own architecture"
-                )
-            kept, taken = mine.tensor, theirs.tensor
-            kept.copy_(taken if share == 1 else (1 - share) * kept + share * taken)
 
     def held(self) -> dict[str, list[torch.Tensor | None]]:
         """See `Learner`."""
         parameters: list[torch.Tensor | None] = [p for chunk in self.chunks for p in chunk.parameters()]
         return {"parameters": parameters} | (self.trainer.held() if self.trainer else {})
 
-    def save(self, folder: Path) -> None:
+    def saving(self, copy: bool = False) -> Write:
         """See the contract. Weights are written in the compute type; the state holds AdamW's own copies."""
-        save_model(folder / "model", self.pieces(), self.world, self.dtype, self.fixed, self.kept, self.blocks)
-        if self.trainer:
-            self.trainer.save(folder / "state" / "optimizer")
+        assert not copy, "checks.py refuses --checkpoint.background"
+
+        def write(folder: Path, world: World) -> None:
+            save_model(folder / "model", self.pieces(), world, self.compute, self.fixed, self.kept, self.blocks)
+            if self.trainer:
+                self.trainer.save(folder / "state" / "optimizer")
+
+        return write
 
     def load(self, folder: Path) -> None:
         """See the contract."""

@@ -15,14 +15,13 @@ from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
 from spmdrl.policy.attention.ulysses import total
 from spmdrl.policy.contract import Objective, Second, Shared
-from spmdrl.policy.heads import at_rows
+from spmdrl.policy.heads import at_rows, sampled
 from spmdrl.policy.megatron.attention import Pack, make_packs
 from spmdrl.policy.megatron.convert import unwrapped
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import head_weight
 from spmdrl.policy.megatron.routing import plan
 from spmdrl.tracking.metrics import Metrics
-from spmdrl_kernels import collision_probability, linear_logprob
 
 Numbers = tuple[torch.Tensor, torch.Tensor]
 """The head's two numbers for each token of a micro-batch: two tensors [T], or [T, L] for a head with L > 1 labels."""
@@ -158,15 +157,10 @@ class Pipeline:
         inside = (of_S >= 0) & (of_S < len(mask_T))
         at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()
         rows, states = of_S[at], states_SD[at]
-        weight, _ = head_weight(model)
+        weight = head_weight(model)
         if self.head == "lm":
-            scale = temperature * self.divisor
-            first, other = linear_logprob(
-                states, weight, tokens_T[rows], scale, top=second == "top", softcap=self.softcap, group=self.tp_group
-            )
-            if second == "collision":
-                other = collision_probability(states, weight, scale, softcap=self.softcap, group=self.tp_group)
-            assert other is not None
+            scale, cap = temperature * self.divisor, self.softcap
+            first, other = sampled(states, weight, tokens_T[rows], scale, second, cap, self.tp_group)
         else:
             value = nn.functional.linear(states, weight, model.output_layer.bias)
             first = (value[:, 0] if value.shape[1] == 1 else value).to(torch.float32)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmdrl.policy.attention.packing import Packing
-from spmdrl.policy.mixers.active import active
+from spmdrl.policy.attention.packing import Packing, active
 from spmdrl.policy.mixers.rows import RowClass, rows_of
 from spmdrl.spmd.devices import kind_of
 

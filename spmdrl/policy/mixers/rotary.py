@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from spmdrl.hub.rotary import grows, moves
-from spmdrl.policy.attention.packing import Packing
-from spmdrl.policy.mixers.active import active
+from spmdrl.policy.attention.packing import Packing, active
 
 
 @dataclass(frozen=True)
