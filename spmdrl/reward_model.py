@@ -1,7 +1,7 @@
 """Train a reward model on preferences or labelled steps: `torchrun --nproc-per-node 8 -m spmdrl.reward_model ...`.
 
 The loop is that of `sft.py`, without a frozen model and without answers. Left out of this page: the loss and what is
-reported of the scores (`policy/objectives/scores.py`; of steps, `step_scores.py` there), how rows become tokens
+reported of the scores (`policy/objectives/scores.py`), how rows become tokens
 (`data/preferences.py`, `supervised/pair_encoder.py`; `data/step_rows.py`, `supervised/steps.py`) and how the parts are
 built (`supervised/reward_model.py`).
 """

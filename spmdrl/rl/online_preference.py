@@ -18,7 +18,7 @@ from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.policy.contract import LossResult, Objective
 from spmdrl.policy.objectives.algorithm import Algorithm, add_mismatch
 from spmdrl.policy.objectives.likelihood import SftObjective
-from spmdrl.policy.objectives.pairs import PairObjective, PairShared
+from spmdrl.policy.objectives.pairs import PairObjective
 from spmdrl.rl.build import build_run
 from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.reading import finite
@@ -152,7 +152,7 @@ class OwnPairs(PairObjective):
     start: int = 0
     """The policy's `updates_done` when the update began."""
 
-    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PairShared) -> LossResult:
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `loss` of the contract, from logp."""
         out = super().loss(micro, first_T, second_T, shared)
         assert self.algo is not None

@@ -12,8 +12,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.policy.backends import backend
 from spmdrl.policy.labels import check_head
 from spmdrl.policy.models import Models
-from spmdrl.policy.objectives.scores import ScoreObjective, report
-from spmdrl.policy.objectives.step_scores import StepObjective
+from spmdrl.policy.objectives.scores import ScoreObjective, StepObjective, report
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Placed, Start, assemble, begin

@@ -23,7 +23,7 @@ from spmdrl.policy.attention.ulysses import check_config
 from spmdrl.policy.contract import LossResult, Objective, Shared
 from spmdrl.policy.fsdp import policy as fsdp
 from spmdrl.policy.heads import PackedLM, PackedScalar
-from spmdrl.policy.objectives.reinforcement import totals
+from spmdrl.policy.objectives.tokens import totals
 from spmdrl.spmd.balance import assign_balanced
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.lockstep import Lockstep

@@ -21,8 +21,7 @@ from spmdrl.data.tokens import Masked
 from spmdrl.hub.build import empty_model
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.policy.objectives.scores import report
-from spmdrl.policy.objectives.step_scores import describe
+from spmdrl.policy.objectives.scores import describe_steps, report
 from spmdrl.supervised.preview import shown
 from spmdrl.supervised.reward_model import ScoredEncoder, check_names
 from spmdrl.supervised.steps import StepEncoder, pack_steps
@@ -344,7 +343,7 @@ def test_metrics_of_steps_are_those_of_a_count_by_hand(seed):
         rows += some
         pairs = torch.tensor([pair for row in some for pair in row], dtype=torch.float64).reshape(-1, 2)
         seq = torch.tensor([i for i, row in enumerate(some) for _ in row], dtype=torch.int64)
-        describe(metrics, pairs[:, 0], pairs[:, 1], seq, size)
+        describe_steps(metrics, pairs[:, 0], pairs[:, 1], seq, size)
     assert report(metrics.reduce(lambda x, op: x)) == pytest.approx(by_hand(rows), rel=1e-12)
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.algos.aggregate import Totals, count_totals, token_weights
 from spmdrl.config.divergence import DivergenceConfig
 from spmdrl.config.schema import ModelConfig
 from spmdrl.data.batch import Batch
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
-from spmdrl.policy.contract import HeadFunction, LossResult, Objective, OutputHead, Policy, Shared
+from spmdrl.policy.contract import HeadFunction, LossResult, OutputHead, Policy, Shared
+from spmdrl.policy.objectives.tokens import TokenObjective, add_token_mean
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels.distill import distillation_loss, top_logprobs
@@ -85,10 +85,8 @@ def share_name(teacher: str) -> str:
     return f"{teacher}/share"
 
 
-class DistillObjective(Objective):
+class DistillObjective(TokenObjective):
     """Averages the divergence of the student from its teachers over the sampled tokens of an optimizer step."""
-
-    second = "entropy"
 
     def __init__(
         self,
@@ -112,29 +110,13 @@ class DistillObjective(Objective):
         batch.token |= dict(zip(self.reader.names(name), found, strict=True))
         batch.seq[share_name(name)] = torch.ones(len(batch), dtype=torch.float64)
 
-    def trained_mask(self, batch: Batch) -> torch.Tensor:
-        """Mark the tokens over which the loss is averaged, bool [T]."""
-        return batch.token["mask"]
-
-    def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `prepare` of the contract."""
-        local = count_totals(self.trained_mask(share), share.episode_index)
-        counts = torch.tensor([local.tokens, local.sequences], dtype=torch.float64)
-        return Shared(Totals(*self.peers.sum(counts).tolist()))
-
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `loss` of the contract, from divergence and entropy."""
         metrics = Metrics()
         loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
         metrics.add_sum("loss", loss)
-        trained_T = self.trained_mask(micro)
-        for name, value_T, mask in (
-            ("divergence/mean", first_T, trained_T),
-            ("entropy/mean", second_T, micro.token["mask"]),
-        ):
-            mask = mask.to(first_T.device)
-            total = torch.where(mask, value_T.detach(), torch.zeros_like(value_T)).double().sum()
-            metrics.add(name, total / mask.sum().clamp(min=1), mask.sum())
+        add_token_mean(metrics, "divergence/mean", first_T, self.trained_mask(micro).to(first_T.device))
+        add_token_mean(metrics, "entropy/mean", second_T, micro.token["mask"].to(first_T.device))
         return LossResult(loss, metrics)
 
     def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
@@ -176,8 +158,3 @@ class DistillObjective(Objective):
             return StatesTeacher(found[0], head.weight_VD, self.temperature * head.divisor, head.softcap)
         ids, logp, rest = found
         return TopTeacher(ids.long(), logp, rest, self.cfg.tail == "renormalize")
-
-    def weights(self, micro: Batch, shared: Shared, device: torch.device) -> torch.Tensor:
-        """Return the final weight of each token, [T] on the device; 0 outside the mask."""
-        mask, seq = self.trained_mask(micro).to(device), micro.episode_index.to(device)
-        return token_weights("token-mean", mask, seq, shared.totals)

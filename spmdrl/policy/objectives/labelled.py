@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spmdrl.algos.aggregate import sum_per_sequence
+from spmdrl.algos.aggregate import Totals, sum_per_sequence
 from spmdrl.algos.preference import LOSSES, Labelled
 from spmdrl.config.preference import PreferenceMethod
 from spmdrl.data.batch import Batch
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.policy.contract import MEASURE, LossResult, Objective, Policy, Shared
+from spmdrl.policy.objectives.tokens import add_mean
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
@@ -20,9 +21,8 @@ MISMATCHED = 2
 
 @dataclass
 class LabelledShared(Shared):
-    """Number of responses and shift of an optimizer step, over all ranks."""
+    """The shift of an optimizer step beside its counts, over all ranks."""
 
-    responses: float = 0.0
     shift: float = 0.0
     """Reference point of the loss: subtracted from the log-ratio (KTO) or from beta times it (BCO)."""
 
@@ -46,7 +46,7 @@ class LabelledObjective(Objective):
         """Implements `prepare` of the contract."""
         trained_B = share.seq["sample"] < MISMATCHED
         responses = float(self.peers.sum(trained_B.double().sum()))
-        return LabelledShared(active=trained_B, responses=responses, shift=self._shift(share, index))
+        return LabelledShared(Totals(0.0, responses), trained_B, shift=self._shift(share, index))
 
     def _shift(self, share: Batch, index: int) -> float:
         """Compute the shift. KTO: mean log-ratio of mismatched responses, at least 0. BCO: mean reward so far."""
@@ -59,9 +59,8 @@ class LabelledObjective(Objective):
         logp_T, _ = self.policy.logprobs(scored, self.temperature, self.second)
         ratio_B = scored.sum_tokens(logp_T.double() - scored.token["ref_logp"].double())
         if source == "other prompts":
-            total, count = self.peers.sum(
-                torch.tensor([float(ratio_B.sum()), len(scored)], dtype=torch.float64)
-            ).tolist()
+            local = torch.tensor([float(ratio_B.sum()), len(scored)], dtype=torch.float64)
+            total, count = self.peers.sum(local).tolist()
             return max(0.0, total / count) if count else 0.0
         by_label = [ratio_B[scored.seq["sample"] == label] for label in (CHOSEN, REJECTED)]
         local = [number for ratio_N in by_label for number in (float(ratio_N.sum()), float(len(ratio_N)))]
@@ -78,19 +77,19 @@ class LabelledObjective(Objective):
         device, metrics = first_T.device, Metrics()
         mask = (micro.token["mask"] & micro.per_token(micro.seq["sample"] < MISMATCHED)).to(device)
         ratio_T = first_T.double() - micro.token["ref_logp"].to(device).double()
-        ratio_B = sum_per_sequence(
-            torch.where(mask, ratio_T, torch.zeros_like(ratio_T)), micro.seq_index.to(device), len(micro)
-        )
+        ratio_T = torch.where(mask, ratio_T, torch.zeros_like(ratio_T))
+        ratio_B = sum_per_sequence(ratio_T, micro.seq_index.to(device), len(micro))
         trained_B = (micro.seq["sample"] < MISMATCHED).to(device)
         x = Labelled(ratio_B[trained_B], (micro.seq["sample"].to(device) == CHOSEN)[trained_B])
         weights = self.settings.wanted_weight, self.settings.unwanted_weight
         weight = torch.where(x.wanted, *(torch.tensor(w, dtype=torch.float64, device=device) for w in weights))
-        loss = (LOSSES[self.loss_name].of(x, self.settings, shared.shift) * weight).sum() / max(1.0, shared.responses)
+        loss = (LOSSES[self.loss_name].of(x, self.settings, shared.shift) * weight).sum() / max(
+            1.0, shared.totals.sequences
+        )
         metrics.add_sum("loss", loss.detach())
         rewards = self.settings.beta * x.ratio.detach()
         for name, which in (("rewards/chosen", x.wanted), ("rewards/rejected", ~x.wanted)):
-            count = int(which.sum())
-            metrics.add(name, rewards[which].mean() if count else 0.0, count)
+            add_mean(metrics, name, rewards[which])
         metrics.add("kl" if self.loss_name == "kto" else "shift", shared.shift)
         return LossResult(loss, metrics)
 

@@ -5,23 +5,16 @@ from typing import Any
 
 import torch
 
-from spmdrl.algos.aggregate import sum_per_sequence
+from spmdrl.algos.aggregate import Totals, sum_per_sequence
 from spmdrl.algos.preference import LOSSES, SFT, Pairs, matched_margins, needs_reference
 from spmdrl.config.preference import PreferenceMethod
 from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import gather_rows
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.policy.contract import LossResult, Objective, Policy, Second, Shared
+from spmdrl.policy.objectives.tokens import add_mean
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
-
-
-@dataclass
-class PairShared(Shared):
-    """Counts of a whole optimizer step, over all ranks."""
-
-    pairs: float = 0.0
-    chosen_tokens: float = 0.0
 
 
 @dataclass
@@ -49,14 +42,17 @@ class PairObjective(Objective):
         """See the contract."""
         return "collision" if self.settings.weighted else "top"
 
-    def prepare(self, share: Batch, index: int) -> PairShared:
-        """Implements `prepare` of the contract. Adds `seq["matched/..."]` to the share for losses that sort."""
+    def prepare(self, share: Batch, index: int) -> Shared:
+        """Implements `prepare` of the contract: counts pairs and tokens of chosen responses.
+
+        Adds `seq["matched/..."]` to the share for losses that sort.
+        """
         mask_T, chosen_B = share.token["mask"], share.seq["sample"] == CHOSEN
         counts = torch.stack([chosen_B.sum(), (mask_T & share.per_token(chosen_B)).sum()]).double()
         pairs, tokens = self.peers.sum(counts).tolist()
         if self.matched:
             self._match(share)
-        return PairShared(pairs=pairs, chosen_tokens=tokens)
+        return Shared(Totals(tokens, pairs))
 
     @property
     def matched(self) -> list[str]:
@@ -90,7 +86,7 @@ class PairObjective(Objective):
         place_T = mask.cumsum(0) - mask - batch.per_token(counts_B.cumsum(0) - counts_B)
         return torch.where(place_T < batch.per_token(shorter_B), 1.0, self.settings.tail).double()
 
-    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PairShared) -> LossResult:
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `loss` of the contract, from logp."""
         device, metrics = first_T.device, Metrics()
         mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
@@ -101,34 +97,26 @@ class PairObjective(Objective):
         ref_B = torch.zeros_like(sums_B) if ref_T is None else self._sums(micro, ref_T.to(device).double())
         matched = {name: micro.seq[f"matched/{name}"].to(device).view(-1, 2) for name in self.matched}
         pairs = Pairs(*(x_B[side::2] for x_B in (sums_B, ref_B, counts_B) for side in (0, 1)), matched=matched)
-        weight_P = self._likely(logp.detach(), second_T, mask, seq, counts_B) if self.settings.weighted else 1.0
+        weight_P: Any = 1.0
+        if self.settings.weighted:
+            # WPO's weight of a pair: how likely both responses are under the policy.
+            aligned = torch.where(mask, logp.detach() - second_T.double().log(), torch.zeros_like(logp))
+            likely_B = (sum_per_sequence(aligned, seq, len(counts_B)) / counts_B).exp()
+            weight_P = likely_B[0::2] * likely_B[1::2]
         total: Any = logp.sum() * 0.0
         for name, weight in self.losses.items():
             if name == SFT:
                 chosen_T = micro.per_token(micro.seq["sample"] == CHOSEN).to(device)
-                one = -(logp * chosen_T).sum() / max(1.0, shared.chosen_tokens)
+                one = -(logp * chosen_T).sum() / max(1.0, shared.totals.tokens)
             else:
-                one = (LOSSES[name].of(pairs, self.settings) * weight_P).sum() / max(1.0, shared.pairs)
+                one = (LOSSES[name].of(pairs, self.settings) * weight_P).sum() / max(1.0, shared.totals.sequences)
             metrics.add_sum(f"loss/{name}", one.detach())
             total = total + weight * one
         metrics.add_sum("loss", total)
-        self._describe(metrics, pairs, len(micro) // 2)
+        self._describe(metrics, pairs)
         return LossResult(total, metrics)
 
-    def _likely(
-        self,
-        logp: torch.Tensor,
-        collision_T: torch.Tensor,
-        mask: torch.Tensor,
-        seq: torch.Tensor,
-        counts_B: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return WPO's weight of each pair, [P]: how likely both responses are under the policy."""
-        aligned = torch.where(mask, logp - collision_T.double().log(), torch.zeros_like(logp))
-        each = (sum_per_sequence(aligned, seq, len(counts_B)) / counts_B).exp()
-        return each[0::2] * each[1::2]
-
-    def _describe(self, metrics: Metrics, x: Pairs, count: int) -> None:
+    def _describe(self, metrics: Metrics, x: Pairs) -> None:
         """Add the metrics that TRL calls rewards, beta times log-ratio, with accuracy and logp."""
         won, lost = (self.settings.beta * ratio.detach() for ratio in (x.ratio_chosen, x.ratio_rejected))
         for name, value in (
@@ -139,4 +127,4 @@ class PairObjective(Objective):
             ("logp/chosen", x.chosen.detach()),
             ("logp/rejected", x.rejected.detach()),
         ):
-            metrics.add(name, value.double().mean() if count else 0.0, count)
+            add_mean(metrics, name, value.double())

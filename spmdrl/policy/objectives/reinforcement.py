@@ -18,6 +18,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.dealing import gather_rows
 from spmdrl.policy.contract import LossResult, Objective, Policy, Shared, TokenLoss
 from spmdrl.policy.objectives.algorithm import Algorithm, add_mismatch, mean
+from spmdrl.policy.objectives.tokens import TokenObjective
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import uniform
 from spmdrl.tracking.metrics import Metrics
@@ -183,7 +184,7 @@ class PolicyObjective(Objective):
 
 
 @dataclass
-class CriticObjective(Objective):
+class CriticObjective(TokenObjective):
     """Trains a critic on the returns in one column of a batch, clipped around its values before the update."""
 
     returns: str
@@ -191,25 +192,15 @@ class CriticObjective(Objective):
     clip: float | None
     """Largest change of a value in one update; None: no limit."""
     peers: Peers
-    temperature: float = 1.0
 
     def __post_init__(self):
         self.columns = frozenset({f"token/{self.returns}", f"token/{self.values}"})
 
-    def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `prepare` of the contract."""
-        return Shared(totals(share, self.peers))
-
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `loss` of the contract, from the value of each token."""
-        value = first_T
-        token = {k: micro.token[k].to(value.device) for k in ("mask", self.returns, self.values)}
-        mask, seq = token["mask"], micro.episode_index.to(value.device)
-        old, target = token[self.values].to(value.dtype), token[self.returns].to(value.dtype)
-        per_token, stats = value_loss(value, old, target, mask, self.clip)
-        weights_T = token_weights("token-mean", mask, seq, shared.totals)
-        loss = (per_token.double() * weights_T).sum()
-        metrics = Metrics()
+        mask, target, old = (micro.token[k].to(first_T.device) for k in ("mask", self.returns, self.values))
+        per_token, stats = value_loss(first_T, old.to(first_T.dtype), target.to(first_T.dtype), mask, self.clip)
+        loss, metrics = (per_token.double() * self.weights(micro, shared, first_T.device)).sum(), Metrics()
         metrics.add_sum("loss", loss)
         for name, x_T in stats.items():
             metrics.add(name, mean(x_T, mask), mask.sum())
@@ -217,7 +208,7 @@ class CriticObjective(Objective):
 
 
 @dataclass
-class ProcessObjective(Objective):
+class ProcessObjective(TokenObjective):
     """Trains an implicit process reward model to predict a response's outcome from its summed reward (PRIME)."""
 
     beta: float
@@ -225,26 +216,13 @@ class ProcessObjective(Objective):
     peers: Peers
     columns = frozenset({"token/process_ref_logp", "seq/reward"})
 
-    def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `prepare` of the contract."""
-        return Shared(totals(share, self.peers))
-
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `loss` of the contract, from logp."""
-        logp = first_T
-        token = {k: micro.token[k].to(logp.device) for k in ("mask", "process_ref_logp")}
-        mask, seq = token["mask"], micro.episode_index.to(logp.device)
-        outcome_T = micro.per_token(micro.seq["reward"].clamp(0, 1)).to(logp.device)
-        reference_T = token["process_ref_logp"].to(logp.dtype)
-        per_token = implicit_reward_loss(logp, reference_T, mask, seq, outcome_T, self.beta)
-        loss = (per_token.double() * token_weights("seq-mean-token-mean", mask, seq, shared.totals)).sum()
-        metrics = Metrics()
+        device, metrics = first_T.device, Metrics()
+        mask, reference_T = (micro.token[k].to(device) for k in ("mask", "process_ref_logp"))
+        outcome_T = micro.per_token(micro.seq["reward"].clamp(0, 1)).to(device)
+        seq_T = micro.episode_index.to(device)
+        per_token = implicit_reward_loss(first_T, reference_T.to(first_T.dtype), mask, seq_T, outcome_T, self.beta)
+        loss = (per_token.double() * self.weights(micro, shared, device, "seq-mean-token-mean")).sum()
         metrics.add_sum("loss", loss)
         return LossResult(loss, metrics)
-
-
-def totals(share: Batch, peers: Peers) -> Totals:
-    """Count the tokens and episodes of one optimizer step over all ranks. Collective."""
-    local = count_totals(share.token["mask"], share.episode_index)
-    tokens, sequences = peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist()
-    return Totals(tokens, sequences)

@@ -1,34 +1,32 @@
-"""Objective of a reward model: the Bradley-Terry loss of pairs, and metrics of the quality of its scores."""
+"""Objectives of reward models, and metrics of the quality of their scores.
+
+Pairs of responses have a Bradley-Terry loss, labelled steps a cross-entropy.
+"""
 
 import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from spmdrl.algos.aggregate import sum_per_sequence
+from spmdrl.algos.aggregate import Totals, sum_per_sequence
 from spmdrl.algos.preference import bradley_terry
 from spmdrl.data.batch import Batch
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.policy.contract import LossResult, Objective, Shared
+from spmdrl.policy.objectives.tokens import TokenObjective, add_mean
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
-BINS = 5
-"""Bins of calibration: the probability that the chosen response wins, from 0.5 to 1, divides pairs into them."""
+PAIR_BINS, STEP_BINS = 5, 10
+"""Bins of calibration: the probability that the chosen response wins, from 0.5 to 1, or that a step is right."""
 MOMENTS = ("m", "l", "mm", "ll", "ml")
 """Means over pairs: chosen minus rejected score, chosen minus rejected length, their squares and their product."""
 
 
 @dataclass
-class PairCount(Shared):
-    """Counts of a whole optimizer step, over all ranks."""
-
-    pairs: float = 0.0
-
-
-@dataclass
 class ScoreObjective(Objective):
-    """Averages the loss over the pairs of a step.
+    """Averages the Bradley-Terry loss over the pairs of a step.
 
     Both responses of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first. A response's
     score is the one at its last trained token.
@@ -42,11 +40,11 @@ class ScoreObjective(Objective):
     columns = frozenset({"token/mask", "seq/unit", "seq/margin", "seq/output"})
     second = "entropy"
 
-    def prepare(self, share: Batch, index: int) -> PairCount:
+    def prepare(self, share: Batch, index: int) -> Shared:
         """Implements `prepare` of the contract."""
-        return PairCount(pairs=float(self.peers.sum((share.seq["sample"] == CHOSEN).double().sum())))
+        return Shared(Totals(0.0, float(self.peers.sum((share.seq["sample"] == CHOSEN).double().sum()))))
 
-    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PairCount) -> LossResult:
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `loss` of the contract, from scores."""
         device, metrics = first_T.device, Metrics()
         output_B = micro.seq["output"].to(device).long()
@@ -58,13 +56,12 @@ class ScoreObjective(Objective):
         )
         chosen, rejected = scores_B[0::2], scores_B[1::2]
         margin = micro.seq["margin"].to(device)[0::2]
-        loss = bradley_terry(chosen, rejected, margin, self.centre).sum() / max(1.0, shared.pairs)
+        loss = bradley_terry(chosen, rejected, margin, self.centre).sum() / max(1.0, shared.totals.sequences)
         metrics.add_sum("loss", loss.detach())
         lead = (chosen - rejected).detach()
         self._describe(metrics, micro, lead, output_B[0::2])
-        count = len(lead)
-        for name, value in (("chosen", chosen), ("rejected", rejected)):
-            metrics.add(f"score/{name}", value.detach().mean() if count else 0.0, count)
+        add_mean(metrics, "score/chosen", chosen.detach())
+        add_mean(metrics, "score/rejected", rejected.detach())
         return LossResult(loss, metrics)
 
     def _describe(self, metrics: Metrics, micro: Batch, lead: torch.Tensor, output_P: torch.Tensor) -> None:
@@ -74,19 +71,67 @@ class ScoreObjective(Objective):
         for i, name in enumerate(self.outputs if len(self.outputs) > 1 else ()):
             add_mean(metrics, f"accuracy/{name}", right[output_P == i])
         sure = lead.abs().sigmoid()
-        add_calibration(metrics, sure, right, (sure - 0.5) * 2, BINS)
+        _add_calibration(metrics, sure, right, (sure - 0.5) * 2, PAIR_BINS)
         longer = micro.lengths.to(lead.device).double()
         longer = longer[0::2] - longer[1::2]
         for name, x in zip(MOMENTS, (lead, longer, lead**2, longer**2, lead * longer), strict=True):
             add_mean(metrics, f"moment/{name}", x)
 
 
-def add_mean(metrics: Metrics, name: str, x: torch.Tensor) -> None:
-    """Add the numbers of x, which may be empty, to a mean."""
-    metrics.add(name, x.mean() if len(x) else 0.0, len(x))
+@dataclass
+class StepObjective(TokenObjective):
+    """Averages the loss over the labelled steps of an optimizer step (https://arxiv.org/abs/2305.20050).
+
+    The model outputs two logits for a token; the softmax of the second is the probability that the step which ends
+    there is right. The loss of a step is the cross-entropy of its label, which may be a probability (Math-Shepherd,
+    https://arxiv.org/abs/2312.08935).
+    """
+
+    peers: Peers
+    columns = frozenset({"token/mask", "token/label"})
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
+        """Implements `loss` of the contract, from two numbers of each token."""
+        device, metrics = first_T.device, Metrics()
+        place_n = micro.token["mask"].nonzero().flatten().to(device)
+        number_n2 = first_T[place_n].double()
+        # The softmax of two numbers is the sigmoid of their difference.
+        logit_n = number_n2[:, 1] - number_n2[:, 0]
+        label_n = micro.token["label"].to(device)[place_n]
+        loss = binary_cross_entropy_with_logits(logit_n, label_n, reduction="sum") / max(1.0, shared.totals.tokens)
+        metrics.add_sum("loss", loss.detach())
+        describe_steps(metrics, logit_n.detach().sigmoid(), label_n, micro.seq_index.to(device)[place_n], len(micro))
+        return LossResult(loss, metrics)
 
 
-def add_calibration(
+def describe_steps(
+    metrics: Metrics, right_n: torch.Tensor, label_n: torch.Tensor, seq_n: torch.Tensor, count: int
+) -> None:
+    """Add accuracy, calibration and mean score of the probabilities that steps are right.
+
+    right_n: probabilities of labelled steps, in the order of their responses; label_n: their labels; seq_n: the
+    response of each. count: responses.
+    """
+    predicted, true = (right_n - 0.5).sign(), (label_n - 0.5).sign()
+    add_mean(metrics, "accuracy/mean", (predicted * true + 1) / 2)
+    found, expected = (_first_wrong(sign_n, seq_n, count) for sign_n in (predicted, true))
+    nonempty = torch.bincount(seq_n, minlength=count) > 0
+    correct, has_error = (found == expected).double(), expected < len(seq_n)
+    add_mean(metrics, "accuracy/first_wrong", correct[nonempty & has_error])
+    add_mean(metrics, "accuracy/no_wrong", correct[nonempty & ~has_error])
+    _add_calibration(metrics, right_n, label_n, right_n, STEP_BINS)
+    for name, which in (("right", true > 0), ("wrong", true < 0)):
+        add_mean(metrics, f"score/{name}", right_n[which])
+
+
+def _first_wrong(sign_n: torch.Tensor, seq_n: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the index in [n] of each response's first step with a sign below 0, [B]; n if it has none."""
+    none = len(sign_n)
+    place_n = torch.arange(none, device=sign_n.device).masked_fill(sign_n >= 0, none)
+    return torch.full((count,), none, device=sign_n.device).scatter_reduce(0, seq_n, place_n, "amin")
+
+
+def _add_calibration(
     metrics: Metrics, predicted: torch.Tensor, true: torch.Tensor, place: torch.Tensor, bins: int
 ) -> None:
     """Add the sums from which `report` computes the calibration error.

@@ -1,0 +1,48 @@
+"""Objectives that average over tokens, and means for the log."""
+
+import torch
+
+from spmdrl.algos.aggregate import Totals, count_totals, token_weights
+from spmdrl.data.batch import Batch
+from spmdrl.policy.contract import Objective, Shared
+from spmdrl.spmd.peers import Peers
+from spmdrl.tracking.metrics import Metrics
+
+
+class TokenObjective(Objective):
+    """Divides a sum over the trained tokens of an optimizer step by their number, over all ranks."""
+
+    peers: Peers
+    temperature: float = 1.0
+    second = "entropy"
+
+    def trained_mask(self, batch: Batch) -> torch.Tensor:
+        """Mark the tokens over which the loss is averaged, bool [T]."""
+        return batch.token["mask"]
+
+    def prepare(self, share: Batch, index: int) -> Shared:
+        """Implements `prepare` of the contract."""
+        return Shared(totals(share, self.peers, self.trained_mask(share)))
+
+    def weights(self, micro: Batch, shared: Shared, device: torch.device, mode: str = "token-mean") -> torch.Tensor:
+        """Return the final weight of each token, [T] on the device; 0 outside the mask. mode: of `token_weights`."""
+        mask, seq = self.trained_mask(micro).to(device), micro.episode_index.to(device)
+        return token_weights(mode, mask, seq, shared.totals)
+
+
+def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> Totals:
+    """Count the tokens and episodes of one optimizer step over all ranks. mask_T: None: the loss mask. Collective."""
+    local = count_totals(share.token["mask"] if mask_T is None else mask_T, share.episode_index)
+    return Totals(*peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist())
+
+
+def add_token_mean(metrics: Metrics, name: str, x_T: torch.Tensor, mask_T: torch.Tensor) -> None:
+    """Add the numbers under a mask, which may be empty, to a mean; summed in float64."""
+    count = mask_T.sum()
+    total = torch.where(mask_T, x_T.detach(), torch.zeros_like(x_T)).double().sum()
+    metrics.add(name, total / count.clamp(min=1), count)
+
+
+def add_mean(metrics: Metrics, name: str, x: torch.Tensor) -> None:
+    """Add the numbers of x, which may be empty, to a mean."""
+    metrics.add(name, x.mean() if len(x) else 0.0, len(x))
