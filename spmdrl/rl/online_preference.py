@@ -15,7 +15,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode
 from spmdrl.data.preferences import CHOSEN, REJECTED
-from spmdrl.policy.contract import LossResult, Objective
+from spmdrl.policy.contract import LossResult, Objective, Shared
 from spmdrl.policy.objectives.algorithm import Algorithm, add_mismatch
 from spmdrl.policy.objectives.likelihood import SftObjective
 from spmdrl.policy.objectives.pairs import PairObjective

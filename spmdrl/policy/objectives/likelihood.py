@@ -19,6 +19,7 @@ class SftObjective(TokenObjective):
     loss_name: str
     """A name in `algos.value.TOKEN_LOSSES`."""
     peers: Peers
+    temperature = 1.0
     columns = frozenset({"token/mask"})
     second = "top"
 

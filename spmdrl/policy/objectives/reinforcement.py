@@ -192,6 +192,7 @@ class CriticObjective(TokenObjective):
     clip: float | None
     """Largest change of a value in one update; None: no limit."""
     peers: Peers
+    temperature = 1.0
 
     def __post_init__(self):
         self.columns = frozenset({f"token/{self.returns}", f"token/{self.values}"})

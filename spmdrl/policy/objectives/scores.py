@@ -88,6 +88,7 @@ class StepObjective(TokenObjective):
     """
 
     peers: Peers
+    temperature = 1.0
     columns = frozenset({"token/mask", "token/label"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:

@@ -13,8 +13,6 @@ class TokenObjective(Objective):
     """Divides a sum over the trained tokens of an optimizer step by their number, over all ranks."""
 
     peers: Peers
-    temperature: float = 1.0
-    second = "entropy"
 
     def trained_mask(self, batch: Batch) -> torch.Tensor:
         """Mark the tokens over which the loss is averaged, bool [T]."""
