@@ -129,7 +129,7 @@ def settings(folder: str, kind: str) -> Any:
 
 def loaded(world: Any, folder: str, kind: str) -> dict:
     """Builds one model; returns bytes: this rank's share, and its peak. Collective."""
-    from spmdrl.policy.backends import backend
+    from spmdrl.policy.models import backend
 
     cfg, options = settings(folder, kind), {k: v for k, v in KINDS[kind].items() if k != "axes"}
     make = backend(cfg.policy.backend)

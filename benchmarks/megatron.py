@@ -102,7 +102,7 @@ def open_policy(kind: str, model: str, axes: dict, share: bool = False):
     """Returns (config, world of these axes, policy) and makes Megatron's groups anew. Collective."""
     from spmdrl.config.presets import with_preset
     from spmdrl.config.schema import Config, ParallelConfig
-    from spmdrl.policy.backends import backend
+    from spmdrl.policy.models import backend
     from spmdrl.spmd.mesh import world_from_group
 
     cfg, parallel = with_preset(Config(), "grpo"), ParallelConfig(**axes)

@@ -100,7 +100,7 @@ class Ours:
 
     def __init__(self, kind: str, folder: str, dtype: str, world: Any, budget: int, recompute: bool):
         from spmdrl.config.schema import Config
-        from spmdrl.policy.backends import backend
+        from spmdrl.policy.models import backend
 
         cfg = Config()
         self.cfg = dataclasses.replace(

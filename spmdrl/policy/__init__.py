@@ -1,8 +1,7 @@
 """Models that train. A new backend is a folder beside `fsdp/` that implements the contract; nothing above changes.
 
 contract.py     the Policy contract
-backends.py     the backends by name
-models.py       builds the models that an algorithm needs, each on its ranks
+models.py       the backends by name; builds the models that an algorithm needs, each on its ranks
 learner.py      updates a model, the same way for every backend
 grad_guard.py   skips optimizer steps that are not finite, notices gradients that spike, scales the loss in float16
 optimizer.py    AdamW, its schedule, the global gradient norm

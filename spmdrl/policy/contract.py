@@ -1,4 +1,4 @@
-"""The Policy contract. `fsdp/` implements it; another backend adds a folder beside it, and nothing above changes."""
+"""The contract of policies, and that of the objectives that train them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,23 +28,13 @@ TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tens
 with its final weight, stats), and the columns [T]. The entropy is None where `second` is another number."""
 
 
-class HeadFunction(Protocol):
-    """Replaces a language model's head where a loss needs more than logp and entropy."""
+HeadFunction = Callable[..., tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]]
+"""Replaces a language model's head where a loss needs more than logp and entropy: a function (states_nD, weight_VD,
+rows_n, divisor, softcap) -> (a loss, a scalar with gradient or None; numbers [n, ...] without gradient).
 
-    def __call__(
-        self,
-        states_nD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        rows_n: torch.Tensor,
-        divisor: float,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """Return a loss (a scalar with gradient, or None) and numbers [n, ...] without gradient.
-
-        states_nD: the states before the tokens under the mask; rows_n: the indices of these tokens in [T]. divisor:
-        divides the logits; it is the temperature times the family's own divisor. softcap: the cap on logits, or None.
-        """
-        ...
+states_nD: the states before the tokens under the mask; rows_n: the indices of these tokens in [T]. divisor: divides the
+logits; it is the temperature times the family's own divisor. softcap: the cap on logits, or None.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,9 +68,8 @@ MEASURE = -1
 
 
 class Objective(Protocol):
-    """A loss that trains a model; its sum is the same for every layout of ranks and micro-batches (law 2).
+    """A loss that trains a model (`objectives/`); its sum is the same for every layout (law 2).
 
-    The policy update of reinforcement learning is one, the update of a critic another (`objectives/reinforcement.py`).
     A learner calls `prepare` once per optimizer step, then `loss` for each micro-batch.
     """
 
@@ -94,8 +83,7 @@ class Objective(Protocol):
     def prepare(self, share: Batch, index: int) -> Shared:
         """Compute the inputs that the loss needs from a whole optimizer step. Collective over data positions.
 
-        share: this rank's sequences of the step; columns may be added to it. index: the number of the step in the
-        update, or MEASURE.
+        share: this rank's sequences, which may get further columns. index: of the step in the update, or MEASURE.
         """
         ...
 
@@ -148,18 +136,18 @@ class Policy(Protocol):
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
         """Return the numbers [T, ...] of a batch that a head function computes, on the host; zeros outside the mask.
 
-        The tuple is empty if no rank has a sequence. Only the fsdp backend has this method.
+        Empty if no rank has a sequence. Only the fsdp backend has this method and the next one.
         """
         ...
 
     def output_head(self) -> OutputHead:
-        """Return the whole output head on the device in the compute type. Only the fsdp backend has this method."""
+        """Return the whole output head on the device in the compute type."""
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return values or scores [T] on the host from a model with such a head, without gradient; 0 outside the mask.
+        """Return values or scores on the host, without gradient; 0 outside the mask.
 
-        A classifier with two or more labels L returns [T, L].
+        [T], or [T, L] for a classifier with two or more labels L.
         """
         ...
 
@@ -173,17 +161,15 @@ class Policy(Protocol):
     def pieces(self, part: Part = "model") -> list[Piece]:
         """Return this rank's part of every weight, under HF checkpoint names, as views that an update changes.
 
-        Every call returns the same names and boxes in the same order.
-
-        part: for a policy with adapters, the full `model` with the adapters merged in (computed anew at every call),
-        the unmodified `base`, or the `adapter` weights alone. Other policies have `model` and `base`, which are equal.
+        Names and boxes are the same at every call. part: for a policy with adapters, the full `model` with the adapters
+        merged in (computed at every access), the unmodified `base`, or the `adapter` weights alone.
         """
         ...
 
     def take_over(self, other: "Policy", share: float = 1.0) -> None:
-        """Replace the weights by those of another policy of the same backend, architecture and layout, locally.
+        """Average the weights with those of another policy of the same backend, architecture and layout, locally.
 
-        share: the other policy's weight in the average.
+        share: the other policy's weight.
         """
         ...
 
@@ -192,10 +178,7 @@ class Policy(Protocol):
         ...
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """Move optimizer state off the device, and the parameters if `parameters` is true; drop the gradients.
-
-        Gradients are not kept: the next update starts at zero.
-        """
+        """Move optimizer state off the device, and the parameters if `parameters` is true; drop the gradients."""
         ...
 
     def onload(self) -> None:

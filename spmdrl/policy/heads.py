@@ -12,7 +12,7 @@ from torch import nn
 
 from spmdrl.data.tree import plan_tree
 from spmdrl.hub.routing import FREE
-from spmdrl.policy.attention.packing import over, plan_packing, plan_tree_packing
+from spmdrl.policy.attention.packing import Packing, over
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
 from spmdrl.policy.mixers import layers, rotary
@@ -88,14 +88,14 @@ class Packed(nn.Module):
         shares = self.form == "tree" and rotary.alike(self.moving, lengths_B.tolist())
         tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK) if shares else None
         if tree is None:
-            packing = plan_packing(lengths_B, device, self.attention, self.group)
-            positions = torch.cat([torch.arange(n) for n in lengths_B.tolist()])
-            inside = rows - int(before)
+            lengths, parents, inside = lengths_B.tolist(), [-1] * len(lengths_B), rows - int(before)
+            positions = torch.cat([torch.arange(n) for n in lengths])
         else:
-            packing = plan_tree_packing(tree, device, self.attention, self.group)
+            lengths, parents = tree.lengths, tree.parents
             tokens_T, positions, inside = tokens_T[tree.keep], tree.positions, tree.place[rows - int(before)]
             experts_TLK = None if experts_TLK is None else experts_TLK[tree.keep]
-        part = packing.part
+        part = TokenSlice(sum(lengths), self.group)
+        packing = Packing(lengths, parents, device, self.attention, part)
         if experts_TLK is not None:
             # Padding tokens of a slice are routed freely.
             packing.experts = part.mine(experts_TLK.to(device) - FREE) + FREE
@@ -107,10 +107,7 @@ class Packed(nn.Module):
             given = {"inputs_embeds": embedded + _noise_of(noise, part, embedded)}
         with over(packing):
             states = self.hf.base_model(
-                **given,
-                position_ids=part.mine(positions.to(device))[None],
-                use_cache=False,
-                packing=packing,
+                **given, position_ids=part.mine(positions.to(device))[None], use_cache=False, packing=packing
             ).last_hidden_state[0]
         here, at = part.within(inside)
         return rows[here].to(device), states.index_select(0, at.to(device)), part

@@ -72,12 +72,9 @@ def positions_of(config: Any) -> int:
 
 
 def check_head(folder: Path, source: str, labels: int, wrong: str) -> None:
-    """Check that the weights of a folder have a classifier's head with so many labels.
+    """Raise ValueError unless the weights of a folder have a classifier's head with so many labels.
 
     source: begins messages. wrong: ends the message about another number of labels.
-
-    Raises:
-        ValueError: they do not.
     """
     with plain_errors(folder):
         tensors = Tensors(folder)
@@ -92,11 +89,7 @@ def check_head(folder: Path, source: str, labels: int, wrong: str) -> None:
 
 
 def check_alone(path: str, flag: str, trust_remote_code: bool = False) -> None:
-    """Check that a classifier without a describing file computes one number. path: as `--model.path`.
-
-    Raises:
-        ValueError: it computes several, or none; the message names the flag.
-    """
+    """Raise ValueError unless a classifier without a describing file computes one number. path: as `--model.path`."""
     check_head(resolve(path, trust_remote_code), f"{flag} {path}", 1, SEVERAL if flag == FLAG else ONE)
 
 

@@ -74,8 +74,7 @@ class Learner:
             total_updates: optimizer steps that will be due in the run, for the schedule.
             trainable: False for a frozen model, which is stored in the compute type and has no optimizer.
             path: as `--model.path`; empty means that one.
-            head: `lm`, `value` (a critic; a head that the folder lacks starts at 0), `score` (a reward model) or
-                `steps` (a reward model of steps, a classifier of tokens).
+            head: as in the contract; a `value` head that the folder lacks starts at 0.
             optimizer: None means the policy's, `cfg.optimizer`.
             routing_replay: send tokens to the experts in `token["experts"]` (`hub/routing.py`).
             adapt: train only the adapters of `cfg.lora`, if its rank is not 0 (`fsdp/lora.py`).
@@ -151,8 +150,8 @@ class Learner:
         """See the contract.
 
         A step whose loss or gradient is not finite is skipped and counted (`updates_nonfinite`); only its loss,
-        grad_norm and lr are logged, the first two unchanged. In float16 an infinite gradient that a lower loss scale
-        may cure is skipped and counted separately (`updates_overflowed`), and the scale is lowered.
+        grad_norm and lr are logged. In float16 an infinite gradient that a lower loss scale may cure is skipped and
+        counted separately (`updates_overflowed`), and the scale is lowered.
 
         Raises:
             NonFiniteError: on every rank, after `--optimizer.bad-steps` such steps in a row.
@@ -210,7 +209,7 @@ class Learner:
     # ── memory ───────────────────────────────────────────────────────────────
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract. On a CPU the device is the host."""
+        """See the contract."""
         return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self.held().items()}
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
@@ -290,11 +289,7 @@ class Learner:
         """Drop parameters that a forward gathered; does nothing in a backend that gathers none."""
 
     def numbers(
-        self,
-        micros: list[Batch],
-        temperature: float,
-        second: Second = "entropy",
-        function: HeadFunction | None = None,
+        self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Any:
         """Yield the head's two tensors [T] for each micro-batch in turn, without gradient. Collective.
 

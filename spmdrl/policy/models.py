@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from spmdrl.config.classifier import is_classifier, model_path
-from spmdrl.config.schema import Config, is_average
+from spmdrl.config.schema import Config, PolicyConfig, is_average
 from spmdrl.hub.build import check_head
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import check_same_tokens
-from spmdrl.policy.backends import backend, shares_prompts
 from spmdrl.policy.contract import Head, Policy
 from spmdrl.policy.labels import Labels, check_alone, labels_of
 from spmdrl.policy.remote import RemotePolicy
@@ -25,6 +24,22 @@ from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
 ALIGN = "; or let the teacher read the student's text: --distill.align uld"
+
+
+def backend(name: str) -> Any:
+    """Return `FsdpPolicy` or `MegatronPolicy`; both are built with the same arguments."""
+    if name == "megatron":
+        from spmdrl.policy.megatron.policy import MegatronPolicy
+
+        return MegatronPolicy
+    from spmdrl.policy.fsdp.policy import FsdpPolicy
+
+    return FsdpPolicy
+
+
+def shares_prompts(cfg: PolicyConfig) -> bool:
+    """Return True if the policy runs a prompt once for all samples that share it; the same on every rank."""
+    return cfg.share_prompts and backend(cfg.backend).can_share
 
 
 @dataclass
@@ -57,13 +72,11 @@ class Models:
 
     def named(self) -> Iterator[tuple[str, Policy]]:
         """Yield the models of this rank with their names; a model with two roles comes once."""
-        seen = []
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        seen: dict[int, str] = {}
         for name, model in (fields | self.teachers).items():
-            if name in ("labels", "reading", "cost_reading", "teachers") or model is None:
-                continue
-            if not any(model is other for other in seen):
-                seen.append(model)
+            others = model is None or name in ("labels", "reading", "cost_reading", "teachers")
+            if not others and seen.setdefault(id(model), name) == name:
                 yield name, model
 
     keep_reference = False
@@ -146,12 +159,15 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         more = {"routing_replay": cfg.rollout.routing_replay, "adapt": bool(total)}
         models.policy = backend(cfg.policy.backend)(cfg, world, total - warmup, trainable=total > 0, **more)
     models.keep_reference = "reference" in wanted and cfg.reference.refresh_every > 0
+    starts = cfg.reference.path or cfg.model.path
     for name, each in wanted.items():
         if each.lr is not None:
-            model: Any = trained(cfg, world, each, total) if world.trains else None
+            # It trains beside the policy.
+            settings = dict(path=each.path, head=each.head, optimizer=dataclasses.replace(cfg.optimizer, lr=each.lr))
+            model: Any = backend(cfg.policy.backend)(cfg, world, total, **settings) if world.trains else None
         elif name == "reference" and cfg.lora.rank and each.path in ("", cfg.model.path) and scoring is world:
             model = BaseOf(models.policy) if models.policy else None
-        elif name == "process_reference" and models.reference and _same(cfg, each.path):
+        elif name == "process_reference" and models.reference and starts == each.path and not models.keep_reference:
             model = models.reference
         else:
             outputs = models.labels.outputs if models.labels and name == "reward_model" else 1
@@ -164,12 +180,6 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     if models.keep_reference and models.policy and models.reference:
         check_alike(models.policy, models.reference)
     return models
-
-
-def trained(cfg: Config, world: World, each: Wanted, total: int) -> Policy:
-    """Build a model that trains beside the policy. Collective over trainers. total: optimizer steps of the run."""
-    optimizer = dataclasses.replace(cfg.optimizer, lr=each.lr)
-    return backend(cfg.policy.backend)(cfg, world, total, path=each.path, head=each.head, optimizer=optimizer)
 
 
 def frozen(cfg: Config, world: World, scoring: World, each: Wanted, outputs: int, average: bool) -> Any:
@@ -231,15 +241,8 @@ def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callab
     for name, each in models.named():
         model = each.model if isinstance(each, RemotePolicy) else each
         if model is not None and not isinstance(model, BaseOf):
-            flag, path = (wanted[name].flag, wanted[name].path) if name in wanted else ("", "")
-            choose_form(
-                model, name.replace("_", " "), f"{flag} {path}" if path else f"--model.path {cfg.model.path}", say
-            )
-
-
-def _same(cfg: Config, path: str) -> bool:
-    """Return True if the reference starts from that path and is never refreshed."""
-    return (cfg.reference.path or cfg.model.path) == path and not cfg.reference.refresh_every
+            path = f"{wanted[name].flag} {wanted[name].path}" if name in wanted and wanted[name].path else ""
+            choose_form(model, name.replace("_", " "), path or f"--model.path {cfg.model.path}", say)
 
 
 def check_alike(model: Any, reference: Any) -> None:

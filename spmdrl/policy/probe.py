@@ -37,8 +37,6 @@ LEAK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.fl
 """Largest change of a token's states when other sequences change, and share of the gradient that reaches them."""
 ROUTED = 0.3
 """The same for states in 16 bits of models with experts."""
-
-
 NOT_FINITE = "numbers that are not finite: its weights hold such numbers or are too large for --model.dtype"
 
 
@@ -81,8 +79,8 @@ class Sequences:
         return min(FORWARD[dtype], max(LEAK[dtype], 3 * self.noise)) if self.noise else FORWARD[dtype]
 
 
-def draw(hf_config: Any) -> list[int]:
-    """List the tokens to draw from: those of the vocabulary that are not special to the model."""
+def ordinary_tokens(hf_config: Any) -> list[int]:
+    """List the tokens of the vocabulary that are not special to the model."""
     config = hf_config.get_text_config()
     rows = config.vocab_size
     special: set[int] = set()
@@ -96,7 +94,7 @@ def draw(hf_config: Any) -> list[int]:
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
     """Draw the sequences, the same on every rank. turn: another number gives another token in every position."""
-    ordinary = torch.tensor(draw(hf_config))
+    ordinary = torch.tensor(ordinary_tokens(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)
     return [x.to(device) for x in (first, second, torch.cat([second[:PREFIX], third[PREFIX:]]))]
@@ -150,9 +148,8 @@ def plain(policy: Any) -> tuple[Sequences, Found]:
                 expected.noise = difference(policy.model.plain(last)[0], expected.states[-1], dtype)
         if not all(bool(x.isfinite().all()) for x in (*expected.states, off)):
             return expected, Found(float("inf"), NOT_FINITE)
-        found.add(
-            "the head's numbers differ by", float(off.median() if dtype.itemsize == 2 else off.max()), FORWARD[dtype]
-        )
+        heads = float(off.median() if dtype.itemsize == 2 else off.max())
+        found.add("the head's numbers differ by", heads, FORWARD[dtype])
         second, third = (states[:PREFIX] for states in expected.states[1:])
         found.add("later tokens change the states of earlier ones by", difference(third, second, dtype), FORWARD[dtype])
     except Exception as error:
@@ -181,10 +178,7 @@ def probe(policy: Any, form: Form, expected: Sequences) -> Found:
     before, found = policy.form, Found()
     policy.model.form = form
     try:
-        if form == "apart":
-            _compare_apart(policy, expected, found)
-        else:
-            _compare(policy, form, expected, found)
+        _compare(policy, form, expected, found)
     except ConfigError:  # the settings name a kernel that cannot run this model
         raise
     except Exception as error:
@@ -195,23 +189,24 @@ def probe(policy: Any, form: Form, expected: Sequences) -> Found:
     return found
 
 
-def _compare_apart(policy: Any, expected: Sequences, found: Found) -> None:
-    pack, lengths, dtype = torch.cat(expected.tokens), torch.tensor(LENGTHS), policy.compute
-    with torch.no_grad():
-        states = policy.model.states(pack, lengths, torch.ones_like(pack, dtype=torch.bool))
-    found.states = difference(states, torch.cat(expected.states), dtype)
-    found.add("states differ by", found.states, FORWARD[dtype])
-
-
 def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None:
     dtype, pack = policy.compute, torch.cat(expected.tokens)
-    lengths, ends = torch.tensor(LENGTHS), torch.tensor(LENGTHS).cumsum(0).tolist()
-    mask = torch.ones(len(pack), dtype=torch.bool)
+    device, lengths = pack.device, torch.tensor(LENGTHS)
+    ends = lengths.cumsum(0).tolist()
+    mask, third = torch.ones(len(pack), dtype=torch.bool), slice(ends[1], ends[2])
+    if form == "apart":
+        with torch.no_grad():
+            states = policy.model.states(pack, lengths, mask.to(device))
+        found.states = difference(states, torch.cat(expected.states), dtype)
+        found.add("states differ by", found.states, FORWARD[dtype])
+        return
+    place = torch.arange(len(pack))
     if form == "tree":
         # Samples of a prompt share it.
         mask[ends[0] : ends[0] + PREFIX] = mask[ends[1] : ends[1] + PREFIX] = False
-    device = pack.device
-    third = slice(ends[1], ends[2])
+        tree = plan_tree(pack.cpu(), lengths, mask)
+        assert tree is not None
+        place = tree.place
     with _Embedded(policy.model.hf) as embedded:
         states = policy.model.states(pack, lengths, mask.to(device))
         gradient = embedded.gradient(_read(states[third]))
@@ -219,14 +214,17 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
     computed = mask.to(device)
     found.states = difference(states[computed], torch.cat(expected.states)[computed], dtype)
     found.add("states differ by", found.states, expected.most(dtype))
-    own, others = _by_sequence(policy, form, expected, gradient, third)
+    if (group := policy.world.sp_group) is not None:
+        parts = gradient.new_zeros(group.size(), *gradient.shape)
+        parts[group.rank()] = gradient
+        gradient = all_reduce(parts, "sum", group).flatten(0, 1)
+    mine = place[third].to(device)
+    own, others = gradient[mine], gradient.double().index_fill(0, mine, 0)
     assert expected.gradient is not None
-    found.add(
-        "a gradient differs by",
-        difference(own, expected.gradient, dtype),
-        expected.most(dtype) * 2 if expected.noise else BACKWARD[dtype],
-    )
-    found.add("sequences reach each other in a gradient by", others, LEAK[dtype])
+    most = expected.most(dtype) * 2 if expected.noise else BACKWARD[dtype]
+    found.add("a gradient differs by", difference(own, expected.gradient, dtype), most)
+    leak = float(others.norm() / (own.double().norm() + 1e-30))
+    found.add("sequences reach each other in a gradient by", leak, LEAK[dtype])
     changes = []
     for turn in (1, 2):
         # Where rounding chooses an expert, another turn chooses otherwise; a leak shows in both.
@@ -235,8 +233,8 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
         with torch.no_grad():
             changed = policy.model.states(other, lengths, mask.to(device))
         changes.append(_off(changed[third], states[third])[mask[third]])
-    rounds = dtype.itemsize == 2 and _chooses_experts(policy.model.hf)
-    most = ROUTED if rounds else LEAK[dtype]
+    routed = dtype.itemsize == 2 and any("expert" in name for name, _ in policy.model.hf.named_modules())
+    most = ROUTED if routed else LEAK[dtype]
     found.add("sequences reach each other by", float(torch.stack(changes).amin(0).max()), most)
 
 
@@ -257,30 +255,3 @@ def difference(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
     """Return the largest difference of rows [n, D] of a form from the plain model's; in 16 bits the median one."""
     off = _off(a, b)
     return float(off.median() if dtype.itemsize == 2 and bool(off.isfinite().all()) else off.max())
-
-
-def _by_sequence(
-    policy: Any, form: Form, expected: Sequences, gradient: torch.Tensor, third: slice
-) -> tuple[torch.Tensor, float]:
-    """Return the gradient [n, D] at the third sequence's tokens, and the share that reached other sequences."""
-    group, tokens = policy.world.sp_group, torch.cat(expected.tokens).cpu()
-    place = torch.arange(len(tokens))
-    if form == "tree":
-        mask = torch.ones(len(tokens), dtype=torch.bool)
-        for begin in (LENGTHS[0], LENGTHS[0] + LENGTHS[1]):
-            mask[begin : begin + PREFIX] = False
-        tree = plan_tree(tokens, torch.tensor(LENGTHS), mask)
-        assert tree is not None
-        place = tree.place
-    if group is not None:
-        parts = gradient.new_zeros(group.size(), *gradient.shape)
-        parts[group.rank()] = gradient
-        gradient = all_reduce(parts, "sum", group).flatten(0, 1)
-    mine = place[third].to(gradient.device)
-    others = gradient.double().index_fill(0, mine, 0)
-    own = gradient[mine]
-    return own, float(others.norm() / (own.double().norm() + 1e-30))
-
-
-def _chooses_experts(hf: Any) -> bool:
-    return any("expert" in name for name, _ in hf.named_modules())

@@ -36,16 +36,12 @@ class RemotePolicy:
         share: bool,
         labels: int = 1,
     ):
-        """Hold the settings; nothing is sent yet.
+        """Send nothing yet.
 
-        Args:
-            model: the model itself on a scoring rank, None on a training rank.
-            world: all ranks; its holders are the training ranks.
-            scorers: int64 [data positions, copies], the scoring ranks; the ranks of a position hold the same sequences,
-                and the first of them answers.
-            dtype: type of the answers.
-            share: the model runs a prompt once for all samples that share it, so these stay on one scorer.
-            labels: numbers that the model computes for a token.
+        model: the model itself on a scoring rank, None on a training rank. world: all ranks; its holders are the
+        training ranks. scorers: int64 [data positions, copies], the scoring ranks; the ranks of a position hold the
+        same sequences, and the first of them answers. dtype: of the answers. share: the model runs a prompt once for
+        all samples that share it, so these stay on one scorer. labels: numbers that the model computes for a token.
         """
         self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
         self.shape = (labels,) if labels > 1 else ()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from spmdrl.data.batch import Batch
-from spmdrl.hub.build import DTYPES
 from spmdrl.policy.attention.packed import own_attention
 from spmdrl.policy.heads import Form
 from spmdrl.policy.probe import FORWARD, NOT_FINITE, Found, Sequences, difference, plain, probe, sequences
@@ -48,7 +47,9 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
         raise ValueError(f"{name}: {family} gives {NOT_FINITE} {kind}")
     if not alone.right:
         raise ValueError(f"{name}: {family} is not right here: {alone.reason}; take a model of another family")
-    tried = {form: worst_over_ranks(policy, probe(policy, form, expected)) for form in forms_of(policy)}
+    # Fastest first.
+    forms: list[Form] = [] if policy.form == "apart" else ["tree", "packed"] if policy.share else ["packed"]
+    tried = {form: worst_over_ranks(policy, probe(policy, form, expected)) for form in forms}
     right = [form for form, found in tried.items() if found.right]
     if not right:
         packed = tried["packed"].reason if tried else "the family computes attention by itself"
@@ -56,10 +57,10 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
         say(f"{heading}: packed, {packed}: runs one sequence a forward, slower")
         return
     policy.run_as(right[0])
-    forms = ", ".join(right[::-1]) + (f", sp {sp}" if sp > 1 else "")
+    named = ", ".join(right[::-1]) + (f", sp {sp}" if sp > 1 else "")
     most = max(tried[form].states for form in right)
     wrong = [f"; {form}, {found.reason}: prompts are not shared" for form, found in tried.items() if not found.right]
-    say(f"{heading}: {forms}: states differ by {most:.1g} at most" + "".join(wrong))
+    say(f"{heading}: {named}: states differ by {most:.1g} at most" + "".join(wrong))
 
 
 def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
@@ -85,13 +86,6 @@ def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
     raise ValueError(f"{name} is not right here: {found.reason}, and packed, {packed}; take a model of another family")
 
 
-def forms_of(policy: Any) -> list[Form]:
-    """List the forms to try on a model, fastest first."""
-    if policy.form == "apart":
-        return []
-    return ["tree", "packed"] if policy.share else ["packed"]
-
-
 def check_backend(policy: Any, name: str) -> float:
     """Compare packed sequences with each sequence alone on a backend that has no HF model. Collective.
 
@@ -100,7 +94,7 @@ def check_backend(policy: Any, name: str) -> float:
     Raises:
         ValueError: the difference is more than rounding.
     """
-    config, dtype = policy.hf_config, DTYPES[policy.cfg.model.dtype]
+    config, dtype = policy.hf_config, policy.compute
     tokens = sequences(config, torch.device("cpu"))
 
     def numbers(pack: list[torch.Tensor]) -> torch.Tensor:

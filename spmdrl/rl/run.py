@@ -16,7 +16,7 @@ from spmdrl.data.prompts import PromptSet
 from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.data.step_batch import make_batch
 from spmdrl.health.preempt import AbandonedError, PreemptedError, any_rank
-from spmdrl.policy.backends import shares_prompts
+from spmdrl.policy.models import shares_prompts
 from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_rows, with_rates
 from spmdrl.rl.evaluation import Evaluation

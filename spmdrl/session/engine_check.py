@@ -16,7 +16,7 @@ from spmdrl.engines.engine import Completion, Engine, Request, longest_sequence
 from spmdrl.health.status import tick
 from spmdrl.hub.rotary import limits
 from spmdrl.hub.routing import FREE
-from spmdrl.policy.probe import draw
+from spmdrl.policy.probe import ordinary_tokens
 from spmdrl.session.determinism import generator_states, set_generator_states
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.seeds import generator_for, seed_for
@@ -130,7 +130,7 @@ class EngineCheck:
         length, new = ROWS[row]
         longest = longest_sequence(self.cfg)
         new = max(1, min(new, longest // 3))
-        rng, ordinary = generator_for(CHECKED, row), draw(self.policy.hf_config)
+        rng, ordinary = generator_for(CHECKED, row), ordinary_tokens(self.policy.hf_config)
         prompt = [ordinary[rng.randrange(len(ordinary))] for _ in range(min(length, longest - new))]
         return Request((row, 0, 0), prompt, seed_for(CHECKED, row, 0), version, new)
 

@@ -20,10 +20,9 @@ from spmdrl.engines.build import context_length
 from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
-from spmdrl.policy.backends import backend
 from spmdrl.policy.contract import MEASURE, Objective
 from spmdrl.policy.fsdp.lora import BaseOf
-from spmdrl.policy.models import Models
+from spmdrl.policy.models import Models, backend
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.determinism import generator_states, set_generator_states

@@ -8,9 +8,8 @@ from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference,
 from spmdrl.config.schema import is_average
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
-from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.contract import Objective
-from spmdrl.policy.models import Models, check_alike
+from spmdrl.policy.models import Models, check_alike, shares_prompts
 from spmdrl.policy.objectives.labelled import LabelledObjective
 from spmdrl.policy.objectives.pairs import PairObjective
 from spmdrl.session.session import Session

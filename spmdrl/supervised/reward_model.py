@@ -9,9 +9,8 @@ from spmdrl.data.step_rows import StepColumns, has_steps
 from spmdrl.hub.build import SCORERS
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
-from spmdrl.policy.backends import backend
 from spmdrl.policy.labels import check_head
-from spmdrl.policy.models import Models
+from spmdrl.policy.models import Models, backend
 from spmdrl.policy.objectives.scores import ScoreObjective, StepObjective, report
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.session import Session

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.hub.routing import FREE
-from spmdrl.policy.backends import backend
 from spmdrl.policy.contract import LossResult, Objective, Shared
-from spmdrl.policy.models import Models
+from spmdrl.policy.models import Models, backend
 from spmdrl.rl.compose import compose
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import world_from_group

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from spmdrl.policy.attention import varlen
 from spmdrl.policy.attention.packed import _hidden
-from spmdrl.policy.attention.packing import Packing, _branch_classes
+from spmdrl.policy.attention.packing import Packing, _classes
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import Needs, attend, make_runs, pick
 from tests.unit import varlen_kernels
@@ -108,12 +108,12 @@ def test_trunks_of_one_length_need_no_mask():
     """On a GPU float32 goes through SDPA: its causality from the end equals the mask that a CPU gets."""
     below = [[(0, 5)], [(0, 5)], [(5, 3)], [(5, 1), (6, 2)], [(5, 3)]]
     starts, lengths = [8, 14, 21, 28, 36], [6, 7, 7, 8, 6]
-    cuda = _branch_classes(below, starts, lengths, torch.device("cpu"), exact=True)
+    cuda = _classes(below, starts, lengths, torch.device("cpu"), exact=True)
     assert [c.sequences for c in cuda] == [2, 3] and all(c.trunks is None for c in cuda)
     for c in cuda:
         bias = causal_lower_right(c.longest, c.trunk + c.longest)
         assert torch.equal(bias._materialize(), ~_hidden(c, None, torch.device("cpu"))[0, 0])
-    (one,) = _branch_classes(below, starts, lengths, torch.device("cpu"), exact=False)
+    (one,) = _classes(below, starts, lengths, torch.device("cpu"), exact=False)
     assert one.trunks is not None
 
 
@@ -204,7 +204,7 @@ def test_causality_of_branches_is_said_while_a_dispatch_mode_looks_on(monkeypatc
             return func(*args, **(kwargs or {}))
 
     none = torch.zeros(0, dtype=torch.int64)
-    group = LengthClass(none, none, none, 1, 3, 2)
+    group = LengthClass(none, none, none, 1, 3, none, 2)
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=FP32)
     with Looks():
         bias = attention._visible(group, on_gpu, None, 0)

@@ -43,11 +43,8 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
-    """Build the attention mask of branches for SDPA: on a GPU (float32 included) the mask that is causal from the end.
-
-    sink: 1 if a key that every query attends to stands before the others, else 0.
-    """
-    # SDPA's kernels support that mask; for other types SDPA would warn and build it in full.
+    """Build the attention mask of branches for SDPA. sink: number of keys before all others that no query misses."""
+    # On a GPU a mask that is causal from the end; SDPA's kernels support it for all types but float64.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
         # torch cannot make this subclass of Tensor under a dispatch mode, which `--run.lockstep-debug` installs.
         with _disable_current_modes():
@@ -55,7 +52,7 @@ def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int)
     return F.pad(~_hidden(group, window, q.device), (sink, 0), value=True)
 
 
-def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
     """Append a key whose score is each head's sink and whose value is 0: keys and values [T, ...] -> [T + 1, ...].
 
     The score stands in a channel of the queries where all other keys are 0, so any kernel can compute it.
@@ -68,7 +65,7 @@ def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tens
     return q, torch.cat([F.pad(k, (0, more)), key]), torch.cat([v, v.new_zeros(1, *v.shape[1:])])
 
 
-def _plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+def plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
     """Compute softmax attention [B, H, L, d] with hidden keys and soft-capped scores, as in Gemma 2."""
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
@@ -85,14 +82,11 @@ def _padded_class(
 
     sink: 1 if a key that every query attends to stands behind all tokens, else 0.
     """
-
-    def lay_out(x, rows):
-        return x.index_select(0, rows).view(group.sequences, -1, *x.shape[1:]).transpose(1, 2)
-
-    keys = group.gather if group.keys is None else group.keys
+    keys = group.keys
     if sink:
         keys = F.pad(keys.view(group.sequences, -1), (1, 0), value=len(k) - 1).flatten()
-    q, k, v = lay_out(q, group.gather), lay_out(k, keys), lay_out(v, keys)
+    rows = (q, group.gather), (k, keys), (v, keys)
+    q, k, v = (x.index_select(0, at).view(group.sequences, -1, *x.shape[1:]).transpose(1, 2) for x, at in rows)
     if window is not None and window >= group.trunk + group.longest:
         window = None
     # torch's fused backward in bfloat16 on a CPU takes 3 to 6 times as long as the plain form (40 to 256 tokens).
@@ -106,12 +100,11 @@ def _padded_class(
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     if plain:
         hidden = F.pad(_hidden(group, window, q.device), (sink, 0), value=False)
-        out = _plain_attention(q, k, v, hidden, scale, softcap)
-    elif group.trunk or sink:
-        seen = _visible(group, q, window, sink)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+        out = plain_attention(q, k, v, hidden, scale, softcap)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        seen = _visible(group, q, window, sink) if group.trunk or sink else None
+        causal = seen is None
+        out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, group.scatter)
 
 
@@ -213,7 +206,5 @@ def with_attention(hf: Any, name: str) -> Iterator[None]:
 
 
 def _configs(hf: Any) -> list[Any]:
-    found = {
-        id(m.config): m.config for m in hf.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
-    }
-    return list(found.values())
+    known = {id(config): config for m in hf.modules() if (config := getattr(m, "config", None)) is not None}
+    return [config for config in known.values() if hasattr(config, "_attn_implementation")]

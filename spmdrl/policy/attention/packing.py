@@ -13,9 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from spmdrl.data.tree import Tree
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import Runs, make_runs
 from spmdrl.spmd.devices import kind_of
@@ -39,10 +37,10 @@ class LengthClass:
     """int64 [tokens]: place of each token in the pack."""
     sequences: int
     longest: int
+    keys: torch.Tensor
+    """int64 [B * (P + L)]: token of each slot of a node's keys; the trunk's come first, aligned to the right."""
     trunk: int = 0
     """Longest trunk, P; 0 for whole sequences."""
-    keys: torch.Tensor | None = None
-    """int64 [B * (P + L)]: token of each slot of a node's keys; the trunk's come first, aligned to the right."""
     trunks: torch.Tensor | None = None
     """int64 [B]: length of each trunk; None if all have length P."""
 
@@ -54,13 +52,13 @@ class Packing:
     lengths: list[int]
     """Number of tokens of each node; nodes lie end to end. Whole sequences are nodes without parents."""
     parents: list[int]
-    """The parent of each node; -1 for roots, which come first."""
+    """The parent of each node, as of a tree (`data/tree.py`); -1 for roots, which come first."""
     device: torch.device
     kind: str
     """`--policy.attention`."""
     part: TokenSlice
     """The tokens in this rank's layers; attention itself runs over all tokens."""
-    experts: torch.Tensor | None = field(default=None)
+    experts: torch.Tensor | None = None
     """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`)."""
     rows: dict[bool, Any] = field(default_factory=dict)
     """The layouts for layers that carry a state (`mixers/rows.py`), by whether rows hand their state over."""
@@ -81,13 +79,11 @@ class Packing:
     @cached_property
     def classes(self) -> list[LengthClass]:
         """The layout for attention over padded rows of similar lengths (`alike`)."""
-        classes = _whole_classes(self.lengths[: self.roots], self.device)
-        if self.roots < len(self.lengths):
-            # On a GPU, causality aligned to the end then needs no mask.
-            exact = kind_of(self.device) == "cuda"
-            below, own = [spans[:-1] for spans in self.spans[self.roots :]], _starts(self.lengths)[self.roots :]
-            classes += _branch_classes(below, own, self.lengths[self.roots :], self.device, exact)
-        return classes
+        below, starts, device = [spans[:-1] for spans in self.spans], _starts(self.lengths), self.device
+        # On a GPU, causality aligned to the end then needs no mask.
+        exact = kind_of(device) == "cuda"
+        parts = slice(0, self.roots), slice(self.roots, None)
+        return [c for x in parts for c in _classes(below[x], starts[x], self.lengths[x], device, exact)]
 
     @cached_property
     def order(self) -> torch.Tensor:
@@ -111,24 +107,6 @@ class Packing:
                 at = self.parents[at]
             out.append(chain[::-1])
         return out
-
-
-def plan_packing(
-    lengths_B: torch.Tensor, device: torch.device, kind: str = "auto", group: dist.ProcessGroup | None = None
-) -> Packing:
-    """Plan a pack of sequences with int64 lengths [B] (on the host).
-
-    group: ranks over which the tokens are divided (`ulysses.py`); None for whole packs.
-    """
-    lengths = lengths_B.tolist()
-    return Packing(lengths, [-1] * len(lengths), device, kind, TokenSlice(sum(lengths), group))
-
-
-def plan_tree_packing(
-    tree: Tree, device: torch.device, kind: str = "auto", group: dist.ProcessGroup | None = None
-) -> Packing:
-    """Plan the packing of a tree (`data/tree.py`): a node attends to its ancestors and itself."""
-    return Packing(tree.lengths, tree.parents, device, kind, TokenSlice(sum(tree.lengths), group))
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -159,51 +137,33 @@ def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.T
     return torch.where(real, begin + slot, begin), real, width
 
 
-def _whole_classes(lengths: list[int], device: torch.device) -> list[LengthClass]:
-    """Return the length classes of sequences that lie end to end from the first token."""
-    starts = _starts(lengths)
-    out = []
-    for members in alike(lengths):
-        gather, real, width = padded([starts[i] for i in members], [lengths[i] for i in members])
-        scatter = torch.nonzero(real.flatten()).flatten().to(device)
-        out.append(LengthClass(gather.flatten().to(device), scatter, gather[real].to(device), len(members), width))
-    return out
-
-
-def _branch_classes(
+def _classes(
     below: list[list[tuple[int, int]]], starts: list[int], lengths: list[int], device: torch.device, exact: bool
 ) -> list[LengthClass]:
-    """Return the length classes of nodes that have a parent.
+    """Return the length classes of nodes; with empty trunks these are whole sequences.
 
-    below: the runs of tokens of each node's trunk (first one, number), at least one. starts, lengths: first token and
-    length of each node. exact: all trunks of a class have the same length.
+    below: the runs of tokens of each node's trunk (first one, number). starts, lengths: first token and length of each
+    node. exact: all trunks of a class have the same length.
     """
     alike_trunks = grouped if exact else alike
     trunks = [sum(n for _, n in spans) for spans in below]
     out = []
-    for like in alike(lengths):
+    for like in alike(lengths) if lengths else []:
         for same in alike_trunks([trunks[i] for i in like]):
             members = [like[i] for i in same]
             gather, real, width = padded([starts[i] for i in members], [lengths[i] for i in members])
+            scatter = torch.nonzero(real.flatten()).flatten().to(device)
             sizes = torch.tensor([trunks[i] for i in members])
-            trunk = int(sizes.max())
-            # Slot j of the trunk, counted from the right, so that its last token precedes every node.
-            back = (torch.arange(trunk)[None] - (trunk - sizes[:, None])).clamp(min=0)
-            rows = [torch.cat([torch.arange(first, first + n) for first, n in below[i]]) for i in members]
-            trunk_keys = torch.stack([row[slot] for row, slot in zip(rows, back, strict=True)])
-            keys = torch.cat([trunk_keys, gather], 1)
-            out.append(
-                LengthClass(
-                    gather.flatten().to(device),
-                    torch.nonzero(real.flatten()).flatten().to(device),
-                    gather[real].to(device),
-                    len(members),
-                    width,
-                    trunk,
-                    keys.flatten().to(device),
-                    None if bool((sizes == trunk).all()) else sizes.to(device),
-                )
-            )
+            slots = keys = gather.flatten().to(device)
+            if trunk := int(sizes.max()):
+                # Slot j of the trunk, counted from the right, so that its last token precedes every node.
+                back = (torch.arange(trunk)[None] - (trunk - sizes[:, None])).clamp(min=0)
+                rows = [torch.cat([torch.arange(first, first + n) for first, n in below[i]]) for i in members]
+                ahead = torch.stack([row[slot] for row, slot in zip(rows, back, strict=True)])
+                keys = torch.cat([ahead, gather], 1).flatten().to(device)
+            uneven = None if bool((sizes == trunk).all()) else sizes.to(device)
+            tokens = gather[real].to(device)
+            out.append(LengthClass(slots, scatter, tokens, len(members), width, keys, trunk, uneven))
     return out
 
 

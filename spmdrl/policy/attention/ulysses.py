@@ -128,11 +128,7 @@ def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check_heads(heads: int, kv_heads: int, sp: int) -> None:
-    """Check that sp divides the query heads; key-value heads may have any number (`TokenSlice.to_heads`).
-
-    Raises:
-        ValueError: sp does not divide the query heads.
-    """
+    """Raise ValueError unless sp divides the query heads; key-value heads may have any number."""
     if heads % sp:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(

@@ -21,10 +21,9 @@ def saving(policy: Any, copy: bool = False) -> Write:
 
     # Collectives over this world's other groups run here: the returned function may run while those groups are in use.
     pieces, fixed = policy.pieces(), policy.fixed
-    if policy.adapters:
-        adapter, settings, base = lora.file_pieces(policy.parts()[1]), policy.adapters, base_facts(policy)
-    else:
-        adapter, settings, base = None, None, {}
+    adapter, settings, base = None, policy.adapters, {}
+    if settings:
+        adapter, base = lora.file_pieces(policy.parts()[1]), _base_facts(policy)
     state: dict[str, Any] = {}
     if policy.optimizer:
         fill_state(policy.optimizer)
@@ -38,19 +37,16 @@ def saving(policy: Any, copy: bool = False) -> Write:
     def write(folder: Path, world: World) -> None:
         save_model(folder / "model", pieces, world, policy.stored, fixed, policy.kept, policy.blocks)
         if adapter is not None:
-            tensors = {}
-            for bucket in on_first(adapter, world, policy.master):
-                tensors |= bucket
+            tensors = {name: x for bucket in on_first(adapter, world, policy.master) for name, x in bucket.items()}
             if world.is_first:
                 lora.write_adapter(folder / "adapter", settings, tensors, base)
         if state:
-            where, group = str(folder / "state" / "optimizer"), world.training_group
-            dcp.save(state, checkpoint_id=where, process_group=group)
+            dcp.save(state, checkpoint_id=str(folder / "state" / "optimizer"), process_group=world.training_group)
 
     return write
 
 
-def base_facts(policy: Any) -> dict:
+def _base_facts(policy: Any) -> dict:
     """Return path and checksum of the weights that the adapters belong to. Collective."""
     total = all_reduce(lora.element_sum(policy.parts()[0]), "sum", policy.world.shard_group)
     return {"path": str(policy.cfg.model.path), "sum": int(total)}
@@ -65,8 +61,7 @@ def load(policy: Any, folder: Path) -> None:
     state, where = {}, folder / "state" / "optimizer"
     saved = vet(where) if policy.optimizer else {}
     if policy.adapters:
-        lora.read_adapter(adapters, folder / "adapter", policy.adapters)
-        lora.check_base(folder / "adapter", base_facts(policy))
+        lora.read_adapter(adapters, folder / "adapter", policy.adapters, _base_facts(policy))
         base = []
     elif (folder / "adapter").exists():
         raise ValueError(f"{folder} holds adapters: resume with its --lora.rank, or choose another --run.dir")

@@ -51,25 +51,15 @@ def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
 
 @torch.no_grad()
 def fill_model(
-    model: Any,
-    folder: Path,
-    device: torch.device,
-    new_head: bool,
-    seed: int,
-    blocks: tuple[int, int] | None = None,
+    model: Any, folder: Path, device: torch.device, new_head: bool, seed: int, blocks: tuple[int, int] | None = None
 ) -> None:
     """Allocate a sharded model on this rank's device and fill it with the values of a HF folder.
 
     A rank reads only its own shards, directly into its tensors. Adapters, which no folder holds, get their initial
-    values; a new head `score` that the folder lacks gets zeros.
+    values; a head `score` that the folder lacks gets zeros.
 
-    Args:
-        model: the result of `sharded`, with parameters on the meta device.
-        folder: config.json and safetensors.
-        device: this rank's device.
-        new_head: the folder may lack the head `score`.
-        seed: the run's seed, for adapters.
-        blocks: as `fp8_blocks` returns them.
+    model: the result of `sharded`, with parameters on the meta device. new_head: the folder may lack the head `score`.
+    seed: of the run, for adapters. blocks: as `fp8_blocks` returns them.
 
     Raises:
         ValueError: a folder that lacks a tensor, or holds one of another shape.

@@ -142,7 +142,7 @@ def file_pieces(adapters: Named) -> list[Piece]:
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], base: dict) -> None:
-    """Write a folder for `PeftModel.from_pretrained(model, folder)`. base: the facts that `check_base` compares."""
+    """Write a folder for `PeftModel.from_pretrained(model, folder)`. base: path and checksum of the model."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -157,11 +157,11 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
 
 
 @torch.no_grad()
-def read_adapter(adapters: Named, folder: Path, config: Any) -> None:
+def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None:
     """Fill this rank's shards from a folder that `write_adapter` made.
 
     Raises:
-        ValueError: no such folder, or adapters of other settings.
+        ValueError: the folder is missing, or holds adapters of other settings or of other weights than `base`.
     """
     from safetensors import safe_open
 
@@ -180,14 +180,6 @@ def read_adapter(adapters: Named, folder: Path, config: Any) -> None:
         for piece, (_, p) in zip(file_pieces(adapters), [x for x in adapters if local(x[1]).numel()], strict=True):
             rows = piece.box[0]
             local(p).copy_(file.get_slice(piece.name)[rows[0] : rows[1]])
-
-
-def check_base(folder: Path, base: dict) -> None:
-    """Check that the model's weights are those that the adapters were trained on.
-
-    Raises:
-        ValueError: they differ.
-    """
     saved = json.loads((folder / BASE).read_text())
     if saved["sum"] != base["sum"]:
         raise ValueError(

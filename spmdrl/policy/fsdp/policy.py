@@ -139,11 +139,7 @@ class FsdpPolicy(Learner):
         return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
 
     def numbers(
-        self,
-        micros: list[Batch],
-        temperature: float,
-        second: Second = "entropy",
-        function: HeadFunction | None = None,
+        self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Iterator[tuple]:
         """See `Learner`."""
         return (self._forward(micro, temperature, second, function) for micro in micros)

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from spmdrl.policy.attention.packed import plain_attention
 from spmdrl.policy.attention.varlen import KERNELS, Runs, installed, make_runs, needs_of, pick
 from spmdrl.policy.attention.varlen import attend as attend_runs
 from spmdrl.policy.megatron.layout import Layout
@@ -54,11 +55,9 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any) -> list[Pack]:
-    """Apply `make_pack` to the micro-batches of one pass through a pipeline.
-
-    With virtual stages all packs get the same length: otherwise Megatron's stages first exchange sizes, on which two
-    stages of the interleaved schedule can deadlock.
-    """
+    """Apply `make_pack` to the micro-batches of one pass through a pipeline."""
+    # With virtual stages all packs get the same length: otherwise Megatron's stages first exchange sizes, on which two
+    # stages of the interleaved schedule can deadlock.
     size = 0
     if layout.virtual_stages > 1 and batches:
         size = max(sum(_padded(lengths.tolist(), layout)) for _, lengths in batches)
@@ -143,11 +142,9 @@ def attend(
         return out[0].transpose(0, 1)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * scale / softcap)
     if visible is None:
-        visible = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1, dtype=torch.float32).to(v.dtype)
-    return (weights @ v)[0].transpose(0, 1)
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return plain_attention(q, k, v, ~visible, scale, softcap)[0].transpose(0, 1)
 
 
 class CoreAttention(MegatronModule):

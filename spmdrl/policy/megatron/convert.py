@@ -47,25 +47,19 @@ class Held:
     """A buffer that is never cast to another type."""
 
 
-@dataclass(frozen=True)
-class Shards:
-    """The number of parts into which a dimension is divided, and the index of this rank's part."""
-
-    count: int
-    index: int
-
-    def rows(self, local: int) -> tuple[int, tuple[int, int]]:
-        """Return the size of the whole dimension and this rank's range of it. local: size of this rank's part."""
-        return local * self.count, (local * self.index, local * (self.index + 1))
-
-
 def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
     """List the slots of this rank, chunk by chunk; every call returns the same names and boxes in the same order.
 
     models: the result of `model.build`, or wrappers of it with `.module`. of: maps a parameter or buffer to the tensor
     of the same shape that is viewed: itself, or its gradient (`lambda p: p.main_grad`).
     """
-    return [held for model in models for held in _of_chunk(unwrapped(model), of)]
+    out = []
+    for model in map(unwrapped, models):
+        biases = [(n, b) for n, b in model.named_buffers() if n.endswith("router.expert_bias")]
+        for name, param in [*model.named_parameters(), *biases]:
+            exact = not isinstance(param, torch.nn.Parameter)
+            out += [Held(hf, shape, box, param, view, exact) for hf, shape, box, view in _cut(model, name, of(param))]
+    return out
 
 
 def pieces(models: Sequence[Any]) -> list[Piece]:
@@ -97,21 +91,18 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def _of_chunk(model: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Held]:
-    biases = [(n, b) for n, b in model.named_buffers() if n.endswith("router.expert_bias")]
-    for name, param in [*model.named_parameters(), *biases]:
-        exact = not isinstance(param, torch.nn.Parameter)
-        for hf, shape, box, view in _cut(model, name, of(param)):
-            yield Held(hf, shape, box, param, view, exact)
-
-
 Cut = Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]
+
+
+def _rows(group: Any, local: int) -> tuple[int, tuple[int, int]]:
+    """Return the size of a dimension that a group divides and this rank's range of it. local: size of its part."""
+    return local * group.size(), (local * group.rank(), local * (group.rank() + 1))
 
 
 def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
     """Yield (checkpoint name, whole shape, box, view) of each checkpoint tensor in one parameter."""
     groups, arch = model.pg_collection, model.arch
-    tp = Shards(groups.tp.size(), groups.tp.rank())
+    tp = groups.tp
     if name in OUTSIDE:
         yield from _outside(model, name, data, tp)
         return
@@ -123,7 +114,7 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
     expert = re.search(r"\.local_experts\.(\d+)\.", inside)
     if expert:
         inside = inside.replace(expert[0], ".E.")
-        tp = Shards(groups.expt_tp.size(), groups.expt_tp.rank())
+        tp = groups.expt_tp
     before = f"model.layers.{number}."
     names = [before + n for n in arch.names[inside]]
     if expert:
@@ -134,20 +125,20 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
         yield from _qkv(model, names, data, tp)
     elif "linear_fc1" in inside:
         for hf, part in zip(names, data.unflatten(0, (2, -1)), strict=True):
-            rows, mine = tp.rows(len(part))
+            rows, mine = _rows(tp, len(part))
             rest = part.shape[1:]
             yield hf, (rows, *rest), (mine, *full_box(rest)), part
     elif inside.endswith(ROW):
-        columns, mine = tp.rows(data.shape[1])
+        columns, mine = _rows(tp, data.shape[1])
         yield names[0], (len(data), columns), ((0, len(data)), mine), data
     elif inside.endswith(COLUMN):
-        rows, mine = tp.rows(len(data))
+        rows, mine = _rows(tp, len(data))
         yield names[0], (rows, data.shape[1]), (mine, (0, data.shape[1])), data
     else:
         yield names[0], tuple(data.shape), full_box(data.shape), data
 
 
-def _outside(model: Any, name: str, data: torch.Tensor, tp: Shards) -> Cut:
+def _outside(model: Any, name: str, data: torch.Tensor, tp: Any) -> Cut:
     hf, hidden = OUTSIDE[name], full_box(data.shape[1:])
     if data.ndim == 1:
         yield hf, tuple(data.shape), full_box(data.shape), data
@@ -158,18 +149,18 @@ def _outside(model: Any, name: str, data: torch.Tensor, tp: Shards) -> Cut:
     if name == "output_layer.weight" and model.arch.tied:
         hf = OUTSIDE["embedding.word_embeddings.weight"]
     vocab = model.arch.vocab
-    first, last = (min(row, vocab) for row in tp.rows(len(data))[1])
+    first, last = (min(row, vocab) for row in _rows(tp, len(data))[1])
     if first < last:
         yield hf, (vocab, data.shape[1]), ((first, last), *hidden), data[: last - first]
 
 
-def _qkv(model: Any, names: list[str], data: torch.Tensor, tp: Shards) -> Cut:
+def _qkv(model: Any, names: list[str], data: torch.Tensor, tp: Any) -> Cut:
     """Cut a weight [groups * (r + 2) * head, hidden], or a bias: three parts for each group on this rank."""
     s = model.arch.settings
     r, head = s["num_attention_heads"] // s["num_query_groups"], s["kv_channels"]
     grouped = data.unflatten(0, (-1, r + 2, head))
     rest = data.shape[1:]
-    groups, (first, _) = tp.rows(len(grouped))
+    groups, (first, _) = _rows(tp, len(grouped))
     for g, group in enumerate(grouped, first):
         for hf, part, heads in zip(names, (group[:r], group[r : r + 1], group[r + 1 :]), (r, 1, 1), strict=True):
             rows = (g * heads * head, (g + 1) * heads * head)

@@ -12,11 +12,7 @@ import torch.nn.functional as F
 
 from spmdrl.policy.megatron.arch import GEMMA2, LATENT, MIXTRAL, NAMES, Architecture, Family
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of a sequence."""
 
@@ -83,14 +79,7 @@ def _common(h: Any, tied: bool) -> Architecture:
     if any(windows) and window:
         # HF's window includes the token itself.
         settings |= dict(window_size=(window - 1, 0), window_attn_skip_freq=windows)
-    out = Architecture(
-        settings=settings,
-        names=dict(NAMES),
-        vocab=h.vocab_size,
-        positions=h.max_position_embeddings,
-        tied=tied,
-        rope_base=0.0,
-    )
+    out = Architecture(settings, dict(NAMES), h.vocab_size, h.max_position_embeddings, tied, rope_base=0.0)
     if not hasattr(h, "kv_lora_rank"):
         size = getattr(h, "head_dim", None) or h.hidden_size // heads
         settings |= dict(num_query_groups=h.num_key_value_heads, kv_channels=size, softmax_scale=size**-0.5)

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -38,16 +36,21 @@ from spmdrl.policy.megatron.layout import Layout, as_list
 from spmdrl.policy.megatron.routing import Router, attach
 
 
+def _parameter(config: Any, *shape: int, fill: Any = torch.empty) -> nn.Parameter:
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    made = nn.Parameter(fill(*shape, dtype=config.params_dtype, device=device))
+    # finalize_model_grads sums the gradients of modules that receive only part of the tokens over tp.
+    made.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return made
+
+
 class Norm(nn.Module):
     """RMSNorm; with `layernorm_zero_centered_gamma` the factor is 1 + weight (Gemma)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
         self.eps, self.centered = eps, config.layernorm_zero_centered_gamma
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # finalize_model_grads sums the gradients of modules that receive only part of the tokens over tp.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _parameter(config, hidden_size, fill=torch.ones)
 
     def forward(self, x):
         """Normalize [..., D]."""
@@ -62,9 +65,7 @@ class DuplicatedLinear(nn.Module):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any):
         super().__init__()
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _parameter(config, output_size, input_size)
 
     def forward(self, x):
         """Map [..., input] to [..., output]; the returned bias is None."""
@@ -102,7 +103,7 @@ class States(ColumnParallelLinear):
 
 
 class Scalar(nn.Module):
-    """The same as `States` for a head to a few numbers, [labels, D], which every rank of a tp group holds whole."""
+    """The same for a head to a few numbers, [labels, D], which every rank of a tensor-parallel group holds whole."""
 
     def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()
@@ -113,10 +114,8 @@ class Scalar(nn.Module):
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
-        """Map [S / tp or S, 1, D] to [S, 1, D]."""
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
-        return input_, None
+        """See `States`."""
+        return States.forward(self, input_)  # type: ignore[arg-type]
 
 
 class Model(GPTModel):
@@ -229,7 +228,7 @@ def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> Module
     else:
         parts = SelfAttentionSubmodules(column, core, out, q_layernorm=qk, k_layernorm=qk)
         attention = ModuleSpec(SelfAttention, params, parts)
-    forward = MLPSubmodules(linear_fc1=column, linear_fc2=out)
+    forward: Any = MLPSubmodules(linear_fc1=column, linear_fc2=out)
     mlp = ModuleSpec(MLP, submodules=forward)
     if sparse:
         experts = ModuleSpec(SequentialMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))

@@ -44,23 +44,14 @@ class Routing:
 
 
 def plan(
-    rows_S: torch.Tensor,
-    lengths_B: torch.Tensor,
-    real: bool,
-    part: tuple[int, int],
-    weight: float,
-    prescribed_TLK: torch.Tensor | None,
+    rows: torch.Tensor, lengths_B: torch.Tensor, real: bool, weight: float, prescribed_TLK: torch.Tensor | None
 ) -> Routing:
     """Make the Routing of one pack.
 
-    rows_S: `Pack.rows`. lengths_B: lengths of its sequences. real: False for a dummy pack. part: number of equal parts
-    into which sequence parallelism cuts the pack, and the index of this rank's. weight: as in `Routing`.
-    prescribed_TLK: as in `Routing`, for all tokens of the pack in their order.
+    rows: the part of `Pack.rows` that this rank's routers get, int64 [S]. lengths_B: lengths of its sequences. real:
+    False for a dummy pack. prescribed_TLK: as in `Routing`, for all tokens of the pack in their order.
     """
-    count, index = part
-    rows = rows_S.chunk(count)[index]
-    inside = rows >= 0
-    device = rows.device
+    inside, device = rows >= 0, rows.device
     ends = lengths_B.to(device).cumsum(0)
     sequence = torch.where(inside & real, torch.searchsorted(ends, rows, right=True), len(ends))
     prescribed = None
@@ -168,11 +159,8 @@ def mean_loss(models: list[Any]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=next(models[0].parameters()).device)
     for router in routers(models):
         total += router.balance
-    for group in (
-        parallel_state.get_tensor_and_context_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    ):
-        dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=parallel_state.get_tensor_and_context_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
     return total / sum(as_list(models[0].arch.settings["moe_layer_freq"]))
 
 

@@ -95,12 +95,11 @@ class Pipeline:
         return self.pp_group.rank() == self.pp_group.size() - 1
 
     def _loss(
-        self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, logp_T, entropy_T
+        self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, first_T, second_T
     ) -> torch.Tensor:
-        real = len(micro) > 0
-        # Zero times the sum keeps the graph, and with it the backward, for which other ranks wait.
-        empty = [x.sum() * x.new_zeros(0) for x in (logp_T, entropy_T)]
-        first_T, second_T = (logp_T, entropy_T) if real else empty
+        if not len(micro):
+            # Zero times the sum keeps the graph, and with it the backward, for which other ranks wait.
+            first_T, second_T = (x.sum() * x.new_zeros(0) for x in (first_T, second_T))
         result = objective.loss(micro, first_T, second_T, shared)
         metrics.merge(result.stats)
         return result.loss
@@ -116,11 +115,11 @@ class Pipeline:
         made = make_packs(tokens, self.layout, self.cp_rank, self.device)
         if self.settings.get("num_moe_experts"):
             for micro, run, pack in zip(micros, runs, made, strict=True):
-                prescribed = None
-                if self.replay and len(micro):
+                prescribed, real = None, len(micro) > 0
+                if self.replay and real:
                     prescribed = run.token["experts"].unflatten(1, (-1, self.settings["moe_router_topk"]))
-                real = len(micro) > 0
-                pack.params.routing = plan(pack.rows, run.lengths, real, self.part, self.balance, prescribed)
+                rows = pack.rows.chunk(self.part[0])[self.part[1]]
+                pack.params.routing = plan(rows, run.lengths, real, self.balance, prescribed)
         packs = list(zip(micros, runs, made, strict=True))
         iterators = [iter(packs) for _ in self.models]
 

@@ -13,10 +13,7 @@ from spmdrl.policy.megatron.host_adamw import HostAdamW
 from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.safe_pickle import vet
 
-SHARDING = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
 """Save options for optimizer state that another layout can read, gathered on the host."""
 
 
@@ -80,16 +77,15 @@ class Trainer:
     def norm(self) -> float:
         """Return the gradient's global 2-norm, float64, the same on every rank; tied weights count once. Collective."""
         self.optimizer.prepare_grads()
-        gradients = [g for each in self._chained() for g in each.get_main_grads_for_grad_norm()]
         total = torch.zeros((), dtype=torch.float64, device=next(self.models[0].parameters()).device)
-        for gradient in gradients:
+        for gradient in (g for each in self._chained() for g in each.get_main_grads_for_grad_norm()):
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
         # One collective for all optimizers, because a pipeline stage may lack the one for experts.
         dist.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
         return math.sqrt(total.item())
 
     def step(self, lr: float, norm: float, largest: float) -> None:
-        """Take one step of AdamW; gradients whose norm exceeds `largest` are scaled to it (0: never). Collective."""
+        """Take one step of AdamW with gradients scaled down to the norm `largest` (0: any norm). Collective."""
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip
 
         for group in self.optimizer.param_groups:
@@ -108,13 +104,12 @@ class Trainer:
 
     def held(self) -> dict[str, list[torch.Tensor | None]]:
         """Return this rank's tensors of gradients and of the optimizer."""
-        buffers = self._buffers()
         states = [s for each in self._optimizers() for s in each.state.values()]
         masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
         known = {p.untyped_storage()._cdata for model in self.models for p in model.module.parameters()}
         moments: list[torch.Tensor | None] = [x for state in states for x in state.values() if torch.is_tensor(x)]
         own = [p for p in masters if p.untyped_storage()._cdata not in known]
-        return {"gradients": [b.grad_data for b in buffers], "optimizer": moments + own}
+        return {"gradients": [b.grad_data for b in self._buffers()], "optimizer": moments + own}
 
     def _buffers(self) -> list[Any]:
         return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]

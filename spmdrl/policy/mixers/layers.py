@@ -6,6 +6,7 @@ row to row as the layer's cache.
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,11 +27,8 @@ CARRIERS = (
 """Name endings of layers that can start from a state: gated delta rules, Mamba-2, short convolutions.
 
 transformers' Mamba-1 reads a state for a single token only."""
-
 OTHERS = ("LightningAttention", "MambaMixer", "RecurrentBlock")
 """Name endings of further layers: MiniMax, Mamba-1, Griffin."""
-
-
 UNUSED = ("attention_mask", "cache_params", "past_key_values")
 """Arguments that are None in a call over rows."""
 OF_PACKS = (*UNUSED, "packing", "seq_idx", "cu_seq_lens_q")
@@ -48,7 +46,7 @@ class State:
     @property
     def layers(self) -> Any:
         """The layers by index; every index returns this layer."""
-        return _Anything(self)
+        return defaultdict(lambda: self)
 
     @property
     def conv_states(self) -> list[torch.Tensor]:
@@ -78,23 +76,12 @@ class State:
         return state
 
 
-class _Anything:
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __getitem__(self, _: int) -> Any:
-        return self.value
-
-
 def install(hf: nn.Module) -> None:
     """Make the layers of a HF model run over packs while one is `active`; otherwise they run unchanged."""
     for module in hf.modules():
-        if _is_mixer(module) and getattr(module.forward, "func", None) is not _forward:
+        mixes = type(module).__name__.endswith((*CARRIERS, *OTHERS))
+        if mixes and getattr(module.forward, "func", None) is not _forward:
             module.forward = partial(_forward, module, module.forward)
-
-
-def _is_mixer(module: nn.Module) -> bool:
-    return type(module).__name__.endswith((*CARRIERS, *OTHERS))
 
 
 def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
@@ -119,7 +106,10 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
         call = {name: _lay_out(value, row_class, packing) for name, value in given.items() if name not in OF_PACKS}
         # Right padding needs no mask.
         call |= {name: None for name in UNUSED if name in given}
-        state = State(_start(states, row_class))
+        at, start = row_class.starts, None
+        if at is not None:
+            start = {name: torch.cat([state[name] for state in states]).index_select(0, at) for name in states[0]}
+        state = State(start)
         if row_class.hands or row_class.starts is not None:
             call[cache] = state
         with _chunks_that_fit(module, len(row_class.gather) // row_class.sequences, packing.device):
@@ -156,9 +146,3 @@ def _lay_out(value: Any, rows: RowClass, packing: Packing) -> Any:
     if torch.is_tensor(value) and value.dim() > 1 and value.shape[:2] == (1, packing.part.tokens):
         return value[0].index_select(0, rows.gather).unflatten(0, (rows.sequences, -1))
     return value
-
-
-def _start(states: list[dict[str, torch.Tensor]], rows: RowClass) -> dict[str, torch.Tensor] | None:
-    if rows.starts is None:
-        return None
-    return {name: torch.cat([state[name] for state in states]).index_select(0, rows.starts) for name in states[0]}
