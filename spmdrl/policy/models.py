@@ -75,8 +75,9 @@ class Models:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         seen: dict[int, str] = {}
         for name, model in (fields | self.teachers).items():
-            others = model is None or name in ("labels", "reading", "cost_reading", "teachers")
-            if not others and seen.setdefault(id(model), name) == name:
+            if model is None or name in ("labels", "reading", "cost_reading", "teachers"):
+                continue
+            if seen.setdefault(id(model), name) == name:
                 yield name, model
 
     keep_reference = False
