@@ -11,7 +11,7 @@ from spmdrl.checkpoint.files import write_text
 from spmdrl.checkpoint.published import steps_saved
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.paths import recorded_settings
-from spmdrl.config.resume import differences, lasting
+from spmdrl.config.resume import differences, settings_to_record
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status
 from spmdrl.spmd.exchange import broadcast_text, gather_names
@@ -153,7 +153,7 @@ def check_settings(
 
 def write_config(folder: Path, cfg: TrainingConfig) -> None:
     """Write `config.yaml`, completely or not at all."""
-    write_text(folder / "config.yaml", to_yaml(lasting(cfg)))
+    write_text(folder / "config.yaml", to_yaml(settings_to_record(cfg)))
 
 
 def first_day(folder: Path, world: World) -> date:

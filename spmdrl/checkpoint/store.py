@@ -18,7 +18,7 @@ from spmdrl.checkpoint.folder import check_still_owned
 from spmdrl.checkpoint.keep import Keep, prune
 from spmdrl.checkpoint.lock import TakenError
 from spmdrl.config.dump import to_yaml
-from spmdrl.config.resume import lasting, settled
+from spmdrl.config.resume import fixed_settings, settings_to_record
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.policy.contract import Policy, Write
 from spmdrl.policy.models import Models
@@ -148,7 +148,7 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
             (temporary / "state" / "ranks").mkdir()
         (temporary / "state" / "run.json").write_text(json.dumps(content.state, indent=1))
         if content.config is not None:
-            (temporary / "state" / "config.yaml").write_text(to_yaml(lasting(content.config)))
+            (temporary / "state" / "config.yaml").write_text(to_yaml(settings_to_record(content.config)))
 
 
 def together(act: Callable[[], Any], world: World) -> None:
@@ -253,7 +253,7 @@ def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any
             "placement": config.parallel.placement,
             "axes": axes,
         }
-        facts["config_hash"] = xxhash.xxh3_128_hexdigest(json.dumps(settled(config), sort_keys=True).encode())
+        facts["config_hash"] = xxhash.xxh3_128_hexdigest(json.dumps(fixed_settings(config), sort_keys=True).encode())
     return facts
 
 

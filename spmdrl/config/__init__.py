@@ -1,40 +1,37 @@
-"""Settings: dataclasses, the files and flags that fill them, and the rules that they obey.
+"""Settings: dataclasses, the files and flags that fill them, and their rules.
 
-schema.py      every setting of a run, one dataclass for each section; the text under a field is its --help
-learning.py    the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
-evaluation.py  settings of an evaluation
-supervised.py  settings that jobs on given rows share; sft.py, preference.py, reward_model.py: each kind's
+schema.py        every setting of a run, one dataclass for each section; the text under a field is its --help
+learning.py      the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
+evaluation.py    settings of an evaluation
+supervised.py    settings that jobs on given rows share; sft.py, preference.py, reward_model.py: each job's own
 online_preference.py  settings of preference learning on own samples
-distillation.py  settings of distillation; divergence.py: those of the divergence, and their rules
-presets.py     published methods by name, as settings
-builtin.py     the rewards that come with spmdrl, a row each
-declare.py     how a setting declares its default, its rule, and whether a resume may change it
-load.py        makes one Config from files and flags
-given.py       the user's text for settings: words of the command line, entries of YAML files
-begun.py       settings with which the run of a folder was begun
-demo.py        defaults of runs that are not the demo
-layers.py      settings of a preset, and settings that another setting implies
-parse.py       parses the text of each setting by its type, with tyro
-fields.py      settings as flat dotted names; ConfigError
-use.py         refuses settings that nothing in the run reads
-composition.py  facts of a method that follow from its settings: what its functions need, what `auto` means
-checks.py      checks all values together: calls the nine below
-rules.py       the rules that settings declare
-judge.py       settings of a judge; judging.py: its rules with other settings
-classifier.py  settings of a reward model that a file describes
-user_code.py   imports files of the user's and puts their errors on one line
-yaml_file.py   reads the files of judges and reward models
-environment.py  environments that `--env` names, with their limits
-template.py    variables of the chat template for a whole run
-rewards.py     rewards that settings name, and the sandbox of those that run programs
-named.py       settings that name a function, built-in or in a user's file
-parameters.py  settings that become parameters of a loss or an advantage
-methods.py     settings of a method: advantage, loss, correction, filters, critic
-placement.py   which ranks train, sample and score
-backends.py    axes of the mesh and each policy backend
-engines.py     each engine, adapters included
-plan.py        numbers of ranks, sequences, tokens and updates of a run, for --dry-run
-resume.py      how a run folder's settings differ from a run's
-paths.py       paths that a run may write to
-dump.py        a Config as YAML or dict, and the difference of two; secrets removed
+distillation.py  settings of distillation; divergence.py: those of the divergence
+presets.py       published methods by name, as settings
+builtin.py       the rewards that come with spmdrl, a row each
+declare.py       declares default and rule of a setting, its readers, and whether a resume may change it
+fields.py        settings as flat dotted names; ConfigError; lines about settings to change
+load.py          makes one Config from files and flags
+raw_settings.py  the text of settings in words of the command line and YAML files, parsed by type
+layers.py        settings below those of files and flags: presets, defaults, a run folder's own, implied ones
+use.py           refuses settings that the run does not read
+composition.py   facts of a method that follow from its settings: inputs of its functions, the meaning of `auto`
+parameters.py    settings that become parameters of a loss or an advantage
+named.py         settings that name a function, built-in or in a user's file
+checks.py        checks all values together by the rules of the files below
+rules.py         the rules that settings declare, and those that all jobs share
+methods.py       rules for a method: advantage, loss, correction, filters, critic
+placement.py     the ranks that train, sample and score, and their rules
+backends.py      rules for the axes of the mesh and each policy backend
+engines.py       facts of the engines and their rules, adapters included
+rewards.py       rewards that settings name, the sandbox of those that run programs, and their rules
+classifier.py    settings of a reward model in a file
+judge.py         settings of judges, and their rules
+environment.py   settings of environments with their limits, and their rules
+yaml_file.py     reads the files of judges, reward models and environments
+template.py      variables of the chat template for a whole run
+user_code.py     imports files of users and puts their errors on one line
+plan.py          numbers of ranks, sequences, tokens and updates of a run, for --dry-run
+resume.py        compares a run folder's settings with a run's
+paths.py         paths that a run may write to
+dump.py          a Config as YAML or dict, and the difference of two; removes secrets
 """

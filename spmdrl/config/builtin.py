@@ -1,6 +1,6 @@
 """Rewards that come with spmdrl, a row each. Grading processes read this: it imports nothing heavy.
 
-The docstring of a reward's function says what it scores; docs/rewards.md shows all of them.
+The docstring of a reward's function describes its score; docs/rewards.md shows all of them.
 """
 
 from dataclasses import dataclass

@@ -4,30 +4,24 @@ Everything here runs before a model is built. `check` reports all problems at on
 """
 
 from spmdrl.config.backends import backend_problems
-from spmdrl.config.classifier import classifier_problems
 from spmdrl.config.engines import adapter_problems, engine_problems
 from spmdrl.config.environment import environment_problems
 from spmdrl.config.fields import refuse
 from spmdrl.config.judge import judge_problems
-from spmdrl.config.judging import judging_problems
 from spmdrl.config.methods import method_problems
 from spmdrl.config.named import name_problems
 from spmdrl.config.placement import placement_problems, role_problems, samplers, trainers
-from spmdrl.config.rewards import reward_problems
-from spmdrl.config.rules import never_measured, rule_problems
+from spmdrl.config.rewards import reward_model_problems, reward_problems
+from spmdrl.config.rules import rows_and_checkpoint_problems, rule_problems
 from spmdrl.config.schema import Config
-from spmdrl.config.template import template_problems
 
 TRACKERS = ("jsonl", "tensorboard", "wandb")
 
 
 def check(config: Config, world_size: int, here: bool = True) -> None:
-    """Check all values together; nothing is built or read but the files that settings name.
+    """Check all values together, reading only the files that settings name. Raises ConfigError with every problem.
 
-    Args: as of `run_problems`.
-
-    Raises:
-        ConfigError: listing every problem, one line each: the flag to change, its value and what would be valid.
+    Each problem is one line: the flag to change, its value and the valid values. Arguments as of `run_problems`.
     """
     refuse(run_problems(config, world_size, here))
 
@@ -53,9 +47,8 @@ def run_problems(config: Config, world_size: int, here: bool = True) -> list[str
         + adapter_problems(config)
         + _other_problems(config)
         + reward_problems(config)
-        + judge_problems(config.reward)
-        + classifier_problems(config)
-        + judging_problems(config)
+        + judge_problems(config)
+        + reward_model_problems(config)
         + environment_problems(config)
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
@@ -74,12 +67,7 @@ def _other_problems(config: Config) -> list[str]:
         problems.append(
             "--checkpoint.background True: not with the megatron backend, which has no copy of its state; leave it out"
         )
-    if config.data.chat == "off" and config.data.chat_template:
-        problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
-    problems += template_problems(config.data)
-    if "eval/" in config.checkpoint.best and not config.eval.every:
-        problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured with --eval.every 0")
-    problems += never_measured(config.checkpoint, config.eval.every, config.run.steps)
+    problems += rows_and_checkpoint_problems(config, "" if config.eval.every else "with --eval.every 0")
     if config.eval.every > 0 and not config.data.eval:
         problems.append(f"--eval.every {config.eval.every}: needs --data.eval, or 0 for no evaluation")
     return problems

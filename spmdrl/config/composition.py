@@ -1,19 +1,19 @@
-"""Facts of a method that follow from its settings: the functions that they name, what these need, what `auto` means.
+"""Facts of a method that follow from its settings: its functions, the inputs that these need, the meaning of `auto`.
 
 Tables of functions need torch, so they are imported late: `--help` does without.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from spmdrl.config.classifier import scores_steps
 from spmdrl.config.named import load_function
 
 if TYPE_CHECKING:
     from spmdrl.algos.estimators import Advantage
     from spmdrl.algos.losses import Loss
-    from spmdrl.config.schema import Config
 
 
-def advantage_of(cfg: "Config") -> "Advantage":
+def advantage_of(cfg: Any) -> "Advantage":
     """Return the row of `--algo.advantage`. Raises as `load_function` does."""
     from spmdrl.algos.estimators import ADVANTAGES, own_advantage
 
@@ -21,7 +21,7 @@ def advantage_of(cfg: "Config") -> "Advantage":
     return ADVANTAGES[name] if name in ADVANTAGES else own_advantage(load_function(name, ADVANTAGES))
 
 
-def loss_of(cfg: "Config") -> "Loss":
+def loss_of(cfg: Any) -> "Loss":
     """Return the row of `--algo.loss`. Raises as `load_function` does."""
     from spmdrl.algos.losses import LOSSES, own_loss
 
@@ -29,31 +29,26 @@ def loss_of(cfg: "Config") -> "Loss":
     return LOSSES[name] if name in LOSSES else own_loss(load_function(name, LOSSES))
 
 
-def advantage_alone(cfg: "Config") -> bool:
-    """Return True where a sequence without advantage contributes nothing to an update.
+def advantage_alone(cfg: Any) -> bool:
+    """Return True if a sequence without advantage contributes nothing to an update.
 
-    A user's own loss may have terms that no advantage multiplies; loss and bias for evenly used experts are of every
-    token.
+    A user's own loss may have terms that no advantage multiplies; the loss and the bias for evenly used experts depend
+    on all tokens.
     """
     algo, policy = cfg.algo, cfg.policy
     more = algo.kl_coef or algo.entropy_coef or algo.positive_coef or policy.moe_aux_loss or policy.moe_bias_rate
     return loss_of(cfg).skips and not more
 
 
-def aggregation(cfg: "Config") -> str:
-    """Return `--algo.aggregation`, or what the loss's paper does."""
+def aggregation(cfg: Any) -> str:
+    """Return `--algo.aggregation`, or that of the loss's paper."""
     loss = loss_of(cfg)
     return loss.aggregation if loss.scope == "one per sequence" else cfg.algo.aggregation or loss.aggregation
 
 
-def needs(cfg: "Config") -> frozenset[str]:
-    """Return the inputs of a step beside the samples.
-
-    Raises:
-        ValueError: there is no such field, or nothing in the run fills it.
-    """
+def needs(cfg: Any) -> frozenset[str]:
+    """Return the inputs of a step beside the samples. Raises ValueError for a field that nothing in the run fills."""
     from spmdrl.algos.estimators import ADVANTAGES
-    from spmdrl.config.classifier import scores_steps
 
     algo, safety, advantage = cfg.algo, cfg.safety, advantage_of(cfg)
     fields = advantage.fields
@@ -67,13 +62,11 @@ def needs(cfg: "Config") -> frozenset[str]:
             f"--algo.advantage {algo.advantage}: needs the scores of steps, which a process reward model gives: name "
             "one by --reward.model rm.yaml with a path and steps (docs/rewards.md)"
         )
-    critic = "values" in fields
-    cost = bool(safety.cost or safety.cost_model)
     wanted = {
         "reference": cfg.has_reference,
-        "critic": critic,
-        "cost": cost,
-        "cost_critic": cost and critic,
+        "critic": "values" in fields,
+        "cost": safety.cost or safety.cost_model,
+        "cost_critic": (safety.cost or safety.cost_model) and "values" in fields,
         "process": "process" in fields and not steps,
         "scored steps": steps,
         "greedy": "baseline" in fields,
@@ -84,7 +77,7 @@ def needs(cfg: "Config") -> frozenset[str]:
     return frozenset(name for name, value in wanted.items() if value)
 
 
-def old_logp(cfg: "Config") -> str:
+def old_logp(cfg: Any) -> str:
     """Return the source of old_logp: `update`, `policy` or `rollout`. Raises as `needs` does."""
     algo = cfg.algo
     if algo.old_logp != "auto":
@@ -97,8 +90,8 @@ def old_logp(cfg: "Config") -> str:
     return "policy" if algo.updates_per_step > 1 or before else "update"
 
 
-def correction(cfg: "Config") -> str:
-    """Return `--correction.kind`; for `auto`, by whether samples may come from other weights than the trainer's."""
+def correction(cfg: Any) -> str:
+    """Return `--correction.kind`; `auto` depends on whether samples may come from other weights than the trainer's."""
     if cfg.correction.kind != "auto":
         return cfg.correction.kind
     rollout = cfg.rollout

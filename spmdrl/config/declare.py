@@ -1,7 +1,7 @@
-"""Declares a setting where it stands: default, valid values, who reads it and when, whether a resume may change it.
+"""Declares a setting where it stands: default, valid values, the jobs that read it, whether a resume may change it.
 
-A setting that declares nothing takes every value of its type, every job that has its section reads it, and a resume
-must keep it.
+A setting without such a declaration takes every value of its type, every job that has its section reads it, and a
+resume must keep it.
 """
 
 import dataclasses
@@ -15,23 +15,35 @@ from tyro.conf import Suppress
 
 C = TypeVar("C", bound=type)
 
-# Reasons for which a run may go on with another value: layout, machine and pace do not change the answer.
-WATCHED = "where a run is, how long it goes on, how it is watched"
-KEPT = "what is seen and kept of it"
-LAYOUT = "law 2: which ranks hold what"
-COMPUTED = "law 2: how a rank computes the same"
-DRAWN = "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them"
-LIMIT = "limits: a run that they did not stop is the same run"
+
+class Free:
+    """Reasons for which a run may resume with another value: layout, machine and pace do not change the answer."""
+
+    WATCHED = "where a run is, how long it goes on, how it is watched"
+    KEPT = "what is seen and kept of it"
+    LAYOUT = "law 2: which ranks hold what"
+    COMPUTED = "law 2: how a rank computes the same"
+    DRAWN = "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them"
+    LIMIT = "limits: a run that they did not stop is the same run"
+
+
+class Job:
+    """Jobs whose sections lack some settings of the sections that they derive from."""
+
+    EVALUATE, DISTILL, ONLINE = "evaluate", "distill", "online_preference"
+    PREFERENCE, REWARD_MODEL = "preference", "reward_model"
+    SUPERVISED = "supervised"
+    """All jobs on given rows."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The values of one setting that are valid, whatever the others are; None is valid where the type has it."""
+    """The valid values of one setting, whatever the others are; None is valid if the type has it."""
 
     valid: Callable[[Any], bool]
-    """Written so that NaN fails."""
+    """Returns False for NaN."""
     says: str
-    """The valid values, in the words of the message."""
+    """The valid values, for the message."""
 
 
 NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, "must be 0 or more")
@@ -47,11 +59,6 @@ def at_least(least: float) -> Rule:
     return Rule(lambda x: least <= x < math.inf, f"must be at least {least:g}")
 
 
-EVALUATE, DISTILL, ONLINE = "evaluate", "distill", "online_preference"
-SUPERVISED, PREFERENCE, REWARD_MODEL = "supervised", "preference", "reward_model"
-"""Jobs whose sections lack some settings of the sections that they derive from; `supervised`: all on given rows."""
-
-
 def setting(
     default: Any,
     rule: Rule | None = None,
@@ -62,8 +69,8 @@ def setting(
     """Return the field of a setting.
 
     rule: of its values. free: the reason for which a resume may change it; empty: it must keep it. A section whose
-    settings are all free names the reason once, as `FREE`. only_with: tells of all settings of a job
-    whether it reads this one; None: it always does (`use.py`). unread_by: jobs without a flag for it (`hides`).
+    settings are all free names the reason once, as `FREE`. only_with: returns True if a job with these settings reads
+    this one; None: it always does (`use.py`). unread_by: jobs without a flag for it (`hides`).
     """
     return dataclasses.field(
         default=default, metadata={"rule": rule, "free": free, "only_with": only_with, "unread_by": unread_by}
@@ -77,9 +84,9 @@ def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **default
 
 
 def hides(job: str) -> Callable[[C], C]:
-    """Take the flags away from the fields of a dataclass that declare, here or where it derives from, `unread_by` job.
+    """Remove the flags of the fields of a dataclass that declare, there or in a base class, `unread_by` this job.
 
-    Files of other jobs may hold them (`load.py`).
+    Files of other jobs may hold these settings (`load.py`).
     """
 
     def hide(cls: C) -> C:
@@ -93,13 +100,13 @@ def hides(job: str) -> Callable[[C], C]:
 
 
 def unread_by(field: dataclasses.Field) -> tuple[str, ...]:
-    """Return the jobs that have no flag for a setting or a section."""
+    """Return the jobs without a flag for a setting or a section."""
     return field.metadata.get("unread_by", ())
 
 
 @dataclass(frozen=True)
 class Declared:
-    """The declaration of a setting beside its default, as the arguments of `setting`."""
+    """The declaration of a setting, as the arguments of `setting`."""
 
     rule: Rule | None
     free: str
@@ -108,7 +115,7 @@ class Declared:
 
 @functools.cache
 def declared(schema: type) -> dict[str, Declared]:
-    """Return dotted name -> declaration of every field of a dataclass of dataclasses, of those without flags too."""
+    """Return dotted name -> declaration of every field of a dataclass of dataclasses, with or without a flag."""
     hints = get_type_hints(schema)
     found: dict[str, Declared] = {}
     for field in dataclasses.fields(schema):

@@ -4,21 +4,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spmdrl.config.checks import run_problems
-from spmdrl.config.declare import DISTILL, SHARE, at_least, hides, section, setting
+from spmdrl.config.declare import SHARE, Job, at_least, hides, section, setting
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.engines import engine_name
-from spmdrl.config.fields import refuse
-from spmdrl.config.learning import (
-    AlgoConfig,
-    ShapingConfig,
-)
+from spmdrl.config.fields import Problems, refuse
+from spmdrl.config.learning import AlgoConfig, ShapingConfig
 from spmdrl.config.named import name_weight
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
 
 
-@hides(DISTILL)
+@hides(Job.DISTILL)
 @dataclass
 class TeacherConfig(ReferenceConfig):
     """The teacher: a frozen model."""
@@ -68,19 +65,14 @@ class FurtherTeacher:
 
 
 def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
-    """Read `--distill.more-teachers`: the teachers by name.
-
-    Raises:
-        ValueError: an entry that is neither `path=weight` nor `path@source`.
-    """
+    """Return the teachers of `--distill.more-teachers` by name. Raises ValueError for an entry of another form."""
     found = {}
     for number, spec in enumerate(specs, 2):
         form = f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source"
         path, _, source = spec.rpartition("@")
-        weight = 1.0
+        weight: float | None = 1.0
         if not path:
-            path, weight = name_weight(spec, form)
-            source = ""
+            (path, weight), source = name_weight(spec, form), ""
         if weight is None:
             raise ValueError(form)
         found[f"teacher_{number}"] = FurtherTeacher(path, weight, source)
@@ -88,12 +80,12 @@ def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
 
 
 def _values(section: str) -> dict:
-    """The preset `distill`'s values of a section."""
+    """Return the values of a section in the preset `distill`."""
     named = PRESETS["distill"].settings.items()
     return {name.partition(".")[2]: value for name, value in named if name.startswith(f"{section}.")}
 
 
-@hides(DISTILL)
+@hides(Job.DISTILL)
 @dataclass
 class DistillationConfig(Config):
     """On-policy distillation of a language model. Every rank runs this same program."""
@@ -108,119 +100,103 @@ class DistillationConfig(Config):
 
     @property
     def aligns_tokens(self) -> bool:
-        """True where the teacher may have another tokenizer than the student."""
+        """True if the teacher may have another tokenizer than the student."""
         return self.distill.align != "off"
 
     def further_teachers(self) -> dict[str, FurtherTeacher]:
-        """The teachers beside the first one by name. Raises ValueError as `read_teachers`."""
+        """Return the teachers beside the first one by name. Raises ValueError as `read_teachers` does."""
         return read_teachers(self.distill.more_teachers)
 
     def engine_teachers(self) -> dict[str, str]:
-        """See `Config`."""
+        """Return paths of the teachers in the engine by name, as `Config` says."""
         if not self.distill.on_engine:
             return {}
         return {"reference": self.reference.path} | {name: t.path for name, t in self.further_teachers().items()}
 
 
 def check_distillation(config: DistillationConfig, world_size: int) -> None:
-    """Check all values together.
-
-    Raises:
-        ConfigError: listing every problem.
-    """
+    """Check all values together. Raises ConfigError with every problem."""
     refuse(_problems(config) + run_problems(config, world_size))
 
 
 def _problems(config: DistillationConfig) -> list[str]:
     distill = config.distill
-    problems = divergence_problems(distill, "distill", config.policy.backend, config.model.dtype)
+    problems = Problems(config, divergence_problems(config, "distill"))
     try:
         config.further_teachers()
     except ValueError as error:
         problems.append(str(error))
     if distill.more_teachers and config.reference.refresh_every:
-        problems.append(
-            f"--reference.refresh-every {config.reference.refresh_every}: a teacher that follows the student stands "
-            "alone; take 0, or no --distill.more-teachers"
-        )
-    problems += _aligning(config)
+        advice = "a teacher that follows the student stands alone; take 0, or no --distill.more-teachers"
+        problems.add("reference.refresh_every", advice)
+    problems += _align_problems(config) if distill.align != "off" else []
     if config.parallel.scoring_ranks and not distill.top_k:
-        problems.append(
-            f"--parallel.scoring-ranks {config.parallel.scoring_ranks}: a teacher on ranks of its own sends its "
-            "likeliest tokens; set --distill.top-k, or take 0"
-        )
+        advice = "a teacher on ranks of its own sends its likeliest tokens; set --distill.top-k, or take 0"
+        problems.add("parallel.scoring_ranks", advice)
     return problems + (_engine_problems(config) if distill.on_engine else [])
 
 
 def _engine_problems(config: DistillationConfig) -> list[str]:
-    name, distill, rollout, problems = "--distill.on-engine", config.distill, config.rollout, []
-    if not distill.top_k:
-        problems.append(f"{name}: an engine tells the likeliest tokens; set --distill.top-k")
-    if config.parallel.placement == "split":
-        problems.append(f"{name}: with --parallel.placement split the engine samples ahead; take colocated")
-    if config.reference.offload != "none":
-        problems.append(f"{name}: no teacher is in memory to be moved; leave --reference.offload out")
-    if config.reference.refresh_every:
-        problems.append(f"{name}: a teacher in the engine stays as its folder is; take --reference.refresh-every 0")
-    if distill.teacher_template:
-        problems.append(f"{name}: the engine is built for the student's prompts; leave --distill.teacher-template out")
-    if config.lora.rank and config.lora.push == "adapter":
-        problems.append(f"{name}: the engine keeps the student's model beneath the adapters; take --lora.push merged")
-    if rollout.quantization != "none":
-        problems.append(f"{name}: --rollout.quantization {rollout.quantization} rounds a teacher, too; take none")
-    if rollout.dp > 1:
-        problems.append(f"{name}: --rollout.dp {rollout.dp} gives each copy requests of its own; take 1")
-    engine = engine_name(config)
-    if engine == "sglang":
-        problems.append(f"{name}: SGLang is not asked for them; take --rollout.engine vllm or hf")
-    if engine == "vllm" and rollout.temperature != 1:
-        problems.append(
-            f"{name}: vLLM tells log-probabilities of given tokens at temperature 1 alone; take --rollout.temperature "
-            f"1 instead of {rollout.temperature:g}, or --rollout.engine hf"
-        )
-    return problems
+    distill, rollout, engine, refreshed = (
+        config.distill,
+        config.rollout,
+        engine_name(config),
+        config.reference.refresh_every,
+    )
+    adapters, temperature = config.lora.rank and config.lora.push == "adapter", rollout.temperature
+    vllm = (
+        "vLLM tells log-probabilities of given tokens at temperature 1 alone; take --rollout.temperature 1 instead of "
+        f"{temperature:g}, or --rollout.engine hf"
+    )
+    wrong_if = {
+        "an engine tells the likeliest tokens; set --distill.top-k": not distill.top_k,
+        "with --parallel.placement split the engine samples ahead; take colocated": config.parallel.placement
+        == "split",
+        "no teacher is in memory to be moved; leave --reference.offload out": config.reference.offload != "none",
+        "a teacher in the engine stays as its folder is; take --reference.refresh-every 0": refreshed,
+        "the engine is built for the student's prompts; leave --distill.teacher-template out": distill.teacher_template,
+        "the engine keeps the student's model beneath the adapters; take --lora.push merged": adapters,
+        f"--rollout.quantization {rollout.quantization} rounds a teacher, too; take none": rollout.quantization
+        != "none",
+        f"--rollout.dp {rollout.dp} gives each copy requests of its own; take 1": rollout.dp > 1,
+        "SGLang is not asked for them; take --rollout.engine vllm or hf": engine == "sglang",
+        vllm: engine == "vllm" and temperature != 1,
+    }
+    return [f"--distill.on-engine: {advice}" for advice, wrong in wrong_if.items() if wrong]
 
 
-def _aligning(config: DistillationConfig) -> list[str]:
+def _align_problems(config: DistillationConfig) -> list[str]:
     distill, align = config.distill, f"--distill.align {config.distill.align}"
-    if distill.align == "off":
-        return []
-    problems = []
-    if distill.on_engine:
-        problems.append(f"{align}: the teacher lies on the student's ranks; leave --distill.on-engine out")
-    if distill.align == "uld" and distill.beta != 1:
-        problems.append(f"--distill.beta {distill.beta:g}: is read with --distill.align gold; leave it out")
-    if distill.top_k:
-        problems.append(f"{align}: probabilities of all tokens are sorted; take --distill.top-k 0")
-    if distill.more_teachers:
-        problems.append(f"{align}: there is one teacher; leave --distill.more-teachers out")
-    if config.reference.refresh_every:
-        problems.append(f"{align}: a teacher that follows the student has its tokens; take --reference.refresh-every 0")
-    if config.parallel.scoring_ranks:
-        problems.append(f"{align}: the teacher lies on the student's ranks; take --parallel.scoring-ranks 0")
-    return problems
+    beta, refreshed = f"--distill.beta {distill.beta:g}", config.reference.refresh_every
+    apart = config.parallel.scoring_ranks
+    wrong_if = {
+        f"{align}: the teacher lies on the student's ranks; leave --distill.on-engine out": distill.on_engine,
+        f"{beta}: is read with --distill.align gold; leave it out": distill.align == "uld" and distill.beta != 1,
+        f"{align}: probabilities of all tokens are sorted; take --distill.top-k 0": distill.top_k,
+        f"{align}: there is one teacher; leave --distill.more-teachers out": distill.more_teachers,
+        f"{align}: a teacher that follows the student has its tokens; take --reference.refresh-every 0": refreshed,
+        f"{align}: the teacher lies on the student's ranks; take --parallel.scoring-ranks 0": apart,
+    }
+    return [line for line, wrong in wrong_if.items() if wrong]
 
 
 def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
-    """How the counts multiply out, printed at the start and by `--dry-run`."""
+    """Return how the counts multiply out, printed at the start and by `--dry-run`."""
     distill = config.distill
-    told = divergence_words(distill, config.rollout.temperature)
+    temperature = config.rollout.temperature
+    words = divergence_words(distill, temperature)
     if distill.align != "off":
-        both = f"{told.partition(' over ')[0]} of tokens that both have, " if distill.align == "gold" else ""
-        told = f"{both}distance of sorted probabilities, over spans of text, temperature {config.rollout.temperature:g}"
-    line = f"teacher  {config.reference.path}: {told}"
-    given, sampled = distill.given_per_step, config.rollout.prompts_per_step
-    mixed = [f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled"]
-    more = [
-        f"teacher  {each.path}: " + (f"alone for {each.source}" if each.source else f"weight {each.weight:g}")
-        for each in config.further_teachers().values()
-    ]
-    moves, mix = config.reference.refresh_every, config.reference.mix
-    if moves:
-        what = (
-            f"takes {mix:g} of the student and keeps {1 - mix:g} of itself"
-            if mix != 1
-            else "takes the student's weights"
-        )
-        more.append(f"teacher  {what} every {moves:,} steps")
-    return [*plan_lines(config, world_size), line, *more, *(mixed if given else [])]
+        both = f"{words.partition(' over ')[0]} of tokens that both have, " if distill.align == "gold" else ""
+        words = f"{both}distance of sorted probabilities, over spans of text, temperature {temperature:g}"
+    lines = [*plan_lines(config, world_size), f"teacher  {config.reference.path}: {words}"]
+    for each in config.further_teachers().values():
+        share = f"alone for {each.source}" if each.source else f"weight {each.weight:g}"
+        lines.append(f"teacher  {each.path}: {share}")
+    if moves := config.reference.refresh_every:
+        mix = config.reference.mix
+        part = f"{mix:g} of the student and keeps {1 - mix:g} of itself" if mix != 1 else "the student's weights"
+        lines.append(f"teacher  takes {part} every {moves:,} steps")
+    if given := distill.given_per_step:
+        sampled = config.rollout.prompts_per_step
+        lines.append(f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled")
+    return lines

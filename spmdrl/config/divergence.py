@@ -1,9 +1,10 @@
 """Settings of a divergence from a teacher, which two kinds of jobs have, and the rules for them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from spmdrl.config.declare import UNIT, at_least, setting
+from spmdrl.config.fields import Problems
 
 
 @dataclass
@@ -20,26 +21,22 @@ class DivergenceConfig:
     the distributions over the K tokens."""
 
 
-def divergence_problems(told: DivergenceConfig, section: str, backend: str, dtype: str) -> list[str]:
-    """Problems of one section, a line each. backend: `policy.backend`; dtype: `model.dtype`."""
-    problems = []
-    if dtype == "float16":
-        problems.append(
-            "--model.dtype float16: a divergence from a teacher has no loss scale; take bfloat16 or float32"
-        )
-    if told.tail == "renormalize" and told.top_k < 2:
-        why = "over one token both give it probability 1" if told.top_k else "no token is left out"
-        problems.append(f"--{section}.tail renormalize: with --{section}.top-k {told.top_k} {why}; take bucket")
-    if backend == "megatron":
-        problems.append(
-            "--policy.backend megatron: its ranks divide the vocabulary, and no divergence is computed over them; "
-            "take fsdp"
-        )
+def divergence_problems(config: Any, section: str) -> list[str]:
+    """Return a line for each setting to change. config: of a job whose section of this name holds the divergence."""
+    chosen, problems = getattr(config, section), Problems(config)
+    if config.model.dtype == "float16":
+        problems.add("model.dtype", "a divergence from a teacher has no loss scale; take bfloat16 or float32")
+    if chosen.tail == "renormalize" and chosen.top_k < 2:
+        why = "over one token both give it probability 1" if chosen.top_k else "no token is left out"
+        problems.add(f"{section}.tail", f"with --{section}.top-k {chosen.top_k} {why}; take bucket")
+    if config.policy.backend == "megatron":
+        advice = "its ranks divide the vocabulary, and no divergence is computed over them; take fsdp"
+        problems.add("policy.backend", advice)
     return problems
 
 
-def divergence_words(told: DivergenceConfig, temperature: float) -> str:
-    """The divergence in words, for the plan."""
-    kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(told.beta, f"Jensen-Shannon divergence, beta {told.beta:g}")
-    over = f"the teacher's {told.top_k:,} likeliest tokens" if told.top_k else "all tokens"
+def divergence_words(chosen: DivergenceConfig, temperature: float) -> str:
+    """Return the divergence in words, for the plan."""
+    kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(chosen.beta, f"Jensen-Shannon divergence, beta {chosen.beta:g}")
+    over = f"the teacher's {chosen.top_k:,} likeliest tokens" if chosen.top_k else "all tokens"
     return f"{kind} over {over}, temperature {temperature:g}"

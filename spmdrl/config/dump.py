@@ -1,4 +1,4 @@
-"""Writes a config back: as YAML that `--config` reads, as a dict for trackers, as the difference of two."""
+"""Writes configs as YAML that `--config` reads, as dicts for trackers, and as differences; removes secrets."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from spmdrl.config.fields import get, leaves
 
 REDACTED = "<redacted>"
 RESOLVED = "# Every setting of a run, as it was resolved: what the run does not use may stand here, too."
-"""First line of what `to_yaml` writes."""
+"""First line of the text of `to_yaml`."""
 # Whole words of a name, so that max_new_tokens is not a secret.
 _SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|credential|credentials|key|apikey)$", re.IGNORECASE)
 # Hugging Face, OpenAI, GitHub, GitLab, AWS, NVIDIA, Slack, Google, Groq, xAI, wandb (the whole value 40 hex digits),
@@ -30,11 +30,11 @@ _SECRET_VARIABLE = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|SECRET)KEY|(^|_)KEY(_ID)?|(^|_)PAT)$", re.IGNORECASE
 )
 LEAST = 8
-"""Fewest letters of a variable's value that is looked for in text; shorter ones are words."""
+"""Fewest letters of a variable's value that is removed from text; shorter ones are words."""
 
 
 def redact(name: str, value: Any) -> Any:
-    """The value with everything that looks like a credential left out. Only text can be secret; numbers pass."""
+    """Return the value without everything that looks like a credential. Only text can be secret; numbers pass."""
     if isinstance(value, tuple | list):
         return [redact(name, item) for item in value]
     if not isinstance(value, str) or not value:
@@ -45,7 +45,7 @@ def redact(name: str, value: Any) -> Any:
 
 
 def _redact_json(text: str) -> str:
-    """A JSON object without the values of keys that are called as secrets are."""
+    """Return a JSON object without the values of keys whose names are those of secrets."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -57,9 +57,7 @@ def _redact_json(text: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """A line for the screen or a log without what looks like a credential, and without the values of environment
-    variables that are called so (`HF_TOKEN`, `WANDB_API_KEY`).
-    """
+    """Return a text without credentials, by their form or as values of environment variables such as `HF_TOKEN`."""
     for name, value in os.environ.items():
         if len(value) >= LEAST and value in text and _SECRET_VARIABLE.search(name):
             text = text.replace(value, REDACTED)
@@ -67,7 +65,7 @@ def redact_text(text: str) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain values in the order of the schema, redacted; tuples become lists."""
+    """Return nested plain values in the order of the schema, redacted; tuples become lists."""
     nested: dict[str, Any] = {}
     for name in leaves(type(config)):
         *sections, last = name.split(".")
@@ -79,19 +77,19 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """The run folder's `config.yaml`: `--config` reads it back to an equal config (secrets apart)."""
+    """Return the run folder's `config.yaml`: `--config` reads it back to an equal config (secrets apart)."""
     text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return f"{RESOLVED}\n{text}"
 
 
 def diff(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
-    """Dotted name -> (value in a, value in b) where two configs of one schema differ; redacted."""
+    """Return dotted name -> (value in a, value in b) for the differences of two configs of one schema, redacted."""
     pairs = ((name, get(a, name), get(b, name)) for name in leaves(type(a)))
     return {name: (redact(name, left), redact(name, right)) for name, left, right in pairs if left != right}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Sections in block style, lists on one line."""
+    """Dumper that writes sections in block style and lists on one line."""
 
 
 _Dumper.add_representer(

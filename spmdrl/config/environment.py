@@ -1,4 +1,4 @@
-"""The environments that a run's policy acts in, as `--env` names them: one environment, or a file of settings."""
+"""Settings of the environments that `--env` names, and the rules for them."""
 
 import hashlib
 import shutil
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from spmdrl.config.declare import COUNT, LIMIT, NOT_NEGATIVE, POSITIVE, setting
+from spmdrl.config.declare import COUNT, NOT_NEGATIVE, POSITIVE, Free, setting
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import Config, RewardConfig
-from spmdrl.config.yaml_file import SUFFIXES, read_fields, value_problems
+from spmdrl.config.yaml_file import SUFFIXES, read_settings, read_text
 
 ROWS = "rows"
 """`--env rows`: each row of the data names its environment, in its column `env`."""
 COLUMN = "env"
 OWN_REWARD = "environment"
-"""`--reward.function environment`: an episode's reward is what its environment gave, and nothing else."""
+"""`--reward.function environment`: the sum of the environment's own rewards is the reward of an episode."""
 
 
 @dataclass
 class EnvironmentConfig:
-    """An environment and its limits, as a file for `--env` says them (docs/agents.md)."""
+    """An environment and its limits, as a file for `--env` describes them (docs/agents.md)."""
 
     environment: str = ""
     """`file.py:Class`, `package.module:Class`, `builtin:NAME`, a list of tool functions as `file.py:TOOLS`, or `rows`,
@@ -33,17 +33,17 @@ class EnvironmentConfig:
     """Responses of an episode. After the last one the environment answers once more, and the episode ends."""
     turn_tokens: int = setting(0, NOT_NEGATIVE)
     """Most tokens of a response, after which the environment answers it as it is; 0: all that the episode has left."""
-    max_seconds: float = setting(0.0, NOT_NEGATIVE, free=LIMIT)
+    max_seconds: float = setting(0.0, NOT_NEGATIVE, free=Free.LIMIT)
     """Seconds of an episode, its environment's and the engine's; 0: no limit. A run that reaches it is not exactly
     repeatable."""
-    timeout: float = setting(30.0, POSITIVE, free=LIMIT)
+    timeout: float = setting(30.0, POSITIVE, free=Free.LIMIT)
     """Seconds that a call may take, unless the environment has a `timeout_s`."""
-    reward_timeout: float = setting(60.0, POSITIVE, free=LIMIT)
+    reward_timeout: float = setting(60.0, POSITIVE, free=Free.LIMIT)
     """Seconds that the final reward may take."""
     on_timeout: Literal["tell", "end"] = "tell"
-    """After a call that took too long the model is told of it (`tell`), or the episode ends too (`end`)."""
+    """After a call that took too long the model reads a message about it (`tell`), or the episode ends too (`end`)."""
     longest_answer: int = setting(10_000, COUNT)
-    """Characters of a tool's answer that the model sees. A longer one is cut, and the model is told."""
+    """Characters of a tool's answer that the model sees. A longer one is cut, with a mark at the cut."""
     cut: Literal["head", "tail", "middle"] = "middle"
     """The part of a longer answer that is kept; `middle`: its beginning and its end."""
     calls: str = "auto"
@@ -51,13 +51,13 @@ class EnvironmentConfig:
     history: Literal["keep", "branch"] = "keep"
     """For a chat template that renders earlier turns otherwise later on: `keep` goes on with what was sampled, `branch`
     begins a branch of the episode with what the template makes of it."""
-    max_open: int = setting(0, NOT_NEGATIVE, free=LIMIT)
+    max_open: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
     """Episodes of an engine that are open at once, in whole groups; 0: up to the engine's share of all."""
-    workers: int = setting(1, COUNT, free=LIMIT)
+    workers: int = setting(1, COUNT, free=Free.LIMIT)
     """Processes of each engine that run environments."""
-    memory_mb: int = setting(0, NOT_NEGATIVE, free=LIMIT)
+    memory_mb: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
     """MiB of memory that a process may have; 0: no limit."""
-    python: str = setting("", free=LIMIT)
+    python: str = setting("", free=Free.LIMIT)
     """Interpreter of these processes, for an environment whose packages conflict with the run's: it needs PyYAML and
     what the environment needs. Empty: that of the run."""
 
@@ -67,30 +67,21 @@ DECIDE = tuple(each.name for each in fields(EnvironmentConfig) if not each.metad
 
 
 def read_environment(env: str) -> EnvironmentConfig:
-    """Return the environment that `--env` names, which is not empty, with its limits.
+    """Return the environment that a value of `--env` names, with its limits.
 
-    A YAML file that has verl's `tools` or `interaction` is an environment itself, with the usual limits.
+    A YAML file that has verl's `tools` or `interaction` is an environment itself, with the default limits.
 
     Raises:
-        ValueError: it cannot be read, or settings do not serve: one line for each.
+        ValueError: the file cannot be read, or its settings are invalid: one line for each.
     """
-    if not env.endswith(SUFFIXES):
+    verl = ("tools:", "interaction:")
+    if not env.endswith(SUFFIXES) or any(line.startswith(verl) for line in read_text("--env", env).splitlines()):
         return EnvironmentConfig(environment=env)
-    text = _text(env)
-    if any(line.startswith(("tools:", "interaction:")) for line in text.splitlines()):
-        return EnvironmentConfig(environment=env)
-    given, problems = read_fields("--env", env, EnvironmentConfig, "an environment (docs/agents.md)")
-    found = EnvironmentConfig(**given)
-    if problems := problems or problems_of(found):
-        raise ValueError("\n".join(f"{env}: {problem}" for problem in problems))
-    return found
+    return read_settings("--env", env, EnvironmentConfig, "an environment (docs/agents.md)", _file_problems)
 
 
-def problems_of(found: EnvironmentConfig) -> list[str]:
-    """One line for each setting that does not serve."""
-    problems = value_problems(found)
-    if not found.environment:
-        problems.append("environment '': name it, as file.py:Class or builtin:guess")
+def _file_problems(found: EnvironmentConfig, given: Collection[str]) -> list[str]:
+    problems = [] if found.environment else ["environment '': name it, as file.py:Class or builtin:guess"]
     if found.python and not shutil.which(found.python):
         problems.append(f"python {found.python!r}: there is no such interpreter")
     if not isinstance(found.settings, dict):
@@ -101,7 +92,7 @@ def problems_of(found: EnvironmentConfig) -> list[str]:
 
 
 def environment_problems(cfg: Config) -> list[str]:
-    """One line for each setting that does not go with `--env`, or with its absence."""
+    """Return a line for each setting that conflicts with `--env`, or with its absence."""
     if not cfg.env:
         if any(function == OWN_REWARD for function, _ in _weights(cfg.reward)):
             flag = "--reward.function" if cfg.reward.function == OWN_REWARD else "--reward.more"
@@ -110,7 +101,7 @@ def environment_problems(cfg: Config) -> list[str]:
     try:
         found = read_environment(cfg.env)
     except ValueError as error:
-        return [line if line.startswith("--env") else f"--env {line}" for line in str(error).splitlines()]
+        return str(error).splitlines()
     problems = []
     if cfg.data.chat == "off":
         problems.append(
@@ -126,7 +117,7 @@ def environment_problems(cfg: Config) -> list[str]:
         problems.append("--rollout.routing-replay True: not with --env; leave one of the two out")
     policy, rollout = cfg.policy, cfg.rollout
     if found.history == "branch" and not (policy.share_prompts and policy.backend == "fsdp"):
-        # Each of the branches may repeat all that is before it, and an episode is not divided.
+        # Each branch may repeat all tokens before it, and an episode is not divided.
         longest = found.max_turns * (rollout.max_prompt_tokens + rollout.max_new_tokens)
         if policy.max_tokens_per_microbatch < longest:
             problems.append(
@@ -140,7 +131,7 @@ def environment_problems(cfg: Config) -> list[str]:
 
 
 def weight_of(reward: RewardConfig) -> float:
-    """Return the weight of the environment's own rewards among those of the settings, 0 where they do not count."""
+    """Return the weight of the environment's own rewards among those of the settings; 0 if they are none of them."""
     return next((weight for function, weight in _weights(reward) if function == OWN_REWARD), 0.0)
 
 
@@ -149,12 +140,9 @@ def _weights(reward: RewardConfig) -> list[tuple[str, float]]:
 
 
 def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
-    """Refuse an environment without a word about the reward, whose default looks at the last response alone.
+    """Refuse an environment if the user names no reward, whose default grades the last response alone.
 
-    given: names of the settings that the user gave. The config.yaml of a run, which says everything, is not among them.
-
-    Raises:
-        ConfigError: naming the choices.
+    given: settings that the user gave, those of a run's own config.yaml excepted. Raises ConfigError with the choices.
     """
     chosen = "env" not in given or "reward.function" in given or cfg.reward.function != RewardConfig.function
     if cfg.env and not chosen:
@@ -165,27 +153,19 @@ def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
 
 
 def acts_by(env: str) -> str:
-    """Return a text that changes where what decides an environment's episodes does; limits of time do not.
+    """Return a text that changes with all settings and files of an environment that decide its episodes.
 
-    Raises:
-        ValueError: see `read_environment`.
+    Limits of time do not. Raises ValueError as `read_environment` does.
     """
     found = read_environment(env)
     name, _, attribute = found.environment.rpartition(":")
-    file, told = (name, attribute) if name.endswith(".py") else (found.environment, found.environment)
+    file, shown = (name, attribute) if name.endswith(".py") else (found.environment, found.environment)
     files = [_digest(file), _digest(str(found.settings.get("interaction_config_path") or ""))]
     # A file that was moved is the same one.
-    names = "" if files[0] and told == file else told
+    names = "" if files[0] and shown == file else shown
     return repr(([getattr(found, each) for each in DECIDE if each != "environment"], names, files))
 
 
 def _digest(file: str) -> str:
     path = Path(file).expanduser()
     return hashlib.sha256(path.read_bytes()).hexdigest() if file and path.is_file() else ""
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--env {file}: cannot be read ({error})") from None

@@ -1,7 +1,6 @@
-"""Settings of an evaluation, its plan, and the run that they make.
+"""Settings of an evaluation, its plan, and the run that evaluates.
 
-Settings of shared sections that an evaluation does not read declare so (`unread_by`): files may hold them, flags may
-not.
+Shared sections declare the settings that an evaluation does not read (`unread_by`); files may hold them.
 """
 
 import dataclasses
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spmdrl.config.checks import check
-from spmdrl.config.declare import EVALUATE, hides, section
+from spmdrl.config.declare import Job, hides, section
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
 from spmdrl.config.placement import samplers
@@ -31,12 +30,12 @@ from spmdrl.config.schema import (
 )
 
 
-@hides(EVALUATE)
+@hides(Job.EVALUATE)
 class EvaluationRunConfig(RunConfig):
     """The evaluation as a whole."""
 
 
-@hides(EVALUATE)
+@hides(Job.EVALUATE)
 class EvaluationRolloutConfig(RolloutConfig):
     """The engine."""
 
@@ -50,17 +49,17 @@ class BadSampleConfig:
     counted."""
 
 
-@hides(EVALUATE)
+@hides(Job.EVALUATE)
 class EvaluationDataConfig(DataConfig):
     """Prompts."""
 
 
-@hides(EVALUATE)
+@hides(Job.EVALUATE)
 class EvaluationEvalConfig(EvalConfig):
     """Prompts, and how they are sampled."""
 
 
-@hides(EVALUATE)
+@hides(Job.EVALUATE)
 class EvaluationTrackingConfig(TrackingConfig):
     """Numbers that are shown."""
 
@@ -86,7 +85,7 @@ class EvaluationConfig:
 
 
 def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
-    """The run that only evaluates: no training prompts, no models but policy and reward model, nothing kept.
+    """Return the run that only evaluates, without training prompts, other models and checkpoints.
 
     prompts: as `--eval.prompts`. steps: 0, so that no model trains.
     """
@@ -110,18 +109,14 @@ def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
 
 
 def check_config(cfg: EvaluationConfig, world_size: int) -> None:
-    """Check all values together.
-
-    Raises:
-        ConfigError: listing every problem.
-    """
+    """Check all values together. Raises ConfigError with every problem."""
     if not cfg.data.eval:
         raise ConfigError("--data.eval '': name the prompts to evaluate on")
     check(as_run(cfg, cfg.eval.prompts, steps=1), world_size)
 
 
 def evaluation_lines(cfg: Config, world_size: int) -> list[str]:
-    """The plan of an evaluation. cfg: as `as_run` makes it."""
+    """Return the plan of an evaluation. cfg: the run of `as_run`."""
     of, longest = cfg.engine_ranks, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"
     engines = f"{count(samplers(cfg, world_size) // of, 'engine')} of {count(of, 'rank')}"

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
-    """A user's mistake in a setting. The message is complete: what was given, where, and what would be valid."""
+    """A user's mistake in a setting. The message is complete: the given value, its origin, and the valid values."""
 
 
 @functools.cache
 def leaves(schema: type) -> dict[str, Any]:
-    """Dotted name -> type of every setting of a dataclass of dataclasses, in the order of the schema.
+    """Return dotted name -> type of every setting of a dataclass of dataclasses, in the order of the schema.
 
-    A field that is hidden from the schema's job (`declare.hides`) is no setting of it.
+    Fields that are hidden from the schema's job (`declare.hides`) are left out.
     """
     hints = get_type_hints(schema, include_extras=True)
     found: dict[str, Any] = {}
@@ -32,34 +32,34 @@ def leaves(schema: type) -> dict[str, Any]:
 
 
 def get(config: Any, name: str) -> Any:
-    """Value of a dotted name."""
+    """Return the value of a dotted name."""
     return functools.reduce(getattr, name.split("."), config)
 
 
 def flag(name: str) -> str:
-    """Spelling of a dotted name on the command line: `rollout.max_new_tokens` -> `--rollout.max-new-tokens`."""
+    """Return the flag of a dotted name: `rollout.max_new_tokens` -> `--rollout.max-new-tokens`."""
     return "--" + name.replace("_", "-")
 
 
 def shown(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Return a value as it is written on a command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else repr(value) if value == "" else str(value)
 
 
 def is_optional(hint: Any) -> bool:
-    """True where None is a valid value."""
+    """Return True if None is a valid value of the type."""
     return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
 
 
 def is_tuple(hint: Any) -> bool:
-    """True where the setting takes several values."""
+    """Return True if a setting of the type takes several values."""
     return get_origin(hint) is tuple
 
 
 def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
-    """The valid names a user may have meant, best first, at most `count` of them; empty when none is near.
+    """Return at most `count` valid names that a user may have meant, best first; empty if none is near.
 
-    A name whose last part is right comes before one that is spelled alike: `steps` means `run.steps`.
+    A name whose last part is right comes before one of similar spelling: `steps` means `run.steps`.
     """
     valid = list(valid)
     last = name.rpartition(".")[2]
@@ -76,8 +76,20 @@ def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
     return list(dict.fromkeys([*same_leaf, *alike, *alike_leaf]))[:count]
 
 
-def refuse(problems: list[str]) -> None:
-    """Raise ConfigError with all problems, one line each; does nothing if there is none."""
+class Problems(list[str]):
+    """Lines about settings of a config to change."""
+
+    def __init__(self, config: Any, lines: Iterable[str] = ()):
+        super().__init__(lines)
+        self.config = config
+
+    def add(self, name: str, advice: str) -> None:
+        """Append a line with the flag of a setting, its value and the advice."""
+        self.append(f"{flag(name)} {shown(get(self.config, name))}: {advice}")
+
+
+def refuse(problems: list[str], why: str = "to change") -> None:
+    """Raise ConfigError with all problems, one line each, if there are any."""
     if problems:
         count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
-        raise ConfigError("\n  ".join([f"{count} to change:", *problems]))
+        raise ConfigError("\n  ".join([f"{count} {why}:", *problems]))

@@ -1,19 +1,21 @@
-"""A judge: a file that says which model grades responses. No message holds a login or what may be a key."""
+"""Settings of judges, models that grade responses, and the rules for them. No message holds a login or a key."""
 
 import re
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from spmdrl.config.declare import COUNT, NOT_NEGATIVE, POSITIVE, setting
 from spmdrl.config.dump import redact_text
 from spmdrl.config.rewards import functions
-from spmdrl.config.schema import RewardConfig
-from spmdrl.config.yaml_file import SUFFIXES, read_fields, value_problems
+from spmdrl.config.schema import Config, RewardConfig
+from spmdrl.config.yaml_file import SUFFIXES, read_settings
 
 
 @dataclass
 class JudgeConfig:
-    """A model that grades responses, as a file says it (docs/judge.md): behind a URL, or on the run's engine."""
+    """A model that grades responses, as a file describes it (docs/judge.md): behind a URL, or on the run's engine."""
 
     url: str = ""
     """Server of chat completions, as `http://host:8000/v1`. Its requests hold prompts, responses and truths."""
@@ -37,7 +39,7 @@ class JudgeConfig:
     temperature: float = setting(0.0, NOT_NEGATIVE)
     """Sampling temperature of the judge."""
     max_chars: int = setting(20000, COUNT)
-    """Characters of a response that the judge sees; it is told of the cut."""
+    """Characters of a response that the judge sees; a longer one is cut, with a mark at the cut."""
     timeout: float = setting(120.0, POSITIVE)
     """Seconds of a request, to its last byte."""
     retries: int = setting(4, NOT_NEGATIVE)
@@ -48,7 +50,7 @@ class JudgeConfig:
     budget: int = setting(0, NOT_NEGATIVE)
     """Most requests of this start of the job, on each rank, after which the job ends. 0: no bound."""
     cache: str = ""
-    """Folder of answers, which ranks and jobs may share: what was asked before is not asked again. Empty: none."""
+    """Folder of answers, which ranks and jobs may share: no question is sent twice. Empty: none."""
     key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable with the API key. Not set: requests carry none."""
 
@@ -62,50 +64,39 @@ POLICY = "policy"
 
 
 def is_judge(function: str) -> bool:
-    """Tell whether a reward is the file of a judge."""
+    """Return True if a reward is the file of a judge."""
     return function.endswith(SUFFIXES)
 
 
-def judges(reward: RewardConfig) -> list[str]:
-    """Return the files of all judges among the rewards. Raises ValueError as `weighted` does."""
-    return [each for each in functions(reward) if is_judge(each)]
-
-
-def judge_problems(reward: RewardConfig) -> list[str]:
-    """One line for each setting of a judge that does not serve; none where there is no judge."""
-    problems = []
-    try:
-        files = judges(reward)
-    except ValueError:
-        # `reward_problems` tells of it.
-        return []
-    for file in files:
-        try:
-            read_judge(file)
-        except ValueError as error:
-            problems += str(error).splitlines()
-    return problems
-
-
 def read_judge(file: str) -> JudgeConfig:
-    """Return the judge of a file, which is YAML: the fields of `JudgeConfig`.
+    """Return the settings of a judge's YAML file. Raises ValueError with a line for each problem."""
+    # The judge may stand in --reward.more as well, so lines about its settings name the file alone.
+    what = "a judge (docs/judge.md)"
+    return read_settings("--reward.function", file, JudgeConfig, what, _file_problems, ("key_env",), prefix="")
 
-    Raises:
-        ValueError: it cannot be read, or settings do not serve: one line for each.
-    """
-    given, problems = read_fields("--reward.function", file, JudgeConfig, "a judge (docs/judge.md)", ("key_env",))
-    judge = JudgeConfig(**given)
-    if problems := problems or problems_of(judge):
-        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
-    return judge
+
+def judges(reward: RewardConfig) -> list[tuple[str, JudgeConfig]]:
+    """Return files and settings of all judges among the rewards. Raises ValueError as `read_judge` and `weighted`."""
+    return [(each, read_judge(each)) for each in functions(reward) if is_judge(each)]
+
+
+def engine_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
+    """Return files and settings of the judges on the run's engine. Raises ValueError as `judges` does."""
+    return [(file, judge) for file, judge in judges(config.reward) if judge.engine]
+
+
+def frozen_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
+    """Return those of `engine_judges` that have weights of their own."""
+    return [(file, judge) for file, judge in engine_judges(config) if judge.engine != POLICY]
+
+
+def judged_tokens(config: Config) -> int:
+    """Return the most tokens of a question and its verdict in the engine; 0 without a judge there."""
+    return max((j.max_prompt_tokens + j.max_new_tokens for _, j in engine_judges(config)), default=0)
 
 
 def graded_by(file: str) -> str:
-    """Return what of a judge decides its grades; where it is and how it is asked do not.
-
-    Raises:
-        ValueError: see `read_judge`.
-    """
+    """Return a text that changes with the settings that decide a judge's grades. Raises ValueError as `read_judge`."""
     judge = read_judge(file)
     decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
     # Settings that a file leaves out change no hash.
@@ -115,9 +106,11 @@ def graded_by(file: str) -> str:
     return repr((*decides, more) if more else decides)
 
 
-def problems_of(judge: JudgeConfig) -> list[str]:
-    """One line for each setting that does not serve."""
-    problems = value_problems(judge)
+# ── rules ────────────────────────────────────────────────────────────────────
+
+
+def _file_problems(judge: JudgeConfig, given: Collection[str]) -> list[str]:
+    problems = []
     if judge.compare and judge.scale != JudgeConfig.scale:
         problems.append(f"scale {judge.scale}: a comparison has no grades; leave it out, or compare too")
     if judge.url and judge.engine:
@@ -151,3 +144,69 @@ def _url_problem(url: str) -> str:
     if parts.fragment:
         return "has a part after #, which no server gets"
     return ""
+
+
+def judge_problems(config: Config) -> list[str]:
+    """Return a line for each setting of a judge that is invalid, or that conflicts with others of the run."""
+    problems = judge_file_problems(config.reward)
+    # `reward_problems` reports a `--reward.more` that cannot be read.
+    with suppress(ValueError):
+        return problems or _conflicts(config, judges(config.reward))
+    return problems
+
+
+def judge_file_problems(reward: RewardConfig) -> list[str]:
+    """Return a line for each invalid setting in the files of judges."""
+    problems = []
+    with suppress(ValueError):
+        for file in filter(is_judge, functions(reward)):
+            try:
+                read_judge(file)
+            except ValueError as error:
+                problems += str(error).splitlines()
+    return problems
+
+
+def _conflicts(config: Config, found: list[tuple[str, JudgeConfig]]) -> list[str]:
+    compare = next((file for file, judge in found if judge.compare), "")
+    on_engine = next((file for file, judge in found if judge.engine), "")
+    frozen = next((file for file, judge in found if judge.engine not in ("", POLICY)), "")
+    problems = _group_problems(config, compare) if compare else []
+    if compare and config.env:
+        problems.append(
+            f"--env {config.env}: {compare} compares the responses of a prompt (compare), and here each of them ends a "
+            "conversation of its own; leave compare out, so that each is graded by itself"
+        )
+    if on_engine and config.parallel.placement == "split":
+        problems.append(
+            f"--parallel.placement split: {on_engine} judges on the run's engine (engine), which samples ahead there, "
+            "on ranks of its own; take colocated, or a judge at a url"
+        )
+    if frozen and config.lora.rank and config.lora.push == "adapter":
+        problems.append(
+            f"--lora.push adapter: the engine keeps the model beneath the adapters, and {frozen} has it read another "
+            "(engine); take merged, or engine: policy"
+        )
+    engines = [judge.engine for _, judge in found if judge.engine]
+    if late := [i for i, engine in enumerate(engines) if engine == POLICY and set(engines[:i]) - {POLICY}]:
+        last = [file for file, judge in found if judge.engine][late[0]]
+        problems.append(
+            f"--reward.more {last}: {frozen} takes the policy's place in the engine, so name {last} (engine: policy) "
+            "before it"
+        )
+    return problems
+
+
+def _group_problems(config: Config, file: str) -> list[str]:
+    """Return lines about groups of one sample, for a judge that compares."""
+    algo, problems = config.algo, []
+    # A judge compares a greedy response as well. Advantages in files may need one.
+    alone = algo.advantage != "remax" and ".py" not in algo.advantage
+    for flag, samples, compared in (
+        ("--rollout.samples-per-prompt", config.rollout.samples_per_prompt, alone),
+        ("--eval.samples", config.eval.samples, bool(config.eval.every and config.data.eval)),
+    ):
+        if compared and samples == 1:
+            rest = " (a training may do without: --eval.every 0)" if flag == "--eval.samples" else ""
+            problems.append(f"{flag} 1: {file} compares the responses of a prompt (compare), so take 2 or more{rest}")
+    return problems

@@ -1,44 +1,155 @@
-"""Layers of settings below those of files and flags: the values of a preset, and those that another setting implies."""
+"""Layers of settings below those of files and flags.
 
+From the lowest: defaults of runs that are not the demo, values of a preset, and settings that another setting implies.
+The demo is the model that ships here on a built-in task; the model keeps its learning rate and length on any rows, and
+the tasks keep their length and evaluation with any model. A run that goes on in its folder keeps the settings of these
+layers with which it was begun, also where the defaults of the program that began it were others.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from spmdrl.config.begun import Begun
 from spmdrl.config.fields import flag, get, leaves, nearest
-from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given
 from spmdrl.config.parameters import only_of
+from spmdrl.config.paths import recorded_settings
 from spmdrl.config.presets import PRESETS, settings_of_preset
+from spmdrl.config.raw_settings import COMMAND_LINE, FALSE, TRUE, Entries, Given, read_yaml
+from spmdrl.config.schema import OptimizerConfig
 
 Entry = tuple[str, Given]
+METHOD = ("algo.preset", "algo.loss", "algo.advantage")
+"""Settings that decide which others a preset sets."""
 SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
 """SimPO compares means over tokens, which are small: beta 2 to 2.5, gamma half of it (https://arxiv.org/abs/2405.14734)."""
+ORIGIN = "a run of your own"
+DEMO_LR = OptimizerConfig.lr
+LR, LORA_FACTOR = 1e-6, 10
+"""Learning rate of all weights under reinforcement learning; adapters take about ten times that of all weights
+(https://thinkingmachines.ai/blog/lora)."""
+NEW_TOKENS = 1024
+MANY = 1 << 30
+CRITIC_LR = "1e-05"
+"""Critics take about ten times the policy's, as in verl's examples (https://github.com/volcengine/verl)."""
+SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json"
+SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
+
+
+@dataclass
+class Begun:
+    """Settings with which the run of a folder was begun; no entries where no run goes on."""
+
+    path: str = ""
+    entries: dict[str, Given] = field(default_factory=dict)
+
+    def instead_of(self, layer: Entries) -> Entries:
+        """Return a layer with the folder's values; a setting that the folder lacks had the schema's default."""
+        return [(name, self.entries[name]) for name, _ in layer if name in self.entries] if self.entries else layer
+
+
+def begun_with(given: Entries, schema: type) -> Begun:
+    """Return the settings of the folder from which a run goes on. given: entries of all files and flags."""
+    names, last = leaves(schema), {name: "".join((found.values or [])[-1:]) for name, found in given}
+    if not {"run.dir", "run.name", "data.train"} <= names.keys():
+        return Begun()
+    if "run.fresh" in last and last["run.fresh"].lower() not in FALSE:
+        return Begun()
+    folder = last.get("run.dir") or Path("runs") / (last.get("run.name") or get(schema(), "run.name"))
+    try:
+        path = recorded_settings(Path(folder))
+        return Begun(str(path), dict(read_yaml(str(path), []))) if path.is_file() else Begun()
+    except (OSError, ValueError):
+        # The session refuses a folder that cannot be read.
+        return Begun()
+
+
+def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tuple[str, ...]]:
+    """Return the defaults of a run that is not the demo, and a line about them.
+
+    given: entries of all files and flags, whose settings take no default. begun: of the run folder.
+    """
+    names, last = leaves(schema), {name: found.values or [] for name, found in given}
+    data = last.get("data.train" if "data.train" in names else "data.eval", [])
+    own_rows = any(data) and not all(spec.startswith("builtin:") for spec in data)
+    samples_own_rows = own_rows and "rollout.max_new_tokens" in names
+    path = "".join(last.get("model.path", [])[-1:])
+    wanted: dict[str, str] = {}
+    if samples_own_rows and "data.train" in names and "data.eval" not in last:
+        wanted |= {"data.eval": ""} | ({} if "eval.every" in last else {"eval.every": "0"})
+    if not is_shipped(path):
+        lr = _learning_rate(last, schema)
+        wanted |= {"rollout.max_new_tokens": str(min(NEW_TOKENS, context_of(path) // 2))} if samples_own_rows else {}
+        wanted |= {"optimizer.lr": lr} if lr else {}
+        wanted |= {"critic.lr": CRITIC_LR} if "critic.lr" in names and _has_critic(last) else {}
+    unnamed = [(name, Given([value], ORIGIN)) for name, value in wanted.items() if name not in last]
+    layer = begun.instead_of(unnamed)
+    shown = [f"{flag(name)} {' '.join(found.values or []) or 'none'}" for name, found in layer]
+    whose = f"defaults of {ORIGIN}, of which the demo has others"
+    line = f"{f'settings of {begun.path}' if begun.entries else whose}: {', '.join(shown)}"
+    return layer, ((line,) if shown else ())
+
+
+def _has_critic(last: dict[str, list[str]]) -> bool:
+    """Return True for an advantage that reads the values of a critic."""
+    preset = PRESETS.get("".join(last.get("algo.preset", [])[-1:]))
+    named = last.get("algo.advantage") or ([preset.settings["algo.advantage"]] if preset else [])
+    return named[-1:] in (["gae"], ["turn_gae"])
+
+
+def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
+    """Return the learning rate of a run that names none; empty where it is the schema's."""
+    if "optimizer.lr" not in leaves(schema):
+        return ""
+    own = float(get(schema(), "optimizer.lr"))
+    full = LR if own == DEMO_LR else own
+    adapted = "".join(last.get("lora.rank", [])[-1:]) not in ("", "0")
+    lr = full * LORA_FACTOR if adapted else full
+    return "" if lr == own else f"{lr:g}"
+
+
+def context_of(path: str) -> int:
+    """Return the longest sequence that a model's config.json names, in tokens; MANY if there is no such folder."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
+        lengths = [config.get(name) for name in ("max_position_embeddings", "n_positions")]
+        return min((n for n in lengths if isinstance(n, int) and n > 0), default=MANY)
+    except (OSError, ValueError, AttributeError):
+        return MANY
+
+
+def is_shipped(path: str) -> bool:
+    """Return True for the model that ships here, and for a folder with a model of its shape, as runs of it leave."""
+    if path in ("", "tiny"):
+        return True
+    try:
+        found, own = (json.loads(file.read_text(encoding="utf-8")) for file in (Path(path) / "config.json", SHIPPED))
+        return all(found.get(name) == own[name] for name in SHAPE)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
-    """The settings of the preset that was named last, as text."""
-    named = [found for name, found in given if name == "algo.preset" and found.values]
-    name = named[-1].values[0] if named and named[-1].values else "grpo"
+    """Return the settings of the preset that was named last, as text."""
     if "algo.preset" not in leaves(schema):
         return []
+    name, origin = _last(given, "algo.preset") or "grpo", dict(given).get("algo.preset", Given([], COMMAND_LINE)).origin
     if name not in PRESETS:
         near = nearest(name, PRESETS)
         hint = f"did you mean {near[0]}? " if near else ""
-        where = "" if named[-1].origin == COMMAND_LINE else f"{named[-1].origin}: "
+        where = "" if origin == COMMAND_LINE else f"{origin}: "
         problems.append(f"{where}--algo.preset {name}: unknown; {hint}Valid: {', '.join(PRESETS)}")
         return []
-    chosen = {leaf: found[-1] for leaf in ("algo.loss", "algo.advantage") if (found := _words(given, leaf))}
-    settings = settings_of_preset(name, **{leaf.partition(".")[2]: word for leaf, word in chosen.items()})
+    settings = settings_of_preset(name, _last(given, "algo.loss"), _last(given, "algo.advantage"))
     return [(leaf, Given([str(value)], f"preset {name}")) for leaf, value in settings.items()]
 
 
-METHOD = ("algo.preset", "algo.loss", "algo.advantage")
-"""Settings that decide which others a preset sets."""
-
-
 def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry, str]]:
-    """Entries of a layer that the preset of a later layer replaces, each with a line about it or "" where none is due.
+    """Return the entries that the preset of a later layer replaces, each with a line about it or "" if none is due.
 
-    A preset replaces the loss, the advantage and every setting of its own that earlier layers name, and what only the
-    functions read that it replaces. In its own layer it stands below the other entries.
+    A preset replaces the loss, the advantage and every setting of its own that earlier layers name, and all settings
+    that only the replaced functions read. In its own layer it stands below the other entries.
 
     layers: the entries of each file, then those of the command line.
     """
@@ -46,61 +157,54 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
         return []
     out: list[tuple[Entry, str]] = []
     for place, layer in enumerate(layers):
-        found = [given for name, given in layer if name == "algo.preset" and given.values]
-        name = found[-1].values[0] if found and found[-1].values else ""
+        name = _last(layer, "algo.preset")
         if name not in PRESETS:
             continue
-        # Of a setting that is named again the preset decides nothing.
+        # A setting that is named again keeps that value.
         named_again = {leaf for left in layers[place:] for leaf, _ in left}
         earlier = [entry for left in without(layers[:place], [entry for entry, _ in out]) for entry in left]
         own = PRESETS[name].settings
         gone = {"algo.loss", "algo.advantage", *own}
-        before = PRESETS.get("".join(_words(earlier, "algo.preset")[-1:]) or "grpo")
+        before = PRESETS.get(_last(earlier, "algo.preset") or "grpo")
         for kind in ("loss", "advantage"):
             leaf = f"algo.{kind}"
-            theirs = _words(earlier, leaf) or ([before.settings[leaf]] if before else [])
-            ours = _words(layer, leaf) or [own[leaf]]
-            if theirs[-1:] != ours[-1:]:
+            theirs = _last(earlier, leaf) or (before.settings[leaf] if before else "")
+            if theirs != (_last(layer, leaf) or own[leaf]):
                 gone |= only_of(kind)
-        for entry in earlier:
-            leaf, given = entry
-            if leaf in gone:
-                value = " ".join(given.values or ["null"])
-                line = f"--algo.preset {name} ({found[-1].origin}) replaces {leaf} {value} of {given.origin}"
-                out.append((entry, "" if leaf in named_again or _says(given, own.get(leaf)) else line))
+        origin = dict(layer)["algo.preset"].origin
+        for leaf, given in (entry for entry in earlier if entry[0] in gone):
+            value = " ".join(given.values or ["null"])
+            line = f"--algo.preset {name} ({origin}) replaces {leaf} {value} of {given.origin}"
+            out.append(((leaf, given), "" if leaf in named_again or _has_value(given, own.get(leaf)) else line))
     return out
 
 
 def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
-    """The layers without some of their entries."""
-    return [[entry for entry in layer if not any(entry is other for other in dropped)] for layer in layers]
+    """Return the layers without some of their entries."""
+    return [[entry for entry in layer if not any(entry[1] is given for _, given in dropped)] for layer in layers]
 
 
 def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
-    """Entries of a resolved file that repeat its preset's values, where another method is chosen over the file's.
+    """Return the entries of a resolved file that repeat its preset's values, if another method is chosen over it.
 
     found: the file's entries; every: those of all files and flags.
     """
-    theirs, chosen = ({name: _words(given, name)[-1:] for name in METHOD} for given in (found, every))
-    if "algo.preset" not in leaves(schema) or theirs == chosen or not all(theirs.values()):
+    theirs, chosen = ([_last(given, name) for name in METHOD] for given in (found, every))
+    if "algo.preset" not in leaves(schema) or theirs == chosen or not all(theirs) or theirs[0] not in PRESETS:
         return []
-    (preset,), (loss,), (advantage,) = theirs.values()
-    if preset not in PRESETS:
-        return []
-    own = settings_of_preset(preset, loss, advantage)
+    own = settings_of_preset(*theirs)
     names = {*own, *METHOD, *only_of("loss"), *only_of("advantage")}
-    if chosen["algo.preset"] and chosen["algo.preset"][0] in PRESETS:
-        names |= PRESETS[chosen["algo.preset"][0]].settings.keys()
+    if chosen[0] in PRESETS:
+        names |= PRESETS[chosen[0]].settings.keys()
     plain = schema()
     return [
         entry
         for entry in found
-        if entry[0] in names and entry[0] != "algo.preset" and _says(entry[1], own.get(entry[0], get(plain, entry[0])))
+        if entry[0] in names - {"algo.preset"} and _has_value(entry[1], own.get(entry[0], get(plain, entry[0])))
     ]
 
 
-def _says(given: Given, value: Any) -> bool:
-    """True where the text stands for the value."""
+def _has_value(given: Given, value: Any) -> bool:
     if given.values is None or value is None:
         return given.values is None and value is None
     if isinstance(value, tuple):
@@ -114,15 +218,15 @@ def _says(given: Given, value: Any) -> bool:
         return word == value
 
 
-def _words(given: Entries, name: str) -> list[str]:
-    """The single words given for a setting, in their order."""
-    return [found.values[0] for leaf, found in given if leaf == name and found.values]
+def _last(given: Entries, name: str) -> str:
+    """Return the last word given for a setting, or ""."""
+    return next((found.values[0] for leaf, found in given[::-1] if leaf == name and found.values), "")
 
 
 def implied_layer(given: Entries, schema: type, begun: Begun) -> Entries:
-    """Settings that others imply: `--run.deterministic` a static assignment, which `checks.py` wants; SimPO its scale.
+    """Return settings that others imply: `--run.deterministic` a static assignment, and SimPO its scale.
 
-    Files and flags beat them. begun: of the run folder.
+    begun: of the run folder.
     """
     on, names = False, leaves(schema)
     for name, found in given:
@@ -133,7 +237,7 @@ def implied_layer(given: Entries, schema: type, begun: Begun) -> Entries:
     if on and "rollout.assignment" in names:
         out.append(("rollout.assignment", Given(["static"], flag("run.deterministic"))))
     losses = next((found.values for name, found in given[::-1] if name == "preference.loss" and found.values), None)
-    kinds = [loss.partition("=")[0] for loss in losses or _words(given, "preference.method")[-1:]]
+    kinds = [loss.partition("=")[0] for loss in losses or [_last(given, "preference.method")]]
     if "preference.margin" in names and kinds == ["simpo"]:
         out += begun.instead_of([(name, Given([value], "simpo")) for name, value in SIMPO.items()])
     return out

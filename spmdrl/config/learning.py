@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spmdrl.config.composition import advantage_alone, correction, needs
-from spmdrl.config.declare import COUNT, FINITE, LIMIT, NOT_NEGATIVE, POSITIVE, SHARE, UNIT, Rule, at_least, setting
+from spmdrl.config.declare import COUNT, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, UNIT, Free, Rule, at_least, setting
 
 
 @dataclass
@@ -140,24 +140,20 @@ class FilterConfig:
     """Lowest group mean that accuracy_range keeps."""
     high: float = setting(0.8, FINITE, only_with=lambda c: c.filter.keep == "accuracy_range")
     """Highest group mean that accuracy_range keeps."""
-    max_rounds: int = setting(10, COUNT, free=LIMIT, only_with=lambda c: c.filter.keep)
+    max_rounds: int = setting(10, COUNT, free=Free.LIMIT, only_with=lambda c: c.filter.keep)
     """Rounds of prompts_per_step prompts that one step may take to fill up; then the run stops."""
     resample: str = setting("none", only_with=lambda c: c.has_advantages)
     """PF-PPO: draw the sequences to learn from by their reward, with replacement: `pow` (|reward| to the power 2, or to
     p by `pow=p`), `max_min`, `max_random`, or within each group `best_random`, `best_worst`."""
     replay_steps: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_advantages)
     """Draw from so many steps before this one, too (off-policy: old_logp is the engine's)."""
-    bad_sample: Literal["stop", "skip"] = setting("stop", free=LIMIT)
+    bad_sample: Literal["stop", "skip"] = setting("stop", free=Free.LIMIT)
     """A reward or engine logp that is not a number ends the job naming the sample, or the sample is left out and
     counted."""
 
 
 def resampling(text: str) -> tuple[str, float]:
-    """Return the method of `--filter.resample`, and the power of `pow`.
-
-    Raises:
-        ValueError: there is no such method, or the power is no number from 0 on.
-    """
+    """Return the method of `--filter.resample` and the power of `pow`. Raises ValueError for another form."""
     # Late, as algos/ needs torch and `--help` must not.
     from spmdrl.algos.resample import METHODS
 

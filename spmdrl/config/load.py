@@ -14,29 +14,37 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Generic, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
 from spmdrl.config import checks
-from spmdrl.config.begun import begun_with
-from spmdrl.config.demo import own_layer
 from spmdrl.config.dump import redact_text
 from spmdrl.config.fields import ConfigError, flag, leaves
-from spmdrl.config.given import (
+from spmdrl.config.layers import (
+    begun_with,
+    implied_by_preset,
+    implied_layer,
+    own_layer,
+    preset_layer,
+    replaced_by_preset,
+    without,
+)
+from spmdrl.config.raw_settings import (
     COMMAND_LINE,
     FALSE,
     TRUE,
     Entries,
     Given,
+    Loaded,
     is_resolved,
     one_resampling,
+    parse,
     read_flags,
     read_yaml,
+    tokens_of,
+    unknown_name,
 )
-from spmdrl.config.layers import implied_by_preset, implied_layer, preset_layer, replaced_by_preset, without
-from spmdrl.config.parse import parse, tokens_of, unknown_name
 from spmdrl.config.schema import Config
 from spmdrl.config.use import check_use
 
@@ -44,27 +52,8 @@ C = TypeVar("C")
 NEGATED = dict.fromkeys(TRUE, "false") | dict.fromkeys(FALSE, "true")
 ALIASES = {"deterministic": "run.deterministic", "no_deterministic": "run.no_deterministic"}
 """Shorter names of settings."""
-RANK_0_SPEAKS = 20.0
+PRINTING = 20.0
 """Seconds that the other ranks give rank 0 to print; torchrun ends them as soon as it has left."""
-
-
-@dataclass(frozen=True)
-class Loaded(Generic[C]):
-    """Settings and options of a command line."""
-
-    config: C
-    dry_run: bool = False
-    """Print the resolved config and the plan, and stop."""
-    files: tuple[str, ...] = ()
-    """The `--config` files, in the order they were read."""
-    given: frozenset[str] = frozenset()
-    """Settings named by a flag or by a file written by hand; not those of a preset or of a run folder's config.yaml."""
-    notes: tuple[str, ...] = ()
-    """Lines about settings of files that a preset named later replaces."""
-    also: tuple[type, ...] = ()
-    """Schemas of other entry points, whose files were read too."""
-
-
 # The settings that belong to the command line and not to a run.
 _FILES = Annotated[tuple[str, ...], tyro.conf.arg(help="YAML file with settings; may be given again, later wins.")]
 _DRY_RUN = Annotated[bool, tyro.conf.arg(help="Print the resolved config and the plan, and stop.")]
@@ -86,7 +75,7 @@ def from_command_line(
         argv: words after the program name; None takes sys.argv.
         prog: name shown by `--help`.
         schema: a dataclass of dataclasses: the sections that the entry point reads.
-        also: schemas of other entry points, whose files are read too; what this one does not read is passed over.
+        also: schemas of other entry points, whose files are read too; settings that this one lacks are passed over.
 
     Raises:
         ConfigError: unknown names (all of them together), a value of the wrong type, or a file that cannot be read.
@@ -107,10 +96,10 @@ def from_command_line(
     tokens: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
     named: set[str] = set()
-    asked = one_resampling([(ALIASES.get(name, name), given) for layer in layers for name, given in layer])
-    begun = begun_with(asked, schema)
-    own, said = own_layer(asked, schema, begun)
-    for name, given in own + preset_layer(asked, schema, problems) + implied_layer(asked, schema, begun) + asked:
+    entries = one_resampling([(ALIASES.get(name, name), given) for layer in layers for name, given in layer])
+    begun = begun_with(entries, schema)
+    own, own_notes = own_layer(entries, schema, begun)
+    for name, given in own + preset_layer(entries, schema, problems) + implied_layer(entries, schema, begun) + entries:
         positive = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name)
         if name not in hints and hints.get(positive) is bool and given.origin == COMMAND_LINE:
             name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
@@ -134,25 +123,33 @@ def from_command_line(
 
     parsed: Any = parse(command, [token for group in tokens.values() for token in group], prog, origins)
     values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    return Loaded(schema(**values), parsed.dry_run, tuple(files), frozenset(named - {"dry_run"}), (*notes, *said), also)
+    words = [word for file in files for word in ("--config", file)]
+    return Loaded(
+        schema(**values),
+        parsed.dry_run,
+        tuple(files),
+        frozenset(named - {"dry_run"}),
+        (*notes, *own_notes),
+        lambda: from_command_line(words, prog, schema, also) if files else None,
+    )
 
 
 def _layers(
     files: list[str], from_flags: Entries, schema: type, problems: list[str]
 ) -> tuple[list[Entries], set[str], tuple[str, ...]]:
-    """Entries of each file and of the flags without those that a method chosen later replaces.
+    """Return the entries of each file and of the flags without those that a method chosen later replaces.
 
     Returns:
-        The layers; the origins that a person wrote, which are not those of a run's own file; lines about what a preset
-        replaces.
+        The layers; the origins that a person wrote, which are not those of a run's own file; lines about the
+        replacements.
     """
     read = [read_yaml(path, problems) for path in files]
-    resolved = [is_resolved(path) for path in files]
-    layers = [*read, from_flags]
-    by_hand = {given.origin for own, found in zip(resolved, read, strict=True) if not own for _, given in found}
-    for own, found in zip(resolved, read, strict=True):
-        if own:
+    layers, by_hand = [*read, from_flags], set()
+    for path, found in zip(files, read, strict=True):
+        if is_resolved(path):
             layers = without(layers, implied_by_preset(found, [entry for layer in layers for entry in layer], schema))
+        else:
+            by_hand |= {given.origin for _, given in found}
     replaced = replaced_by_preset(layers, schema)
     layers = without(layers, [entry for entry, _ in replaced])
     return layers, by_hand | {COMMAND_LINE}, tuple(line for _, line in replaced if line)
@@ -165,32 +162,34 @@ def load_or_exit(
     check: Callable[[C, int], None] | None = checks.check,  # type: ignore[assignment]
     also: tuple[type, ...] = (),
 ) -> Loaded[C]:
-    """`from_command_line` and `check` for an entry point: a mistake is one message from rank 0 and exit code 2 on all.
+    """Read and check the settings of an entry point; a mistake ends all ranks with one message and exit code 2.
 
     The world size is torchrun's WORLD_SIZE, 1 without it. Every rank reads the same words, so all of them leave.
-    Settings that nothing would read are refused, too (`use.py`).
+    Settings that the job would not read are refused as well (`use.py`).
     """
     try:
         loaded = from_command_line(argv, prog, schema, also)
         if check is not None:
             check(loaded.config, int(os.environ.get("WORLD_SIZE", "1")))
-        moot = check_use(loaded)
-        for line in (*(f"note: {note}" for note in loaded.notes), *(f"{prog}: {each}" for each in moot)):
-            if _rank() == 0:
-                print(redact_text(line), file=sys.stderr, flush=True)
+        for line in (*(f"note: {note}" for note in loaded.notes), *(f"{prog}: {each}" for each in check_use(loaded))):
+            _print(line)
     except ConfigError as error:
         exit_with(f"{prog}: {error}")
     return loaded
 
 
 def exit_with(message: str) -> NoReturn:
-    """End every rank with exit code 2 for a user's mistake, which rank 0 tells."""
-    if _rank() == 0:
-        print(redact_text(message), file=sys.stderr, flush=True)
-    else:
+    """End every rank with exit code 2 for a user's mistake, which rank 0 prints."""
+    _print(message)
+    if _rank() > 0:
         # When the first rank leaves torchrun ends the others, and rank 0 has yet to print.
-        time.sleep(RANK_0_SPEAKS)
+        time.sleep(PRINTING)
     sys.exit(2)
+
+
+def _print(line: str) -> None:
+    if _rank() == 0:
+        print(redact_text(line), file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

@@ -1,4 +1,4 @@
-"""A setting that names one of several things, perhaps with a weight, or a function in a file of the user's."""
+"""Settings that name a built-in function, one in a user's file, or one of several things with a weight."""
 
 import ast
 import math
@@ -11,7 +11,7 @@ from spmdrl.config.user_code import function_of
 
 
 def name_problems(name: str, value: str, valid: Collection[str], file_allowed: bool) -> list[str]:
-    """One line if `value` is neither a valid name nor, where that is allowed, a function in a file."""
+    """Return a line if `value` is neither a valid name nor, where that is allowed, a function in a file."""
     if not value or value in valid:
         return []
     if file_allowed and ".py" in value:
@@ -23,7 +23,7 @@ def name_problems(name: str, value: str, valid: Collection[str], file_allowed: b
 
 
 def file_problems(name: str, value: str, default: str) -> list[str]:
-    """A user's function must be at the top of an existing file. The file is read, not run."""
+    """Return a line unless `value` names a function at the top of an existing file, which is read and not run."""
     path, _, function = value.rpartition(":") if not value.endswith(".py") else (value, "", default)
     if not function:
         return [f"{flag(name)} {value}: name the function too, as in {value.rstrip(':')}:my_function"]
@@ -64,10 +64,9 @@ def function_tables() -> dict[str, Mapping[str, Any]]:
 
 
 def load_function(spec: str, table: Mapping[str, Any]) -> Any:
-    """An entry of the table by name, or the user's own function by `path/to/file.py:function`.
+    """Return an entry of the table by name, or a user's function by `path/to/file.py:function`.
 
-    Raises:
-        ValueError: no such name, file or function, or a file that fails when it is run.
+    Raises ValueError for an unknown name, file or function, and for a file that fails when it is run.
     """
     if spec in table:
         return table[spec]
@@ -78,12 +77,9 @@ def load_function(spec: str, table: Mapping[str, Any]) -> Any:
 
 
 def name_weight(spec: str, form: str, positive: bool = True) -> tuple[str, float | None]:
-    """Return both sides of `name=weight`; the weight is None where none is given, or the `=` belongs to a path.
+    """Return both sides of `name=weight`; the weight is None without a `=`, or if it belongs to a path.
 
-    form: the message of the error. positive: weights are above 0.
-
-    Raises:
-        ValueError: a weight that is no such number, or no name before it.
+    positive: weights must be above 0. Raises ValueError with the message `form` for another weight, or no name.
     """
     name, equals, weight = spec.rpartition("=")
     if not equals or "/" in weight or ":" in weight or ".py" in weight:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spmdrl.config.checks import run_problems
-from spmdrl.config.declare import FINITE, NOT_NEGATIVE, ONLINE, SHARE, hides, section, setting
-from spmdrl.config.fields import refuse
+from spmdrl.config.declare import FINITE, NOT_NEGATIVE, SHARE, Job, hides, section, setting
+from spmdrl.config.fields import Problems, refuse
 from spmdrl.config.learning import AlgoConfig
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import (
@@ -19,7 +19,7 @@ from spmdrl.config.preference import (
 from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunConfig
 
 
-@hides(ONLINE)
+@hides(Job.ONLINE)
 @dataclass
 class OnlineReferenceConfig(ReferenceConfig):
     """The frozen model that the policy is held to."""
@@ -30,7 +30,7 @@ class OnlineReferenceConfig(ReferenceConfig):
     """Share of the policy in it when it moves (`refresh_every`); 1 takes the policy's weights."""
 
 
-@hides(ONLINE)
+@hides(Job.ONLINE)
 @dataclass
 class OnlineMethod(PreferenceMethod):
     """The loss, and the samples that it compares: the best and the worst of each prompt."""
@@ -43,7 +43,7 @@ class OnlineMethod(PreferenceMethod):
     """A prompt is left out unless its best sample has at least this reward. None: no bound."""
 
 
-@hides(ONLINE)
+@hides(Job.ONLINE)
 @dataclass
 class OnlinePreferenceConfig(Config):
     """Preference learning on the policy's own samples. Every rank runs this same program."""
@@ -63,16 +63,12 @@ class OnlinePreferenceConfig(Config):
 
 
 def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
-    """Tell whether only the best sample of a prompt is learnt from (RAFT, best of n)."""
+    """Return True if only the best sample of each prompt is trained (RAFT, best of n)."""
     return losses_of(config.preference).keys() == {"sft"}
 
 
 def check_online_preference(config: OnlinePreferenceConfig, world_size: int) -> None:
-    """Check all values together.
-
-    Raises:
-        ConfigError: listing every problem.
-    """
+    """Check all values together. Raises ConfigError with every problem."""
     try:
         losses = losses_of(config.preference)
     except ValueError as error:
@@ -82,36 +78,34 @@ def check_online_preference(config: OnlinePreferenceConfig, world_size: int) -> 
 
 
 def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[str]:
-    rollout, problems = config.rollout, []
+    rollout, problems = config.rollout, Problems(config, reference_problems(config))
     if not has_pairs(config.preference):
         problems.append(f"--preference.loss {' '.join(losses)}: is of labelled responses; take a loss of pairs")
-    problems += reference_problems(config)
     alone = losses.keys() == {"sft"}
     if alone and config.preference.gap:
         problems.append(
             "--preference.gap: only the best sample of a prompt is learnt from; take --preference.least-reward"
         )
     if rollout.samples_per_prompt < 2 and not alone:
-        problems.append(f"--rollout.samples-per-prompt {rollout.samples_per_prompt}: a pair takes at least 2")
+        problems.add("rollout.samples_per_prompt", "a pair takes at least 2")
     shared = config.policy.share_prompts and config.policy.backend == "fsdp"
     longest = rollout.max_prompt_tokens * (1 if shared else 2) + 2 * rollout.max_new_tokens
-    budget = config.policy.max_tokens_per_microbatch
-    if longest > budget and not alone:
-        problems.append(f"--policy.max-tokens-per-microbatch {budget}: must hold a pair, so at least {longest}")
+    if longest > config.policy.max_tokens_per_microbatch and not alone:
+        problems.add("policy.max_tokens_per_microbatch", f"must hold a pair, so at least {longest}")
     return problems
 
 
 def online_lines(config: OnlinePreferenceConfig, world_size: int) -> list[str]:
-    """How the counts multiply out, printed at the start and by `--dry-run`."""
+    """Return how the counts multiply out, printed at the start and by `--dry-run`."""
     losses, count = losses_of(config.preference), config.rollout.samples_per_prompt
     alone, prompts = takes_best_alone(config), config.rollout.prompts_per_step
-    told = ", ".join(f"{name} x {weight:g}" for name, weight in losses.items())
+    weighted = ", ".join(f"{name} x {weight:g}" for name, weight in losses.items())
     what = "the best" if alone else "the best and the worst"
     moves = config.reference.refresh_every
     lines = [line for line in plan_lines(config, world_size) if not line.startswith("update")]
     return [
         *lines,
         f"update   1 optimizer step a step, on at most {prompts * (1 if alone else 2):,} sequences: {what} of "
-        f"{count:,} samples of each prompt; loss {told}",
+        f"{count:,} samples of each prompt; loss {weighted}",
         *([f"reference moves every {moves:,} steps"] if moves else []),
     ]

@@ -1,4 +1,4 @@
-"""Settings of a method that become parameters: a function of algos/ or of a user takes them by name."""
+"""Settings of a method that fill parameters of losses and advantages, of algos/ or a user's own, by name."""
 
 import functools
 import inspect

@@ -22,22 +22,18 @@ WRITTEN = (
 
 
 def run_folder(cfg: TrainingConfig) -> Path:
-    """`--run.dir`, or `runs/<name>`."""
+    """Return `--run.dir`, or `runs/<name>`."""
     return Path(cfg.run.dir or Path("runs") / cfg.run.name)
 
 
 def recorded_settings(folder: Path) -> Path:
-    """Return the path of the settings with which the run of a folder was begun; there may be no such file."""
+    """Return the path of the settings with which the run of a folder was begun; the file may be missing."""
     path = folder / "config.yaml"
     return path if path.exists() else folder / "checkpoints" / "latest" / "state" / "config.yaml"
 
 
 def inside(folder: Path, *names: str) -> Path:
-    """Path of `folder/names...`, which must lie in the folder when links are followed.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Return the path `folder/names...`. Raises ValueError if a link leads out of the folder."""
     place = folder.joinpath(*names)
     if not place.resolve().is_relative_to(folder.resolve()):
         raise ValueError(
@@ -51,10 +47,7 @@ def check_run_folder(folder: Path) -> None:
     """Refuse a run folder where a file that the run writes, or removes to make room, is a link out of the folder.
 
     The folder itself may be one, so that a run can lie on another disk; `checkpoints/latest` is replaced and never
-    followed.
-
-    Raises:
-        ValueError: naming the link.
+    followed. Raises ValueError naming the link.
     """
     written = [place for place in _listed(folder) if any(fnmatchcase(place.name, name) for name in WRITTEN)]
     for name in FOLDERS:

@@ -1,16 +1,16 @@
-"""The plan of a run: ranks, sequences, tokens and updates that its counts multiply out to."""
+"""The plan of a run as text: ranks, sequences, tokens and updates, computed from its counts."""
 
 import math
 
 from spmdrl.config.backends import axis_product
 from spmdrl.config.classifier import ClassifierConfig, classifier_of
-from spmdrl.config.judge import POLICY, judges, read_judge
+from spmdrl.config.judge import POLICY, judges
 from spmdrl.config.placement import ranks_line, samplers, trainers
 from spmdrl.config.schema import Config
 
 
 def plan_lines(config: Config, world_size: int) -> list[str]:
-    """How the counts multiply out, printed at the start and by `--dry-run`.
+    """Return how the counts multiply out, printed at the start and by `--dry-run`.
 
     Token counts are upper bounds, of sequences of full length. Micro-batches are what packing such sequences takes on
     one rank; shorter ones pack tighter.
@@ -41,37 +41,33 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
 
 
 def scorer_lines(config: Config) -> list[str]:
-    """Models that score responses and what each is asked: judges and the reward model. None without any."""
+    """Return a line for each model that scores responses: judges and the reward model."""
     lines = []
-    for file in judges(config.reward):
-        judge = read_judge(file)
-        who = f"{judge.model} at its url"
-        if judge.engine == POLICY:
-            who = "the policy, in its engine"
-        elif judge.engine:
-            who = f"{judge.engine}, in the engine while the policy is out of it"
-        asked = f"compares each response with {judge.compare:,} at most" if judge.compare else "grades each response"
-        room = ""
+    for file, judge in judges(config.reward):
+        who, tokens = f"{judge.model} at its url", ""
         if judge.engine:
-            room = f"; at most {judge.max_prompt_tokens:,} tokens a question and {judge.max_new_tokens:,} a verdict"
-        lines.append(f"judge    {file}: {who}, {asked}, {count(judge.votes, 'vote')}{room}")
+            who = f"{judge.engine}, in the engine while the policy is out of it"
+            who = "the policy, in its engine" if judge.engine == POLICY else who
+            tokens = f"; at most {judge.max_prompt_tokens:,} tokens a question and {judge.max_new_tokens:,} a verdict"
+        work = f"compares each response with {judge.compare:,} at most" if judge.compare else "grades each response"
+        lines.append(f"judge    {file}: {who}, {work}, {count(judge.votes, 'vote')}{tokens}")
     if model := config.reward.model:
-        told = classifier_of(model) or ClassifierConfig(model)
-        labels = " ".join(f"{weight:+g} {label}" for label, weight in told.weights.items()) or "its only score"
-        steps = f", {told.reduce} of steps that end with {told.steps!r}" if told.steps else ""
-        named = f"{model}: {told.path}" if told.path != model else model
+        scorer = classifier_of(model) or ClassifierConfig(model)
+        labels = " ".join(f"{weight:+g} {label}" for label, weight in scorer.weights.items()) or "its only score"
+        steps = f", {scorer.reduce} of steps that end with {scorer.steps!r}" if scorer.steps else ""
+        named = f"{model}: {scorer.path}" if scorer.path != model else model
         lines.append(f"scores   {named}, {labels}{steps}, times {config.reward.model_coef:g}")
     return lines
 
 
 def shards(config: Config, world_size: int) -> int:
-    """Size of the dp_shard axis."""
+    """Return the size of the dp_shard axis."""
     given = config.parallel.dp_shard
     return given if given != -1 else trainers(config, world_size) // axis_product(config)
 
 
 def ranks(config: Config, world_size: int) -> str:
-    """Ranks by their roles, and the mesh of those that train."""
+    """Return the ranks by their roles, and the mesh of those that train, as text."""
     axes = config.parallel
     sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shards(config, world_size)}
     sizes |= {"sp": axes.sp, "cp": axes.cp, "tp": axes.tp}
@@ -80,6 +76,6 @@ def ranks(config: Config, world_size: int) -> str:
 
 
 def count(n: float, one: str, many: str = "") -> str:
-    """A number and its noun: `1 rank`, `2 ranks`."""
+    """Return a number and its noun: `1 rank`, `2 ranks`."""
     shown = f"{n:,}" if isinstance(n, int) else f"{n:,.4g}"
     return f"{shown} {one if n == 1 else many or one + 's'}"

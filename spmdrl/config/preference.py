@@ -4,19 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from spmdrl.config.declare import (
-    NOT_NEGATIVE,
-    ONLINE,
-    POSITIVE,
-    PREFERENCE,
-    REWARD_MODEL,
-    SHARE,
-    UNIT,
-    Rule,
-    hides,
-    section,
-    setting,
-)
+from spmdrl.config.declare import NOT_NEGATIVE, POSITIVE, SHARE, UNIT, Job, Rule, hides, section, setting
 from spmdrl.config.fields import refuse, shown
 from spmdrl.config.schema import OptimizerConfig, is_average
 from spmdrl.config.supervised import (
@@ -58,20 +46,19 @@ METHODS: dict[str, Published] = {
 }
 
 
-@hides(PREFERENCE)
+PAIRS = ("builtin:reverse-pairs",)
+
+
+@hides(Job.PREFERENCE)
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
     """Rows: pairs of responses, or responses with a label."""
 
-    train: tuple[str, ...] = ("builtin:reverse-pairs",)
-    """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
-    `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
-    (read while it trains), `builtin:<task>`."""
     chosen_column: str = setting("chosen", only_with=lambda c: c.reads_pairs)
     """Column with the better response, text or messages; with no column for the prompt, the dialogue that ends so."""
     rejected_column: str = setting("rejected", only_with=lambda c: c.reads_pairs)
     """Column with the worse response."""
-    label_column: str = setting("label", unread_by=(REWARD_MODEL,))
+    label_column: str = setting("label", unread_by=(Job.REWARD_MODEL,))
     """Column that says of a completion without a counterpart whether it is wanted: true or false (kto, bco)."""
 
 
@@ -125,9 +112,9 @@ class PreferenceMethod:
     """Weight of log p behind the length of the shorter response (LD-DPO, https://arxiv.org/abs/2409.06411)."""
     weighted: bool = setting(False, only_with=read_as("weighted"))
     """Weigh each pair by how likely the policy itself makes it (WPO, https://arxiv.org/abs/2406.11827)."""
-    wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,), only_with=read_as("wanted_weight"))
+    wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(Job.ONLINE,), only_with=read_as("wanted_weight"))
     """kto, bco: weight of responses that are wanted."""
-    unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(ONLINE,), only_with=read_as("unwanted_weight"))
+    unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(Job.ONLINE,), only_with=read_as("unwanted_weight"))
     """kto, bco: weight of those that are not."""
 
 
@@ -137,7 +124,7 @@ class PreferenceConfig(SupervisedConfig):
 
     run: SupervisedRunConfig = section(SupervisedRunConfig, name="preference")
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
-    data: PreferenceDataConfig = section(PreferenceDataConfig)  # type: ignore[assignment]
+    data: PreferenceDataConfig = section(PreferenceDataConfig, train=PAIRS)  # type: ignore[assignment]
     reference: FixedModelConfig = section(FixedModelConfig)
     preference: PreferenceMethod = section(PreferenceMethod)
     reads_pairs: ClassVar[bool] = True
@@ -149,11 +136,7 @@ class PreferenceConfig(SupervisedConfig):
 
 
 def losses_of(method: PreferenceMethod) -> dict[str, float]:
-    """Name in `algos.preference`, and weight.
-
-    Raises:
-        ValueError: an unknown name, or a weight that is no number above 0.
-    """
+    """Return name in `algos.preference` -> weight. Raises ValueError for a wrong name or weight."""
     # Late, here and below: the rows stand with the functions, which need torch, and `--help` must not.
     from spmdrl.algos.preference import LOSSES, SFT
 
@@ -170,7 +153,7 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
 
 
 def rows_of(method: PreferenceMethod) -> "list[PreferenceLoss]":
-    """Return the rows of the losses, of `sft` none. Raises as `losses_of` does."""
+    """Return the rows of the losses but `sft`. Raises ValueError as `losses_of` does."""
     from spmdrl.algos.preference import LOSSES, SFT
 
     return [LOSSES[name] for name in losses_of(method) if name != SFT]
@@ -187,11 +170,7 @@ def has_reference(method: PreferenceMethod) -> bool:
 
 
 def check_preference(config: PreferenceConfig, world_size: int) -> None:
-    """Check all values together.
-
-    Raises:
-        ConfigError: listing every problem.
-    """
+    """Check all values together. Raises ConfigError with every problem."""
     chosen, data = config.preference, config.data
     try:
         losses = losses_of(chosen)
@@ -202,13 +181,12 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
     beside = [name for name in losses if takes_other_prompts(name)]
     if beside and data.rows_per_step < 2:
         problems.append(f"--data.rows-per-step 1: {beside[0]} takes responses to other rows of the step; take more")
-    if config.reference.precompute:
-        problems += _precomputing(config, beside)
+    problems += _precompute_problems(config, beside) if config.reference.precompute else []
     refuse(problems + reference_problems(config))
 
 
 def reference_problems(config: Any) -> list[str]:
-    """Problems of a reference that may move, a line each."""
+    """Return a line for each problem of a reference that may move."""
     reference, problems = config.reference, []
     if is_average(reference) and (config.policy.backend, config.model.dtype) == ("megatron", "bfloat16"):
         problems.append("--reference.mix: megatron keeps the reference in bfloat16, too coarse for shares; take fsdp")
@@ -221,7 +199,7 @@ def reference_problems(config: Any) -> list[str]:
 
 
 def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
-    """Problems of the losses together with their settings, a line each. losses: as `losses_of` returns them."""
+    """Return a line for each problem of the losses together with their settings. losses: as `losses_of` returns."""
     from spmdrl.algos.preference import LOSSES
 
     rows, problems = {name: LOSSES[name] for name in losses if name in LOSSES}, []
@@ -241,18 +219,17 @@ def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[
 
 
 def takes_other_prompts(name: str) -> bool:
-    """Tell whether a loss looks at responses to other prompts of the step."""
+    """Return True if a loss reads responses to other prompts of the step."""
     from spmdrl.algos.preference import LOSSES
 
     return name in LOSSES and LOSSES[name].shift == "other prompts"
 
 
-def _precomputing(config: PreferenceConfig, beside: list[str]) -> list[str]:
-    name, problems = "--reference.precompute", []
-    if found := streams(config):
-        problems.append(f"{name}: the rows of a stream are not known before ({found[0]}); leave it out")
-    if beside:
-        problems.append(f"{name}: {beside[0]} asks the reference for responses to other rows' prompts; leave it out")
-    if config.reference.refresh_every:
-        problems.append(f"{name}: the reference moves (--reference.refresh-every); leave one of the two out")
-    return problems
+def _precompute_problems(config: PreferenceConfig, beside: list[str]) -> list[str]:
+    found, name, refreshed = streams(config), (beside or [""])[0], config.reference.refresh_every
+    wrong_if = {
+        f"the rows of a stream are not known before ({found[0] if found else ''}); leave it out": found,
+        f"{name} asks the reference for responses to other rows' prompts; leave it out": beside,
+        "the reference moves (--reference.refresh-every); leave one of the two out": refreshed,
+    }
+    return [f"--reference.precompute: {advice}" for advice, wrong in wrong_if.items() if wrong]

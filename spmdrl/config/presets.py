@@ -25,47 +25,41 @@ class Preset:
 
 
 def _preset(title: str, paper: str, advantage: str, loss: str, aggregation: str, **settings: Any) -> Preset:
-    """`algo.x` is written `x`, any other section's `section__x`."""
+    """paper: a number of arXiv, or a URL. settings: `x` for `algo.x`, `section__x` for another section's."""
+    url = paper if paper.startswith("https:") else f"https://arxiv.org/abs/{paper}"
     named = {"advantage": advantage, "loss": loss, "aggregation": aggregation} | settings
-    return Preset(title, paper, {(k.replace("__", ".") if "__" in k else f"algo.{k}"): v for k, v in named.items()})
+    return Preset(title, url, {(k.replace("__", ".") if "__" in k else f"algo.{k}"): v for k, v in named.items()})
 
 
 PRESETS: dict[str, Preset] = {
-    # The paper adds a k3 penalty of 0.04 to the loss, which asks for a reference model: turn it on with --algo.kl-coef.
-    "grpo": _preset("DeepSeekMath", "https://arxiv.org/abs/2402.03300", "grpo", "ppo", "seq-mean-token-mean"),
-    "dr_grpo": _preset("Dr. GRPO", "https://arxiv.org/abs/2503.20783", "dr_grpo", "ppo", "seq-mean-token-sum-norm"),
-    "rloo": _preset("RLOO", "https://arxiv.org/abs/2402.14740", "rloo", "reinforce", "seq-mean-token-sum"),
+    # The paper adds a k3 penalty of 0.04 to the loss, which needs a reference model: turn it on with --algo.kl-coef.
+    "grpo": _preset("DeepSeekMath", "2402.03300", "grpo", "ppo", "seq-mean-token-mean"),
+    "dr_grpo": _preset("Dr. GRPO", "2503.20783", "dr_grpo", "ppo", "seq-mean-token-sum-norm"),
+    "rloo": _preset("RLOO", "2402.14740", "rloo", "reinforce", "seq-mean-token-sum"),
     "reinforce": _preset(
         "Williams 1992", "https://doi.org/10.1007/BF00992696", "reinforce", "reinforce", "seq-mean-token-sum"
     ),
-    "ppo": _preset("PPO", "https://arxiv.org/abs/1707.06347", "gae", "ppo", "token-mean", gamma=1.0, lam=0.95),
+    "ppo": _preset("PPO", "1707.06347", "gae", "ppo", "token-mean", gamma=1.0, lam=0.95),
     # overlong_buffer depends on max_new_tokens (a fifth of it in the paper), so a run sets it.
     "dapo": _preset(
-        "DAPO",
-        "https://arxiv.org/abs/2503.14476",
-        "grpo",
-        "ppo",
-        "token-mean",
-        clip_low=0.2,
-        clip_high=0.28,
-        filter__keep="mixed",
+        "DAPO", "2503.14476", "grpo", "ppo", "token-mean", clip_low=0.2, clip_high=0.28, filter__keep="mixed"
     ),
-    "gspo": _preset("GSPO", "https://arxiv.org/abs/2507.18071", "grpo", "gspo", "seq-mean-token-mean"),
-    "gspo_token": _preset("GSPO", "https://arxiv.org/abs/2507.18071", "grpo", "gspo_token", "seq-mean-token-mean"),
-    "cispo": _preset("MiniMax-M1", "https://arxiv.org/abs/2506.13585", "grpo", "cispo", "token-mean"),
-    "sapo": _preset("SAPO", "https://arxiv.org/abs/2511.20347", "grpo", "sapo", "seq-mean-token-mean"),
-    "gmpo": _preset("GMPO", "https://arxiv.org/abs/2507.20673", "grpo", "gmpo", "seq-mean-token-mean"),
-    "kl_cov": _preset("Entropy mechanism", "https://arxiv.org/abs/2505.22617", "grpo", "kl_cov", "token-mean"),
-    "clip_cov": _preset("Entropy mechanism", "https://arxiv.org/abs/2505.22617", "grpo", "clip_cov", "token-mean"),
-    "dppo_tv": _preset("DPPO", "https://arxiv.org/abs/2602.04879", "dr_grpo", "dppo_tv", "seq-mean-token-sum-norm"),
-    "dppo_kl": _preset("DPPO", "https://arxiv.org/abs/2602.04879", "dr_grpo", "dppo_kl", "seq-mean-token-sum-norm"),
-    "dro": _preset("DRO", "https://arxiv.org/abs/2405.19107", "rloo", "dro", "seq-mean-token-sum"),
-    "gpg": _preset("GPG", "https://arxiv.org/abs/2504.02546", "gpg", "gpg", "token-mean"),
-    "sppo": _preset("SPPO", "https://arxiv.org/abs/2405.00675", "win_rate", "sppo", "seq-mean-token-mean"),
-    "remax": _preset("ReMax", "https://arxiv.org/abs/2310.10505", "remax", "reinforce", "seq-mean-token-sum"),
+    "gspo": _preset("GSPO", "2507.18071", "grpo", "gspo", "seq-mean-token-mean"),
+    "gspo_token": _preset("GSPO", "2507.18071", "grpo", "gspo_token", "seq-mean-token-mean"),
+    "cispo": _preset("MiniMax-M1", "2506.13585", "grpo", "cispo", "token-mean"),
+    "sapo": _preset("SAPO", "2511.20347", "grpo", "sapo", "seq-mean-token-mean"),
+    "gmpo": _preset("GMPO", "2507.20673", "grpo", "gmpo", "seq-mean-token-mean"),
+    "kl_cov": _preset("Entropy mechanism", "2505.22617", "grpo", "kl_cov", "token-mean"),
+    "clip_cov": _preset("Entropy mechanism", "2505.22617", "grpo", "clip_cov", "token-mean"),
+    "dppo_tv": _preset("DPPO", "2602.04879", "dr_grpo", "dppo_tv", "seq-mean-token-sum-norm"),
+    "dppo_kl": _preset("DPPO", "2602.04879", "dr_grpo", "dppo_kl", "seq-mean-token-sum-norm"),
+    "dro": _preset("DRO", "2405.19107", "rloo", "dro", "seq-mean-token-sum"),
+    "gpg": _preset("GPG", "2504.02546", "gpg", "gpg", "token-mean"),
+    "sppo": _preset("SPPO", "2405.00675", "win_rate", "sppo", "seq-mean-token-mean"),
+    "remax": _preset("ReMax", "2310.10505", "remax", "reinforce", "seq-mean-token-sum"),
     "reinforce_pp": _preset(
         "REINFORCE++",
-        "https://arxiv.org/abs/2501.03262",
+        "2501.03262",
         "reinforce_plus_plus",
         "ppo",
         "token-mean",
@@ -75,27 +69,21 @@ PRESETS: dict[str, Preset] = {
     ),
     "reinforce_pp_baseline": _preset(
         "REINFORCE++",
-        "https://arxiv.org/abs/2501.03262",
+        "2501.03262",
         "reinforce_plus_plus_baseline",
         "ppo",
         "token-mean",
         kl_coef=0.01,
         kl_estimator="k2",
     ),
-    "opo": _preset("OPO", "https://arxiv.org/abs/2505.23585", "opo", "reinforce", "token-mean"),
-    "grpo_pass_k": _preset("pass@k", "https://arxiv.org/abs/2503.19595", "grpo_pass_k", "ppo", "token-mean"),
-    "gdpo": _preset("GDPO", "https://arxiv.org/abs/2601.05242", "gdpo", "ppo", "token-mean"),
-    "otb": _preset(
-        "Optimal token baseline",
-        "https://arxiv.org/abs/2602.07078",
-        "optimal_token_baseline",
-        "reinforce",
-        "seq-mean-token-sum",
-    ),
-    "gigpo": _preset("GiGPO", "https://arxiv.org/abs/2505.10978", "gigpo", "ppo", "seq-mean-token-mean"),
+    "opo": _preset("OPO", "2505.23585", "opo", "reinforce", "token-mean"),
+    "grpo_pass_k": _preset("pass@k", "2503.19595", "grpo_pass_k", "ppo", "token-mean"),
+    "gdpo": _preset("GDPO", "2601.05242", "gdpo", "ppo", "token-mean"),
+    "otb": _preset("Optimal token baseline", "2602.07078", "optimal_token_baseline", "reinforce", "seq-mean-token-sum"),
+    "gigpo": _preset("GiGPO", "2505.10978", "gigpo", "ppo", "seq-mean-token-mean"),
     "vapo": _preset(
         "VAPO",
-        "https://arxiv.org/abs/2504.05118",
+        "2504.05118",
         "gae",
         "ppo",
         "token-mean",
@@ -108,32 +96,16 @@ PRESETS: dict[str, Preset] = {
         critic__warmup_steps=50,
     ),
     "pf_ppo": _preset(
-        "PF-PPO",
-        "https://arxiv.org/abs/2409.06957",
-        "gae",
-        "ppo",
-        "token-mean",
-        gamma=1.0,
-        lam=0.95,
-        filter__resample="best_random",
+        "PF-PPO", "2409.06957", "gae", "ppo", "token-mean", gamma=1.0, lam=0.95, filter__resample="best_random"
     ),
-    "prime": _preset(
-        "PRIME", "https://arxiv.org/abs/2502.01456", "prime", "ppo", "token-mean", filter__keep="accuracy_range"
-    ),
+    "prime": _preset("PRIME", "2502.01456", "prime", "ppo", "token-mean", filter__keep="accuracy_range"),
     "safe_rlhf": _preset(
-        "Safe RLHF",
-        "https://arxiv.org/abs/2310.12773",
-        "gae",
-        "ppo",
-        "token-mean",
-        gamma=1.0,
-        lam=0.95,
-        safety__cost="cost",
+        "Safe RLHF", "2310.12773", "gae", "ppo", "token-mean", gamma=1.0, lam=0.95, safety__cost="cost"
     ),
     # The teacher is --reference.path. Reverse KL by its k1 estimate on sampled tokens; the task's reward is left out.
     "distill": _preset(
         "GKD",
-        "https://arxiv.org/abs/2306.13649",
+        "2306.13649",
         "per_token",
         "reinforce",
         "token-mean",
@@ -146,13 +118,10 @@ PRESETS: dict[str, Preset] = {
 
 
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
-    """Dotted name -> value of what a preset sets, where another loss or advantage may be chosen over its own.
+    """Return dotted name -> value of a preset's settings, with another loss or advantage if they are given.
 
-    Values that the preset sets for its own loss or advantage are dropped with that function: the chosen one takes its
-    own paper's values. A user's own file keeps the preset's aggregation, which is no part of a function.
-
-    Raises:
-        KeyError: no such preset.
+    Values for a replaced loss or advantage are dropped with it: the chosen one takes its own paper's values. A user's
+    own file keeps the preset's aggregation, which is no part of a function. Raises KeyError without such a preset.
     """
     settings = dict(PRESETS[name].settings)
     gone: set[str] = set()
@@ -166,11 +135,7 @@ def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[s
 
 
 def with_preset(config: Config, name: str) -> Config:
-    """A config with a preset's values on top; for programs that build one without files and flags.
-
-    Raises:
-        KeyError: no such preset.
-    """
+    """Return a config with a preset's values, for programs without files and flags. Raises KeyError without it."""
     sections: dict[str, dict[str, Any]] = {"algo": {"preset": name}}
     for dotted, value in PRESETS[name].settings.items():
         section, _, leaf = dotted.partition(".")

@@ -1,7 +1,7 @@
-"""Tells how the settings of a run folder differ from those of a run that goes on from it.
+"""Compares the settings of a run folder with those of a run that resumes from it.
 
-Settings declare whether they may (`declare.py`). A run that went on with other values of the rest would be neither the
-first run nor the second.
+Settings declare whether they may differ (`declare.py`). A run that resumed with other values of the rest would be
+neither the first run nor the second.
 """
 
 import hashlib
@@ -18,41 +18,38 @@ from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.environment import acts_by
 from spmdrl.config.fields import flag, leaves, shown
-from spmdrl.config.given import AIM, CONTROLLER, METHOD, POWER, with_power, with_target
 from spmdrl.config.judge import graded_by
 from spmdrl.config.presets import with_preset
+from spmdrl.config.raw_settings import CONTROLLER, DEFAULT_TARGET, POWER, RESAMPLE, with_power, with_target
 from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import Config, TrainingConfig
 from spmdrl.config.yaml_file import SUFFIXES
 
 
 def may_change(cfg: TrainingConfig, name: str) -> bool:
-    """True for a setting that a resume may change: all that declare so, but the end of a run that a schedule reads."""
+    """Return True if a resume may change a setting, as it declares, unless it is the length that a schedule reads."""
     if name == "run.steps" and cfg.optimizer.schedule != "constant":
         return False
     return bool(declared(type(cfg))[name].free)
 
 
 def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value of nested sections."""
+    """Return dotted name -> value of nested sections."""
     if not isinstance(nested, dict):
         return {prefix[:-1]: nested}
     return {k: v for name, value in nested.items() for k, v in flat(value, f"{prefix}{name}.").items()}
 
 
-def settled(cfg: TrainingConfig) -> dict[str, Any]:
-    """The settings that a resume must keep, redacted; the engine is the one that runs."""
-    return {k: v for k, v in flat(to_dict(lasting(cfg))).items() if not may_change(cfg, k)}
+def fixed_settings(cfg: TrainingConfig) -> dict[str, Any]:
+    """Return the settings that a resume must keep, redacted; the engine is the one that runs."""
+    return {k: v for k, v in flat(to_dict(settings_to_record(cfg))).items() if not may_change(cfg, k)}
 
 
 def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
-    """Setting -> [file, hash of its content] where a setting that a resume must keep names a file of the user's own.
+    """Return setting -> [file, hash of its content] for settings that a resume must keep and that name a user's file.
 
-    Such are functions in Python (`path/to/file.py:function`), templates in jinja, judges and files of reward models;
-    what they import or name is not looked at.
-
-    Raises:
-        ValueError: a file that cannot be read.
+    These files hold Python functions, jinja templates, environments, judges and reward models; files that they import
+    or name are not read. Raises ValueError for a file that cannot be read.
     """
     found = {}
     for name, value in flat(to_dict(cfg)).items():
@@ -75,11 +72,11 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
 
 
 def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
-    """Return the entry point whose settings have these sections; empty where it is none's.
+    """Return the entry point whose settings have these sections, or "".
 
-    kinds: entry point -> its settings. They have all of the sections, and one that the class which they extend lacks.
+    kinds: entry point -> its settings. They have all of the sections, and one that their base class lacks.
     """
-    # A section that no kind has was written by another version.
+    # Another version wrote a section that no kind has.
     there = set(sections) & {each.name for schema in kinds.values() for each in fields(schema)}
     sizes: dict[str, int] = {}
     for name, schema in kinds.items():
@@ -94,7 +91,7 @@ class Differences:
     """Differences between a run folder's settings and a run's."""
 
     other: str = ""
-    """The entry point that wrote them, where it is another one than this run's."""
+    """The entry point that wrote the folder's, if it is not this run's."""
     lines: list[str] = field(default_factory=list)
     """Settings that a resume must keep, one line each: `--optimizer.lr: 0.0002 there, 0.001 here`."""
     notes: list[str] = field(default_factory=list)
@@ -106,9 +103,8 @@ def differences(
 ) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
-    A setting that the file lacks (it may be older than the setting) counts as its default. given: settings that a user
-    named. ChatML that nobody named is what a folder without a template rendered its messages by. kinds: as of
-    `entry_point`.
+    A setting that the file lacks (it may be older than the setting) counts as its default. A folder without a chat
+    template rendered its messages by ChatML. given: settings that a user named. kinds: as of `entry_point`.
     """
     out, there = Differences(), {}
     try:
@@ -117,9 +113,9 @@ def differences(
             raise TypeError("it holds no settings")
         there = flat(nested)
         if there.get(CONTROLLER) in ("fixed", "adaptive"):
-            there = with_target(there, there[CONTROLLER] == "adaptive", float(AIM))
-        if (power := there.pop(POWER, None)) is not None and METHOD in there:
-            there[METHOD] = with_power(there[METHOD], power)
+            there = with_target(there, there[CONTROLLER] == "adaptive", float(DEFAULT_TARGET))
+        if (power := there.pop(POWER, None)) is not None and RESAMPLE in there:
+            there[RESAMPLE] = with_power(there[RESAMPLE], power)
         wrote = entry_point(nested, kinds or {})
         out.other = wrote if wrote and type(cfg) is not (kinds or {})[wrote] else ""
         unknown = sorted(set(there) - set(leaves(type(cfg))))
@@ -131,11 +127,11 @@ def differences(
     run = cast(Config, cfg)
     plain = with_preset(type(run)(), run.algo.preset) if hasattr(cfg, "algo") else type(cfg)()
     defaults = flat(to_dict(plain))
-    for name, here in settled(cfg).items():
+    for name, here in fixed_settings(cfg).items():
         then = there.get(name, defaults.get(name))
         why = ""
         if name == "rollout.engine":
-            # A file by another hand may say auto, which is taken for what it is here.
+            # A file written by hand may hold auto, which means the same as here.
             then = then if then != "auto" else engine_name(replace(run, rollout=replace(run.rollout, engine="auto")))
             why = " (by auto)" if run.rollout.engine == "auto" else ""
         implied = name == "data.chat_template" and name not in given and (then, here) == ("", "chatml")
@@ -144,8 +140,8 @@ def differences(
     return out
 
 
-def lasting(cfg: TrainingConfig) -> TrainingConfig:
-    """The settings without those meant for this start alone, and with the engine that `auto` resolves to."""
+def settings_to_record(cfg: TrainingConfig) -> TrainingConfig:
+    """Return the settings without those of this start alone, and with the engine that `auto` resolves to."""
     cfg = replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
     if hasattr(cfg, "rollout"):
         run = cast(Config, cfg)

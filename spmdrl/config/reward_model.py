@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from spmdrl.config.declare import NOT_NEGATIVE, REWARD_MODEL, hides, section, setting
-from spmdrl.config.fields import refuse, shown
-from spmdrl.config.preference import PreferenceDataConfig
+from spmdrl.config.declare import NOT_NEGATIVE, Job, hides, section, setting
+from spmdrl.config.fields import Problems, refuse
+from spmdrl.config.preference import PAIRS, PreferenceDataConfig
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supervised_problems
 
 
-@hides(REWARD_MODEL)
+@hides(Job.REWARD_MODEL)
 @dataclass
 class ScoredDataConfig(PreferenceDataConfig):
     """Rows: pairs of responses, or responses whose steps have labels."""
@@ -41,14 +41,14 @@ class RewardModelMethod:
     """Weight of the squared sum of both scores of a pair, which keeps scores around 0 (0.01 is usual)."""
 
 
-@hides(REWARD_MODEL)
+@hides(Job.REWARD_MODEL)
 @dataclass
 class RewardModelConfig(SupervisedConfig):
     """Training of a reward model on preferences. Every rank runs this same program."""
 
     run: SupervisedRunConfig = section(SupervisedRunConfig, name="reward_model")
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-5)
-    data: ScoredDataConfig = section(ScoredDataConfig)  # type: ignore[assignment]
+    data: ScoredDataConfig = section(ScoredDataConfig, train=PAIRS)  # type: ignore[assignment]
     reward_model: RewardModelMethod = section(RewardModelMethod)
 
     @property
@@ -58,25 +58,21 @@ class RewardModelConfig(SupervisedConfig):
 
 
 def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
-    """Check all values together.
-
-    Raises:
-        ConfigError: listing every problem.
-    """
-    names, steps = config.reward_model.outputs, not config.reads_pairs
-    problems = supervised_problems(config, world_size, config.data.max_tokens * (1 if steps else 2))
+    """Check all values together. Raises ConfigError with every problem."""
+    names, longest = config.reward_model.outputs, config.data.max_tokens * (2 if config.reads_pairs else 1)
+    problems = Problems(config, supervised_problems(config, world_size, longest))
     if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
-        problems.append(f"--reward-model.outputs {shown(names)}: give each score a name of its own, and not mean")
-    problems += _of_steps(config) if steps else []
+        problems.add("reward_model.outputs", "give each score a name of its own, and not mean")
+    problems += [] if config.reads_pairs else _step_problems(config)
     if config.policy.backend == "megatron":
-        problems.append("--policy.backend megatron: a new head is of the fsdp backend; take fsdp")
+        problems.add("policy.backend", "a new head is of the fsdp backend; take fsdp")
     if config.lora.rank:
-        problems.append(f"--lora.rank {config.lora.rank}: a new head has no adapter; take 0")
+        problems.add("lora.rank", "a new head has no adapter; take 0")
     refuse(problems)
 
 
-def _of_steps(config: RewardModelConfig) -> list[str]:
-    """One line for each setting to change about a process reward model."""
+def _step_problems(config: RewardModelConfig) -> list[str]:
+    """Return a line for each setting of a process reward model to change."""
     chosen, problems = config.reward_model, []
     if not chosen.separator:
         problems.append("--reward-model.separator: is empty; name the text that ends steps, or leave the setting out")

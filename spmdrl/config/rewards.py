@@ -1,25 +1,21 @@
-"""The rewards that settings name, with their weights, and the sandbox of those that run programs."""
+"""The rewards that settings name, with their weights, the reward model, and the sandbox; the rules for them."""
 
-import json
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from spmdrl.config.builtin import REWARDS
+from spmdrl.config.classifier import classifier_of
 from spmdrl.config.dump import redact_text
 from spmdrl.config.named import file_problems, name_problems, name_weight
 from spmdrl.config.schema import Config, RewardConfig
-from spmdrl.config.yaml_file import SUFFIXES
+from spmdrl.config.yaml_file import SUFFIXES, read_json
 
 CONTAINERS = ("apptainer", "docker")
 SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """Return function and weight of `function=weight`; the weight is 1 where it is left out.
-
-    Raises:
-        ValueError: the weight is no finite number.
-    """
+    """Return function and weight of `function=weight`, 1 without one. Raises ValueError if it is no finite number."""
     form = f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1"
     function, weight = name_weight(text, form, positive=False)
     return function, 1.0 if weight is None else weight
@@ -31,13 +27,13 @@ def functions(reward: RewardConfig) -> list[str]:
 
 
 def short_name(function: str) -> str:
-    """Return the name of a reward among several: the built-in's, the function's, or the file's without `.py`."""
+    """Return the short name of a reward: the built-in's, the function's, or the file's without `.py`."""
     file, _, name = function.rpartition(":")
     return name if file else Path(function).stem
 
 
 def same_names(reward: RewardConfig) -> list[str]:
-    """One line for each name that several rewards have. Raises ValueError as `weighted` does."""
+    """Return a line for each name that several rewards have. Raises ValueError as `weighted` does."""
     by: dict[str, list[str]] = {}
     for function in functions(reward):
         by.setdefault(short_name(function), []).append(function)
@@ -50,32 +46,22 @@ def same_names(reward: RewardConfig) -> list[str]:
 
 
 def runs_programs(reward: RewardConfig) -> bool:
-    """Tell whether a reward runs programs, or may."""
+    """Return True if a reward runs programs, or may."""
     return any(name in REWARDS and REWARDS[name].runs_programs for name in functions(reward))
 
 
 def kwargs_of(reward: RewardConfig) -> dict:
-    """Return `--reward.kwargs`, which no message shows: it may hold a key.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
-    try:
-        kwargs = json.loads(reward.kwargs or "{}")
-    except ValueError as e:
-        raise ValueError(f"--reward.kwargs: is no JSON ({e})") from None
-    if not isinstance(kwargs, dict):
-        raise ValueError('--reward.kwargs: a JSON object is wanted, as {"name": 1}')
-    return kwargs
+    """Return `--reward.kwargs`, which no message shows, as it may hold a key. Raises ValueError if it is invalid."""
+    return read_json("--reward.kwargs", reward.kwargs, '{"name": 1}')
 
 
 def is_service(provider: str) -> bool:
-    """Tell whether `--sandbox.provider` is the URL of a service."""
+    """Return True if `--sandbox.provider` is the URL of a service."""
     return provider.startswith(("http://", "https://"))
 
 
 def reward_problems(config: Config) -> list[str]:
-    """One line for each setting of rewards and their sandbox that does not serve."""
+    """Return a line for each invalid setting of rewards and of their sandbox."""
     reward, problems = config.reward, []
     named = [("reward.function", reward.function)]
     for each in reward.more:
@@ -93,6 +79,20 @@ def reward_problems(config: Config) -> list[str]:
     if len(named) == 1 + len(reward.more):
         problems += same_names(reward)
     return problems + _sandbox_problems(config.sandbox.provider)
+
+
+def reward_model_problems(config: Config) -> list[str]:
+    """Return a line for each problem of the file of `--reward.model`, or of its absence."""
+    try:
+        found = classifier_of(config.reward.model)
+    except ValueError as error:
+        return str(error).splitlines()
+    if config.algo.advantage != "grpo_process" or (found and found.steps):
+        return []
+    return [
+        "--algo.advantage grpo_process: learns from the scores of steps, which a process reward model gives: name "
+        "one by --reward.model rm.yaml with a path and steps, the separator of steps (docs/rewards.md)"
+    ]
 
 
 def _kwargs_problems(reward: RewardConfig, named: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rules of single settings, as their fields declare them, and one that three kinds of jobs have in common."""
+"""Rules that all jobs share: of single settings, as their fields declare them, and of rows and checkpoints."""
 
 import math
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 from spmdrl.config.declare import declared
 from spmdrl.config.fields import flag, get, shown
 from spmdrl.config.schema import CheckpointConfig
+from spmdrl.config.template import template_kwargs
 
 
 def rule_problems(config: Any) -> list[str]:
-    """One line for each setting that its rule does not allow."""
+    """Return a line for each value that the rule of its setting refuses."""
     return [
         f"{flag(name)} {shown(get(config, name))}: {each.rule.says}"
         for name, each in declared(type(config)).items()
@@ -18,9 +19,9 @@ def rule_problems(config: Any) -> list[str]:
 
 
 def never_measured(checkpoint: CheckpointConfig, every: int, steps: int) -> list[str]:
-    """Return a line where no evaluation before the end of a run measures weights that `--checkpoint.best` may keep.
+    """Return a line if no evaluation before the end of a run measures weights that `--checkpoint.best` may keep.
 
-    every: as `--eval.every`. steps: of the run; 0: not known yet.
+    every: as `--eval.every`. steps: of the run; 0 if not known yet.
     """
     both = math.lcm(checkpoint.every, every)
     if "eval/" not in checkpoint.best or not steps or not both or both < steps or checkpoint.every >= steps:
@@ -30,3 +31,23 @@ def never_measured(checkpoint: CheckpointConfig, every: int, steps: int) -> list
         f"save and measure the same weights before the last of {steps} steps; take a multiple of --eval.every for "
         "--checkpoint.every"
     ]
+
+
+def rows_and_checkpoint_problems(config: Any, unmeasured: str) -> list[str]:
+    """Return lines about the chat template of a job's rows, and about the metric of its best checkpoint.
+
+    unmeasured: the reason for which no evaluation measures a metric; empty if one does.
+    """
+    data, best, problems, unread = config.data, config.checkpoint.best, [], []
+    try:
+        unread = ["--data.template-kwargs"] if template_kwargs(data) else []
+    except ValueError as error:
+        problems.append(str(error))
+    if data.chat == "off":
+        unread = (["--data.chat-template"] if data.chat_template else []) + unread
+        problems = [
+            f"--data.chat off: nothing reads {name} then; leave one of the two out" for name in unread
+        ] + problems
+    if "eval/" in best and unmeasured:
+        problems.append(f"--checkpoint.best {best}: is not measured {unmeasured}")
+    return problems + never_measured(config.checkpoint, config.eval.every, config.run.steps)

@@ -1,7 +1,7 @@
-"""Every setting of a run, as nested dataclasses: one section, one dataclass; the text under a field is its `--help`.
+"""Every setting of a run: one section, one dataclass; the text under a field is its `--help`.
 
-The module imports nothing heavy, so that `--help` answers at once. What the values must satisfy
-together is in `checks.py`; how YAML and flags become a `Config` is in `load.py`.
+The module imports nothing heavy, so that `--help` answers at once. Rules for several settings are in `checks.py`;
+`load.py` makes a `Config` of YAML and flags.
 """
 
 import math
@@ -10,23 +10,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from spmdrl.config.declare import (
-    COMPUTED,
     COUNT,
-    DISTILL,
-    DRAWN,
-    EVALUATE,
     FINITE,
-    KEPT,
-    LAYOUT,
-    LIMIT,
     NOT_NEGATIVE,
-    ONLINE,
     POSITIVE,
-    REWARD_MODEL,
     SHARE,
-    SUPERVISED,
     UNIT,
-    WATCHED,
+    Free,
+    Job,
     Rule,
     at_least,
     section,
@@ -47,35 +38,35 @@ from spmdrl.config.learning import (
 class RunConfig:
     """The run as a whole."""
 
-    dir: str = setting("", free=WATCHED)
+    dir: str = setting("", free=Free.WATCHED)
     """Run folder (resolved config, metrics, samples, logs, checkpoints). Empty: `runs/<name>`."""
-    name: str = setting("demo", free=WATCHED)
+    name: str = setting("demo", free=Free.WATCHED)
     """Name shown in trackers and used for the default run folder."""
-    steps: int = setting(60, COUNT, free=WATCHED, unread_by=(EVALUATE,))
+    steps: int = setting(60, COUNT, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
     """Steps to train: each is one round of experience and its optimizer updates."""
     seed: int = setting(0, NOT_NEGATIVE)
     """Every draw is keyed by (seed, step, prompt, sample, turn), so the world size does not change it."""
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", free=WATCHED)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", free=Free.WATCHED)
     """`auto` takes the GPUs when torch sees one for each local rank."""
-    timeout: float = setting(600.0, POSITIVE, free=WATCHED)
+    timeout: float = setting(600.0, POSITIVE, free=Free.WATCHED)
     """Seconds a collective may wait for a missing rank before the whole job ends."""
-    grace: float = setting(60.0, POSITIVE, free=WATCHED)
+    grace: float = setting(60.0, POSITIVE, free=Free.WATCHED)
     """Seconds after SIGUSR1 (or SIGTERM) within which the step is finished or abandoned, saved, and the job gone."""
-    deterministic: bool = setting(False, free=WATCHED)
+    deterministic: bool = setting(False, free=Free.WATCHED)
     """Two runs on the same layout are equal to the last bit (also `--deterministic`): torch's deterministic algorithms,
     the static assignment, batch-invariant kernels in vLLM and SGLang on GPU. Slower."""
-    lockstep_debug: bool = setting(False, free=WATCHED)
+    lockstep_debug: bool = setting(False, free=Free.WATCHED)
     """Compare (call site, op, shape) of every collective across ranks before it runs: slow, but names the rank."""
-    fresh: bool = setting(False, free=WATCHED, unread_by=(EVALUATE,))
+    fresh: bool = setting(False, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
     """Start over in a run folder that is there: it moves to `<dir>.old-1`, `.old-2`, ... Once for a job: what
     torchrun or SLURM starts again goes on."""
-    allow_changes: bool = setting(False, free=WATCHED, unread_by=(EVALUATE,))
+    allow_changes: bool = setting(False, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
     """Go on in a run folder that was begun with settings which change the answer; without it they are refused."""
     spike_factor: float = setting(
         20.0,
         Rule(lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for off"),
-        free=WATCHED,
-        unread_by=(EVALUATE,),
+        free=Free.WATCHED,
+        unread_by=(Job.EVALUATE,),
     )
     """Keep the batch of an optimizer step whose gradient norm is above so many times the median of the last 32, for
     `python -m spmdrl.tools.replay`; of a run the first 3, and 3 that are not finite. 0: only those."""
@@ -91,9 +82,9 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (or float64). float16
     has a dynamic loss scale (docs/policy.md)."""
-    trust_remote_code: bool = setting(False, free=LIMIT)
+    trust_remote_code: bool = setting(False, free=Free.LIMIT)
     """Run Python code that comes with the model. Off: models that need it are refused."""
-    self_check: bool = setting(True, free=COMPUTED)
+    self_check: bool = setting(True, free=Free.COMPUTED)
     """At start, compare packed sequences with each one alone in plain transformers, and after the first push the
     engine's log p with the trainer's (docs/policy.md)."""
 
@@ -102,14 +93,14 @@ class ModelConfig:
 class ParallelConfig:
     """Roles of the ranks, and how the ranks that train divide the policy; all sizes but ep multiply to their number."""
 
-    FREE: ClassVar[str] = LAYOUT
+    FREE: ClassVar[str] = Free.LAYOUT
 
-    placement: Literal["colocated", "split"] = setting("colocated", unread_by=(SUPERVISED,))
+    placement: Literal["colocated", "split"] = setting("colocated", unread_by=(Job.SUPERVISED,))
     """`colocated`: every rank trains and samples in turn (sleep and wake). `split`: the last ranks sample while the
     others train."""
-    rollout_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(SUPERVISED,))
+    rollout_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
     """Ranks that sample under `split`."""
-    scoring_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(SUPERVISED,))
+    scoring_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
     """Ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the trainers do.
     Megatron's axes divide them too."""
 
@@ -166,7 +157,7 @@ class OptimizerConfig:
     """Final learning rate as a share of the peak (linear, cosine)."""
     decay_share: ClassVar[float] = 1.0
     """A setting of jobs on given rows alone (config/supervised.py)."""
-    bad_steps: int = setting(3, NOT_NEGATIVE, free=LIMIT)
+    bad_steps: int = setting(3, NOT_NEGATIVE, free=Free.LIMIT)
     """Optimizer steps in a row whose loss or gradient is not finite that end the job; until then such a step is left
     out. 0: the first one does."""
 
@@ -178,40 +169,40 @@ class PolicyConfig:
     backend: Literal["fsdp", "megatron"] = "fsdp"
     """Backend that trains the model: `fsdp`, any HF transformer under FSDP2; `megatron`, the families of
     docs/megatron.md over tensor, pipeline, context and expert parallelism."""
-    max_tokens_per_microbatch: int = setting(8192, COUNT, free=COMPUTED)
+    max_tokens_per_microbatch: int = setting(8192, COUNT, free=Free.COMPUTED)
     """Packing budget of one forward, on one rank or sp ranks together; changes speed and memory, never the result."""
-    activation_checkpointing: Literal["none", "full", "selective"] = setting("none", free=COMPUTED)
+    activation_checkpointing: Literal["none", "full", "selective"] = setting("none", free=Free.COMPUTED)
     """Activations that backward recomputes, for less memory: `full`, those of whole layers, in up to a third more time;
     `selective` (Megatron), those of the attention between its projections."""
-    host_optimizer: bool = setting(False, free=COMPUTED)
+    host_optimizer: bool = setting(False, free=Free.COMPUTED)
     """Megatron: AdamW runs on the host, where its moments and the float32 weights stay."""
     moe_aux_loss: float = setting(0.0, NOT_NEGATIVE)
     """Megatron, mixture of experts: weight of a loss for evenly used experts in every sequence. 0: none."""
     moe_bias_rate: float = setting(0.0, NOT_NEGATIVE)
     """Megatron, routers with a bias (DeepSeek-V3): what an update adds to the bias of experts with less than the mean
     load, and takes from the others'. 0: it stays."""
-    mtp: Literal["skip", "keep"] = setting("skip", free=KEPT)
+    mtp: Literal["skip", "keep"] = setting("skip", free=Free.KEPT)
     """Heads of the checkpoint that predict further tokens, which nothing here trains: left out of what is saved, or
     copied into it as they are."""
-    reshard_after_forward: bool = setting(True, free=COMPUTED)
+    reshard_after_forward: bool = setting(True, free=Free.COMPUTED)
     """Free gathered parameters between forward and backward: less memory, one more all-gather. Models of up to 64 MiB
     are gathered whole, once for both."""
-    reduce_gradients: Literal["last", "each"] = setting("last", free=COMPUTED)
+    reduce_gradients: Literal["last", "each"] = setting("last", free=Free.COMPUTED)
     """FSDP: sum gradients over the ranks after an update's last micro-batch, until when each rank holds those of the
     whole model (4 bytes a parameter), or after each one: a rank then holds its shard of them, and sends more."""
-    attention: Literal["auto", "flash", "varlen", "padded", "eager"] = setting("auto", free=COMPUTED)
+    attention: Literal["auto", "flash", "varlen", "padded", "eager"] = setting("auto", free=Free.COMPUTED)
     """Packed attention. `auto`: on a GPU in 16 bits flash-attn's kernel where installed (`flash`), else torch's own
     (`varlen`); otherwise causal SDPA per sequence (`padded`). `eager`: plain softmax."""
-    chunked_loss: bool = setting(True, free=COMPUTED)
+    chunked_loss: bool = setting(True, free=Free.COMPUTED)
     """FSDP: losses in which no token depends on another are taken chunk by chunk within the output head: a quarter of
     its work less, for a float32 copy of the head's gradient while the activations stand, where a micro-batch takes
     several chunks (on a GPU 1,900 tokens of 152k bfloat16 logits each). Others, and all with False, see logp of the
     whole micro-batch."""
-    liger: bool = setting(False, free=COMPUTED)
+    liger: bool = setting(False, free=Free.COMPUTED)
     """FSDP on GPUs: RMSNorm, rotary embedding and SwiGLU by Liger's kernels (`pip install liger-kernel`)."""
-    share_prompts: bool = setting(True, free=COMPUTED)
+    share_prompts: bool = setting(True, free=Free.COMPUTED)
     """Run the prompt of a group's samples once, in forward and backward; changes speed and memory, never the result."""
-    offload: Literal["none", "host", "disk"] = setting("none", free=COMPUTED)
+    offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
     """Place of parameters and optimizer (the critic's too) while the engine samples: `none` leaves them on the device,
     `host` is pinned host memory (on a CPU: no move), `disk` a temporary file in $TMPDIR or /var/tmp."""
 
@@ -226,7 +217,7 @@ class LoraConfig:
     """The adapters' output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = setting(("all-linear",), only_with=lambda c: c.lora.rank)
     """Linear layers of the decoder that get one, such as `q_proj v_proj`; `all-linear`: all of them."""
-    push: Literal["adapter", "merged"] = setting("adapter", free=COMPUTED, only_with=lambda c: c.lora.rank)
+    push: Literal["adapter", "merged"] = setting("adapter", free=Free.COMPUTED, only_with=lambda c: c.lora.rank)
     """Weights that engines get: the adapters alone, beside weights that are pushed once, or the full model with them
     added in (any engine, and the only way for sglang)."""
 
@@ -235,13 +226,13 @@ class LoraConfig:
 class ReferenceConfig:
     """The model of the KL term: the start, a teacher, or the policy of some steps ago."""
 
-    enabled: Literal["auto", "on", "off"] = setting("auto", unread_by=(DISTILL, ONLINE))
+    enabled: Literal["auto", "on", "off"] = setting("auto", unread_by=(Job.DISTILL, Job.ONLINE))
     """Frozen model for KL. `auto`: on when a KL coefficient is not zero."""
     path: str = setting("", only_with=lambda c: c.has_reference)
     """The model, as `--model.path`; a teacher, for distillation. Empty: the starting model."""
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
     """Take over the policy's weights every N steps. 0: never."""
-    offload: Literal["none", "host", "disk"] = setting("none", free=COMPUTED)
+    offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
     """Place of frozen models while the engine samples, as `--policy.offload`."""
 
 
@@ -257,71 +248,74 @@ class RolloutConfig:
     engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
     """Sampler. `auto`: vLLM when installed for the run's device, else the HF engine. `sglang`: after
     `launch/install.sh --sglang`."""
-    tp: int = setting(1, COUNT, free=DRAWN)
+    tp: int = setting(1, COUNT, free=Free.DRAWN)
     """Ranks that divide an engine's matrices; tp x dp ranks share one engine, and must divide the ranks that sample."""
-    dp: int = setting(1, COUNT, free=DRAWN)
+    dp: int = setting(1, COUNT, free=Free.DRAWN)
     """Mixture of experts: copies of the attention in one engine (vllm, sglang). Each runs requests of its own, while
     all tp x dp ranks divide the experts."""
-    ep: int = setting(1, COUNT, free=DRAWN)
+    ep: int = setting(1, COUNT, free=Free.DRAWN)
     """Mixture of experts: ranks of an engine over which whole experts are spread (vllm, sglang): tp x dp, or 1 for a
     slice of every expert on each rank."""
-    prompts_per_step: int = setting(32, COUNT, unread_by=(EVALUATE,))
+    prompts_per_step: int = setting(32, COUNT, unread_by=(Job.EVALUATE,))
     """Prompts in one step over all ranks."""
-    samples_per_prompt: int = setting(8, COUNT, unread_by=(EVALUATE,))
+    samples_per_prompt: int = setting(8, COUNT, unread_by=(Job.EVALUATE,))
     """Group size: samples of one prompt."""
     max_prompt_tokens: int = setting(512, COUNT)
     """Longer prompts are dropped when the prompts are read, and counted."""
     max_new_tokens: int = setting(8, COUNT)
     """Longest response, as the demo needs it. Another model on rows of your own: 1024."""
-    temperature: float = setting(1.0, POSITIVE, unread_by=(EVALUATE,))
+    temperature: float = setting(1.0, POSITIVE, unread_by=(Job.EVALUATE,))
     """Sampling temperature; logp is taken at the same temperature everywhere."""
-    top_p: float = setting(1.0, SHARE, unread_by=(EVALUATE,))
+    top_p: float = setting(1.0, SHARE, unread_by=(Job.EVALUATE,))
     """Nucleus sampling. Training takes 1 only: an engine's logp is of the set that it sampled from, the trainer's of
     the whole vocabulary. Evaluation has `--eval.top-p`."""
-    assignment: Literal["queue", "static"] = setting("queue", free=DRAWN)
+    assignment: Literal["queue", "static"] = setting("queue", free=Free.DRAWN)
     """How prompts are handed to engines: by an atomic queue (a rank that ends early takes more), or fixed by index (for
     bit-exact runs)."""
-    oversample: float = setting(1.0, at_least(1), unread_by=(EVALUATE,))
+    oversample: float = setting(1.0, at_least(1), unread_by=(Job.EVALUATE,))
     """Sample so many times prompts_per_step and stop when prompts_per_step groups are complete: the slowest are cut.
     Prompts that no engine has begun by then are left for the next step."""
-    partial_steps: int = setting(0, NOT_NEGATIVE, unread_by=(EVALUATE,))
+    partial_steps: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Groups that were cut short continue in the next step, for at most so many steps; then the run waits for them.
     0: they are dropped, and so are prompts that a static assignment did not begin (rollout/unbegun_prompts).
     Checkpoints hold them."""
-    max_sequences: int = setting(64, COUNT, free=DRAWN)
+    max_sequences: int = setting(64, COUNT, free=Free.DRAWN)
     """Sequences one engine runs at a time."""
-    kv_cache_gib: float = setting(0.0, NOT_NEGATIVE, free=DRAWN)
+    kv_cache_gib: float = setting(0.0, NOT_NEGATIVE, free=Free.DRAWN)
     """KV cache of vLLM or SGLang, on one rank. 0: what the sequences need, up to 0.25 GiB, on CPU;
     gpu_memory_utilization on GPU."""
-    gpu_memory_utilization: float = setting(0.5, SHARE, free=DRAWN)
+    gpu_memory_utilization: float = setting(0.5, SHARE, free=Free.DRAWN)
     """Share of a GPU that vLLM or SGLang may take while awake."""
-    staleness: int = setting(0, NOT_NEGATIVE, unread_by=(EVALUATE,))
+    staleness: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Under `split`: steps that sampling runs ahead, which bounds the age of its weights. 1: the experience of step k+1
     is sampled while step k trains, by the weights that step k began with. More evens out
     single slow steps only: all ranks end every step together."""
-    routing_replay: bool = setting(False, unread_by=(EVALUATE,))
+    routing_replay: bool = setting(False, unread_by=(Job.EVALUATE,))
     """Mixture of experts: train every token with the experts that the engine sent it to (R3); not with sglang, nor with
     vLLM on a CPU."""
-    sleep_level: Literal["auto", 0, 1, 2] = setting("auto", free=DRAWN)
+    sleep_level: Literal["auto", 0, 1, 2] = setting("auto", free=Free.DRAWN)
     """Between rollouts: 0 stays awake, 1 gives back the KV cache (and parks weights in host memory on GPU), 2 gives
     back both, so that every wake needs a push. `auto` is 1 on a CPU and where adapters alone are pushed, else 2."""
-    deterministic: bool = setting(False, free=DRAWN)
+    deterministic: bool = setting(False, free=Free.DRAWN)
     """Samples do not depend on what runs beside them: batch-invariant kernels in vLLM and SGLang (GPU; slower), one
     sequence at a time in the HF engine."""
     quantization: Literal["none", "int8", "fp8"] = "none"
     """8-bit weights in the engine: `fp8` in vLLM and SGLang (GPU), either one in the HF engine."""
     logp_diff_warn: float | None = setting(
-        None, Rule(lambda x: 0 <= x < math.inf, "must be 0 or more, or None"), free=LIMIT, unread_by=(EVALUATE,)
+        None,
+        Rule(lambda x: 0 <= x < math.inf, "must be 0 or more, or None"),
+        free=Free.LIMIT,
+        unread_by=(Job.EVALUATE,),
     )
     """Warn when the engine's logp is off the trainer's by more, in the mean of a step. 0: never; None: 0.001 where no
     setting sets them apart, as in float32 with the newest weights, and 0.1 elsewhere."""
-    logp_diff_stop: float = setting(1.0, NOT_NEGATIVE, free=LIMIT, unread_by=(EVALUATE,))
+    logp_diff_stop: float = setting(1.0, NOT_NEGATIVE, free=Free.LIMIT, unread_by=(Job.EVALUATE,))
     """End the job when it is off by more: engine and trainer do not hold the same model. 0: never."""
-    push_bucket_mib: int = setting(256, COUNT, free=DRAWN)
+    push_bucket_mib: int = setting(256, COUNT, free=Free.DRAWN)
     """Largest bucket of a weight push."""
-    enforce_eager: bool = setting(False, free=DRAWN)
+    enforce_eager: bool = setting(False, free=Free.DRAWN)
     """Run vLLM or SGLang without CUDA graphs."""
-    sglang_push: Literal["memory", "broadcast"] = setting("memory", free=DRAWN)
+    sglang_push: Literal["memory", "broadcast"] = setting("memory", free=Free.DRAWN)
     """How weights reach SGLang's processes: memory they share with the rank, or a broadcast from it (gloo on CPU; NCCL
     on GPU, for engines that have GPUs of their own)."""
 
@@ -333,10 +327,10 @@ class DataConfig:
     RENDERS_MESSAGES: ClassVar[bool] = False
     """Rows of messages are rendered by the chat template whatever `chat` says."""
 
-    train: str = setting("builtin:reverse", unread_by=(EVALUATE,))
+    train: str = setting("builtin:reverse", unread_by=(Job.EVALUATE,))
     """`builtin:<task>`, a .jsonl or verl .parquet path, `hf:<dataset>[:config[:split]]`, `ms:<dataset>` (ModelScope),
     or `reasoning-gym:<task>`."""
-    eval: str = setting("builtin:reverse:eval", free=KEPT)
+    eval: str = setting("builtin:reverse:eval", free=Free.KEPT)
     """The same, for evaluation. Empty: none, as for rows of your own until they are given."""
     prompt_column: str = "prompt"
     """Column with the prompt (text or a list of chat messages)."""
@@ -355,9 +349,9 @@ class DataConfig:
     text."""
     template_kwargs: str = ""
     """JSON object of variables of the chat template, such as {"enable_thinking": false}; those of a row go first."""
-    limit: int = setting(0, NOT_NEGATIVE, unread_by=(EVALUATE,))
+    limit: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Read at most so many training prompts; 0: all."""
-    shuffle: bool = setting(True, unread_by=(EVALUATE,))
+    shuffle: bool = setting(True, unread_by=(Job.EVALUATE,))
     """Every epoch has an order of its own, by `--run.seed`. Off: the order of the file, as for a curriculum."""
 
 
@@ -376,14 +370,14 @@ class RewardConfig:
     """Parts of rewards that must be above 0, such as `format`; else the score is 0, or what it is below 0."""
     kwargs: str = ""
     """JSON object of further arguments for functions in files (verl's reward_kwargs)."""
-    workers: int = setting(1, COUNT, free=LIMIT)
+    workers: int = setting(1, COUNT, free=Free.LIMIT)
     """Grading processes per rank (for rewards that run in the pool)."""
-    timeout: float = setting(5.0, POSITIVE, free=LIMIT)
+    timeout: float = setting(5.0, POSITIVE, free=Free.LIMIT)
     """Seconds one grading may take before its process is killed."""
-    on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=LIMIT)
+    on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=Free.LIMIT)
     """A killed grading ends the job (`error`), or scores 0, in every part too, and is counted (`zero`). `auto`: error
     for files, or zero."""
-    max_ungraded: float = setting(0.05, UNIT, free=LIMIT)
+    max_ungraded: float = setting(0.05, UNIT, free=Free.LIMIT)
     """Largest share of a step's samples that may have no score, because their row's tests cannot be read or the sandbox
     or the judge failed again and again. They are left out; if there are more, the job ends."""
     model: str = setting("", only_with=lambda c: c.is_evaluated or c.learns_from_rewards)
@@ -399,7 +393,7 @@ class RewardConfig:
 class SandboxConfig:
     """The sandbox of programs that a model writes (docs/sandbox.md). It is started for rewards that run programs."""
 
-    FREE: ClassVar[str] = LIMIT
+    FREE: ClassVar[str] = Free.LIMIT
 
     provider: str = "auto"
     """`auto` (bubblewrap, else sandlock, whichever keeps a probe in, or the job ends), `bubblewrap`, `sandlock`,
@@ -417,9 +411,9 @@ class SandboxConfig:
 class EvalConfig:
     """Evaluation during the run."""
 
-    FREE: ClassVar[str] = KEPT
+    FREE: ClassVar[str] = Free.KEPT
 
-    every: int = setting(20, NOT_NEGATIVE, unread_by=(EVALUATE,))
+    every: int = setting(20, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Evaluate before the first step, every N steps, and at the end. 0: never."""
     prompts: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
     """Evaluation prompts; 0: all."""
@@ -435,7 +429,7 @@ class EvalConfig:
 class CheckpointConfig:
     """When to save, and what to keep."""
 
-    FREE: ClassVar[str] = KEPT
+    FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(0, NOT_NEGATIVE)
     """Save every N steps. 0: only at the end of the run."""
@@ -458,13 +452,13 @@ class CheckpointConfig:
 class TrackingConfig:
     """Numbers and samples that a run shows and keeps."""
 
-    FREE: ClassVar[str] = KEPT
+    FREE: ClassVar[str] = Free.KEPT
 
-    trackers: tuple[str, ...] = setting(("jsonl", "tensorboard"), unread_by=(EVALUATE,))
+    trackers: tuple[str, ...] = setting(("jsonl", "tensorboard"), unread_by=(Job.EVALUATE,))
     """Any of `jsonl`, `tensorboard`, `wandb`."""
-    project: str = setting("spmdrl", unread_by=(EVALUATE,))
+    project: str = setting("spmdrl", unread_by=(Job.EVALUATE,))
     """wandb project."""
-    samples: int = setting(4, NOT_NEGATIVE, unread_by=(EVALUATE,))
+    samples: int = setting(4, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Sample completions shown and written to samples.jsonl each step."""
     console: Literal["auto", "live", "plain"] = "auto"
     """Live panel on a terminal, or one line a step."""
@@ -479,7 +473,7 @@ class TrainingConfig:
     parallel: ParallelConfig = section(ParallelConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     policy: PolicyConfig = section(PolicyConfig)
-    lora: LoraConfig = section(LoraConfig, unread_by=(REWARD_MODEL,))
+    lora: LoraConfig = section(LoraConfig, unread_by=(Job.REWARD_MODEL,))
     data: DataConfig = section(DataConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     tracking: TrackingConfig = section(TrackingConfig)
@@ -494,19 +488,19 @@ class TrainingConfig:
 class Config(TrainingConfig):
     """Reinforcement learning of a language model. Every rank runs this same program."""
 
-    env: str = setting("", unread_by=(DISTILL, ONLINE))
+    env: str = setting("", unread_by=(Job.DISTILL, Job.ONLINE))
     """The environment in which samples act over several turns: `file.py:Class`, `builtin:NAME`, `file.py:TOOLS` (a list
     of functions), `env.yaml` (with limits), verl's tool YAML, or `rows` (each row names its own): docs/agents.md.
     Empty: a sample is one response."""
     reference: ReferenceConfig = section(ReferenceConfig)
     rollout: RolloutConfig = section(RolloutConfig)
-    algo: AlgoConfig = section(AlgoConfig, unread_by=(DISTILL, ONLINE))
-    correction: CorrectionConfig = section(CorrectionConfig, unread_by=(DISTILL, ONLINE))
-    shaping: ShapingConfig = section(ShapingConfig, unread_by=(DISTILL,))
-    filter: FilterConfig = section(FilterConfig, unread_by=(DISTILL,))
-    critic: CriticConfig = section(CriticConfig, unread_by=(DISTILL, ONLINE))
-    process_reward: ProcessRewardConfig = section(ProcessRewardConfig, unread_by=(DISTILL, ONLINE))
-    safety: SafetyConfig = section(SafetyConfig, unread_by=(DISTILL, ONLINE))
+    algo: AlgoConfig = section(AlgoConfig, unread_by=(Job.DISTILL, Job.ONLINE))
+    correction: CorrectionConfig = section(CorrectionConfig, unread_by=(Job.DISTILL, Job.ONLINE))
+    shaping: ShapingConfig = section(ShapingConfig, unread_by=(Job.DISTILL,))
+    filter: FilterConfig = section(FilterConfig, unread_by=(Job.DISTILL,))
+    critic: CriticConfig = section(CriticConfig, unread_by=(Job.DISTILL, Job.ONLINE))
+    process_reward: ProcessRewardConfig = section(ProcessRewardConfig, unread_by=(Job.DISTILL, Job.ONLINE))
+    safety: SafetyConfig = section(SafetyConfig, unread_by=(Job.DISTILL, Job.ONLINE))
     reward: RewardConfig = section(RewardConfig)
     sandbox: SandboxConfig = section(SandboxConfig)
     eval: EvalConfig = section(EvalConfig)
@@ -518,26 +512,26 @@ class Config(TrainingConfig):
 
     @property
     def aligns_tokens(self) -> bool:
-        """True where the reference may have another tokenizer than the policy."""
+        """True if the reference may have another tokenizer than the policy."""
         return False
 
     def further_teachers(self) -> dict[str, Any]:
-        """The teachers beside the reference by name (`distillation.FurtherTeacher`): none but in a distillation."""
+        """Return the teachers beside the reference by name (`distillation.FurtherTeacher`)."""
         return {}
 
     def engine_teachers(self) -> dict[str, str]:
-        """Paths of the teachers that read in the run's own engine, by name, the first one first."""
+        """Return paths of the teachers in the run's own engine by name, the first one first."""
         return {}
 
     @property
     def has_reference(self) -> bool:
-        """True where the update reads what a frozen model says of the samples."""
+        """True if the update reads log-probabilities of a frozen model."""
         enabled = self.reference.enabled
         return enabled == "on" or (enabled == "auto" and self.algo.kl_coef != 0)
 
     @property
     def is_evaluated(self) -> bool:
-        """True where the run evaluates at all."""
+        """True if the run evaluates."""
         return bool(self.eval.every and self.data.eval)
 
     learns_from_rewards: ClassVar[bool] = True

@@ -5,7 +5,7 @@ from typing import Literal
 
 from spmdrl.config.declare import NOT_NEGATIVE, POSITIVE, UNIT, section, setting
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
-from spmdrl.config.fields import refuse, shown
+from spmdrl.config.fields import Problems, refuse
 from spmdrl.config.supervised import (
     SupervisedConfig,
     SupervisedRunConfig,
@@ -60,38 +60,30 @@ class SFTConfig(SupervisedConfig):
 
     @property
     def has_teacher(self) -> bool:
-        """True where a teacher's distributions are learnt, in place of the tokens themselves."""
+        """True if a teacher's distributions are learnt, in place of the tokens themselves."""
         return bool(self.teacher.path or self.teacher.read)
 
 
 def check_sft(config: SFTConfig, world_size: int) -> None:
-    """Check all values together.
-
-    Raises:
-        ConfigError: listing every problem.
-    """
-    problems = supervised_problems(config, world_size, config.data.max_tokens)
+    """Check all values together. Raises ConfigError with every problem."""
+    problems = Problems(config, supervised_problems(config, world_size, config.data.max_tokens))
     if config.sft.neftune and config.policy.backend == "megatron":
-        problems.append(f"--sft.neftune {config.sft.neftune}: is of the fsdp backend; take 0")
+        problems.add("sft.neftune", "is of the fsdp backend; take 0")
     if "" in config.sft.add_tokens or len(set(config.sft.add_tokens)) < len(config.sft.add_tokens):
-        problems.append(f"--sft.add-tokens {shown(config.sft.add_tokens)}: each is a text, and none is there twice")
+        problems.add("sft.add_tokens", "each is a text, and none is there twice")
     if config.sft.add_tokens and config.lora.rank:
-        problems.append(
-            f"--sft.add-tokens {shown(config.sft.add_tokens)}: with --lora.rank the rows of new tokens would not be "
-            "trained; take one of the two"
-        )
-    refuse(problems + _teaching(config))
+        advice = "with --lora.rank the rows of new tokens would not be trained; take one of the two"
+        problems.add("sft.add_tokens", advice)
+    refuse(problems + (_teacher_problems(config) if config.has_teacher else []))
 
 
-def _teaching(config: SFTConfig) -> list[str]:
+def _teacher_problems(config: SFTConfig) -> list[str]:
     teacher = config.teacher
-    if not config.has_teacher:
-        return []
-    problems = divergence_problems(teacher, "teacher", config.policy.backend, config.model.dtype)
+    problems = Problems(config, divergence_problems(config, "teacher"))
     if config.sft.loss != "nll":
-        problems.append(f"--sft.loss {config.sft.loss}: the loss is the divergence from --teacher.path; leave one out")
+        problems.add("sft.loss", "the loss is the divergence from --teacher.path; leave one out")
     if config.sft.add_tokens:
-        problems.append(f"--sft.add-tokens {shown(config.sft.add_tokens)}: --teacher.path lacks them; take none")
+        problems.add("sft.add_tokens", "--teacher.path lacks them; take none")
     if teacher.write and teacher.read:
         problems.append("--teacher.write, --teacher.read: a job writes or learns; leave one of them out")
     elif name := "--teacher.write" * bool(teacher.write) or "--teacher.read" * bool(teacher.read):
@@ -103,11 +95,10 @@ def _teaching(config: SFTConfig) -> list[str]:
 
 
 def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
-    """How the counts multiply out, printed at the start and by `--dry-run`."""
+    """Return how the counts multiply out, printed at the start and by `--dry-run`."""
     teacher = config.teacher
     if teacher.write:
         words = f"{teacher.path}: writes its {teacher.top_k:,} likeliest tokens into {teacher.write}, and the job ends"
     else:
         words = f"{teacher.read or teacher.path}: {divergence_words(teacher, teacher.temperature)}"
-    teaching = [f"teacher  {words}"] if config.has_teacher else []
-    return supervised_lines(config, world_size) + teaching
+    return supervised_lines(config, world_size) + ([f"teacher  {words}"] if config.has_teacher else [])

@@ -6,25 +6,21 @@ from typing import ClassVar, Literal
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.declare import (
     COUNT,
-    KEPT,
-    LIMIT,
     NOT_NEGATIVE,
     POSITIVE,
-    PREFERENCE,
-    REWARD_MODEL,
     SHARE,
-    SUPERVISED,
     UNIT,
-    WATCHED,
+    Free,
+    Job,
     at_least,
     hides,
     section,
     setting,
 )
-from spmdrl.config.fields import shown
+from spmdrl.config.fields import Problems
 from spmdrl.config.named import name_weight
 from spmdrl.config.plan import count, ranks
-from spmdrl.config.rules import never_measured, rule_problems
+from spmdrl.config.rules import rows_and_checkpoint_problems, rule_problems
 from spmdrl.config.schema import (
     Config,
     EvalConfig,
@@ -35,18 +31,17 @@ from spmdrl.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from spmdrl.config.template import template_problems
 
 
 @dataclass
 class SupervisedRunConfig(RunConfig):
     """The job as a whole."""
 
-    steps: int = setting(0, NOT_NEGATIVE, free=WATCHED)
+    steps: int = setting(0, NOT_NEGATIVE, free=Free.WATCHED)
     """Optimizer steps. 0: as many as `--data.epochs` take."""
 
 
-@hides(SUPERVISED)
+@hides(Job.SUPERVISED)
 class SupervisedParallelConfig(ParallelConfig):
     """How the ranks divide the model; all sizes but ep multiply to their number."""
 
@@ -72,15 +67,15 @@ class SupervisedDataConfig:
     """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
     `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
     (read while it trains), `builtin:<task>`."""
-    eval: str = setting("", free=KEPT)
+    eval: str = setting("", free=Free.KEPT)
     """A source whose loss is measured. Empty: none."""
-    messages_column: str = setting("", unread_by=(PREFERENCE,))
+    messages_column: str = setting("", unread_by=(Job.PREFERENCE,))
     """Column with messages. Empty: `messages`, `conversations` or the like."""
     prompt_column: str = ""
     """Column with the prompt, text or messages. Empty: `prompt`, `instruction`, `question` or the like."""
     completion_column: str = ""
     """Column with the completion, text or messages. Empty: `completion`, `response`, `output` or `answer`."""
-    text_column: str = setting("", unread_by=(PREFERENCE,))
+    text_column: str = setting("", unread_by=(Job.PREFERENCE,))
     """Column with plain text, which is trained whole. Empty: `text`."""
     tools_column: str = "tools"
     """Column with JSON schemas of tools, a list or its JSON."""
@@ -106,7 +101,7 @@ class SupervisedDataConfig:
     """Longest sequence."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """A longer one loses its end, or its row is left out; both are counted."""
-    max_refused: float = setting(0.05, UNIT, free=LIMIT)
+    max_refused: float = setting(0.05, UNIT, free=Free.LIMIT)
     """Largest share of rows that may be refused, because a column, a role or the template does not fit. Each is named
     in the log and left out; if there are more, the job ends."""
 
@@ -115,7 +110,7 @@ class SupervisedDataConfig:
 class HeldOutConfig:
     """Evaluation during the job."""
 
-    FREE: ClassVar[str] = KEPT
+    FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(20, NOT_NEGATIVE)
     """Measure the loss on `--data.eval` before the first step, every N steps, and at the end. 0: never."""
@@ -127,7 +122,7 @@ class HeldOutConfig:
 class GenerateConfig:
     """Answers that the model gives to prompts of `--data.eval` during the job, for samples.jsonl."""
 
-    FREE: ClassVar[str] = KEPT
+    FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(0, NOT_NEGATIVE)
     """Sample before the first step, every N steps, and at the end. 0: never, and no engine is started."""
@@ -150,42 +145,33 @@ class SupervisedConfig(TrainingConfig):
     optimizer: SupervisedOptimizerConfig = section(SupervisedOptimizerConfig)
     data: SupervisedDataConfig = section(SupervisedDataConfig)  # type: ignore[assignment]
     eval: HeldOutConfig = section(HeldOutConfig)
-    generate: GenerateConfig = section(GenerateConfig, unread_by=(REWARD_MODEL,))
+    generate: GenerateConfig = section(GenerateConfig, unread_by=(Job.REWARD_MODEL,))
 
     @property
     def is_evaluated(self) -> bool:
-        """True where the job measures the loss of other rows at all."""
+        """True if the job measures the loss of rows for evaluation."""
         return bool(self.eval.every and self.data.eval)
 
 
 def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | None]:
-    """Return the source and the weight of `source=weight`; None where none is given. flag: for the error.
-
-    Raises:
-        ValueError: a weight that is no number above 0.
-    """
+    """Return source and weight of `source=weight`, None without one. Raises ValueError naming the flag."""
     return name_weight(spec, f"{flag} {spec}: the weight after = must be a number above 0")
 
 
 def streams(config: SupervisedConfig) -> list[str]:
-    """Sources of `--data.train` that only go forward."""
+    """Return the sources of `--data.train` that can only be read once, from the start."""
     return [spec for spec in config.data.train if spec.startswith("stream:") or ".jsonl.gz" in spec]
 
 
 def supervised_problems(config: SupervisedConfig, world_size: int, longest: int) -> list[str]:
-    """One line for each setting to change.
-
-    longest: tokens of a row's sequences, which one micro-batch must take.
-    """
-    problems = rule_problems(config)
-    if not problems:
-        problems += backend_problems(config, world_size)  # type: ignore[arg-type]
-        problems += _together(config, longest)
-    return problems
+    """Return a line for each setting to change. longest: tokens of a row, all of which one micro-batch must take."""
+    if problems := rule_problems(config):
+        return problems
+    return backend_problems(config, world_size) + _together(config, longest)  # type: ignore[arg-type]
 
 
 def _together(config: SupervisedConfig, longest: int) -> list[str]:
-    data, problems, weights = config.data, [], []
+    data, problems, weights = config.data, Problems(config), []
     if not data.train:
         problems.append("--data.train: name a source of rows")
     for spec in data.train:
@@ -194,40 +180,27 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
         except ValueError as e:
             problems.append(str(e))
     if any(weights) and None in weights:
-        problems.append(f"--data.train {shown(data.train)}: give every source a weight, or none")
+        problems.add("data.train", "give every source a weight, or none")
     budget = config.policy.max_tokens_per_microbatch
     if longest > budget:
         row = "a sequence" if longest == data.max_tokens else f"the {longest} tokens of a row"
-        problems.append(
-            f"--data.max-tokens {data.max_tokens}: {row} must fit --policy.max-tokens-per-microbatch {budget}; "
-            "lower it, or raise that"
-        )
+        advice = f"{row} must fit --policy.max-tokens-per-microbatch {budget}; lower it, or raise that"
+        problems.add("data.max_tokens", advice)
     if config.generate.every and not config.is_evaluated:
-        problems.append(
-            f"--generate.every {config.generate.every}: its prompts come from --data.eval, which is missing"
-        )
-    if data.chat == "off" and data.chat_template:
-        problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
-    problems += template_problems(data)
-    if "eval/" in config.checkpoint.best and not config.is_evaluated:
-        problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured without --data.eval")
-    problems += never_measured(config.checkpoint, config.eval.every, config.run.steps)
-    return problems
+        problems.add("generate.every", "its prompts come from --data.eval, which is missing")
+    return problems + rows_and_checkpoint_problems(config, "" if config.is_evaluated else "without --data.eval")
 
 
 def sampling_run(config: SupervisedConfig, folder: str) -> Config:
-    """The reinforcement learning run whose engine samples for this job.
-
-    folder: of the model.
-    """
-    asked, parallel = config.generate, config.parallel
+    """Return the reinforcement learning run whose engine samples for this job. folder: of the model."""
+    wanted, parallel = config.generate, config.parallel
     shared = {each.name: getattr(parallel, each.name) for each in fields(ParallelConfig)}
     rollout = RolloutConfig(
-        engine=asked.engine,
+        engine=wanted.engine,
         max_prompt_tokens=config.data.max_tokens,
-        max_new_tokens=asked.max_new_tokens,
-        temperature=asked.temperature or 1.0,
-        max_sequences=max(1, min(64, asked.prompts)),
+        max_new_tokens=wanted.max_new_tokens,
+        temperature=wanted.temperature or 1.0,
+        max_sequences=max(1, min(64, wanted.prompts)),
     )
     return Config(
         run=config.run,
@@ -237,12 +210,12 @@ def sampling_run(config: SupervisedConfig, folder: str) -> Config:
         lora=config.lora,
         rollout=rollout,
         reference=ReferenceConfig(enabled="off"),
-        eval=EvalConfig(every=0, temperature=asked.temperature),
+        eval=EvalConfig(every=0, temperature=wanted.temperature),
     )
 
 
 def supervised_lines(config: SupervisedConfig, world_size: int) -> list[str]:
-    """How the counts multiply out, printed at the start and by `--dry-run`."""
+    """Return how the counts multiply out, printed at the start and by `--dry-run`."""
     data, budget = config.data, config.policy.max_tokens_per_microbatch
     length = f"{config.run.steps:,} steps" if config.run.steps else f"{data.epochs:g} times through the rows"
     return [

@@ -1,36 +1,34 @@
-"""Refuses settings that a user gave and that nothing in the run reads: they would be silently without effect.
+"""Refuses settings that a user gave and that the run does not read: they would silently have no effect.
 
-Settings declare when a job reads them (`only_with` in `declare.py`). What to do instead is found by trying: with which
-single change of another setting would the job read this one?
+Settings declare when a job reads them (`only_with` in `declare.py`). The advice is found by trying: it names single
+changes of other settings with which the job would read this one.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from spmdrl.config.composition import advantage_of, loss_of
 from spmdrl.config.declare import declared
 from spmdrl.config.environment import check_reward_is_chosen
-from spmdrl.config.fields import ConfigError, flag, get, is_optional, is_tuple, leaves, shown
+from spmdrl.config.fields import ConfigError, flag, get, is_optional, is_tuple, leaves, refuse, shown
 from spmdrl.config.named import function_tables
 from spmdrl.config.parameters import KINDS, only_of, read_by, read_by_any
 from spmdrl.config.presets import settings_of_preset
-
-if TYPE_CHECKING:
-    from spmdrl.config.load import Loaded
+from spmdrl.config.raw_settings import Loaded
 
 MOST_SHOWN = 3
 
 
-def check_use(loaded: "Loaded[Any]") -> list[str]:
-    """Refuse settings that a user gave and that the run would not look at; lines to tell of those that may stand.
+def check_use(loaded: Loaded[Any]) -> list[str]:
+    """Refuse settings that a user gave and that the run does not read; returns lines about those that may stand.
 
-    Settings of presets, of a run folder's own config.yaml and at their defaults are not judged. A file's may stand that
-    the file itself makes use of and a flag beside it does not: `--config run.yaml --eval.every 0`.
+    Settings of presets, of a run folder's own config.yaml and at their defaults are not judged. A file's setting may
+    stand if the files alone read it and a flag beside them turns it off: `--config run.yaml --eval.every 0`.
 
     Raises:
-        ConfigError: one line for each such setting: its flag, its value and the settings that would be read beside it.
-            Or an environment is given, and no reward.
+        ConfigError: one line for each refused setting: its flag, its value and the settings that would be read beside
+            it. Or an environment is given, and no reward.
     """
     config = loaded.config
     if "env" in leaves(type(config)):
@@ -39,25 +37,24 @@ def check_use(loaded: "Loaded[Any]") -> list[str]:
         unread = [name for name in sorted(loaded.given) if not at_rest(config, name) and not is_read(config, name)]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    moot = turned_off(loaded, unread) if unread else []
-    unread = [name for name in unread if name not in moot]
-    if unread:
-        count = "1 setting" if len(unread) == 1 else f"{len(unread)} settings"
-        lines = [f"{flag(name)} {shown(get(config, name))}: {advice(config, name)}" for name in unread]
-        raise ConfigError("\n  ".join([f"{count} without effect:", *lines]))
-    return [f"{flag(name)} {shown(get(config, name))} has no effect beside these flags" for name in moot]
+    alone = loaded.without_flags() if unread else None
+    off = [
+        name
+        for name in unread
+        if alone and name in alone.given and get(alone.config, name) == get(config, name)
+        if would_read(alone.config, name)
+    ]
+    lines = [f"{flag(name)} {shown(get(config, name))}: {advice(config, name)}" for name in unread if name not in off]
+    refuse(lines, "without effect")
+    return [f"{flag(name)} {shown(get(config, name))} has no effect beside these flags" for name in off]
 
 
 def is_read(config: Any, name: str) -> bool:
-    """Tell whether a job with these settings reads one of them.
-
-    Raises:
-        ValueError: the settings cannot be composed.
-    """
+    """Return True if a job with these settings reads one of them. Raises ValueError if they cannot be composed."""
     if name in leaves_of_functions(type(config)):
         return name in read_by(loss_of(config)) | read_by(advantage_of(config))
     condition = declared(type(config))[name].only_with
-    # A user's own loss or advantage may take other settings of `algo` by name, too.
+    # A user's own loss or advantage may have other settings of `algo` as parameters.
     own = name.startswith("algo.") and name in read_by(loss_of(config)) | read_by(advantage_of(config))
     return condition is None or bool(condition(config)) or own
 
@@ -69,21 +66,8 @@ def leaves_of_functions(schema: type) -> frozenset[str]:
     return read_by_any("loss") | read_by_any("advantage")
 
 
-def turned_off(loaded: "Loaded[Any]", unread: list[str]) -> list[str]:
-    """Return those that a file gives and that the run of the files alone, without flags, would read."""
-    # Late: `load.py` stands above.
-    from spmdrl.config.load import from_command_line
-
-    if not loaded.files:
-        return []
-    words = [word for file in loaded.files for word in ("--config", file)]
-    alone = from_command_line(words, schema=type(loaded.config), also=loaded.also)
-    theirs = [n for n in unread if n in alone.given and get(alone.config, n) == get(loaded.config, n)]
-    return [name for name in theirs if would_read(alone.config, name)]
-
-
 def at_rest(config: Any, name: str) -> bool:
-    """The setting has its default, or the value that the preset gives it."""
+    """Return True for a setting that has its default, or the value of the preset."""
     default, preset = get(type(config)(), name), {}
     if hasattr(config, "algo"):
         preset = settings_of_preset(config.algo.preset, config.algo.loss, config.algo.advantage)
@@ -94,7 +78,7 @@ def at_rest(config: Any, name: str) -> bool:
 
 
 def would_read(config: Any, name: str) -> bool:
-    """Tell whether a job reads a setting; False where its settings cannot be composed."""
+    """Return True if a job reads a setting; False if its settings cannot be composed."""
     try:
         return is_read(config, name)
     except (ValueError, KeyError):
@@ -102,7 +86,7 @@ def would_read(config: Any, name: str) -> bool:
 
 
 def single_changes(config: Any) -> Iterator[tuple[str, Any]]:
-    """Settings that may make a run look at others, each with a value that it does not have."""
+    """Yield settings that may make a run read others, each with a value that it does not have."""
     tables = function_tables()
     for name, hint in leaves(type(config)).items():
         value, default = get(config, name), get(type(config)(), name)
@@ -139,7 +123,7 @@ def readers(config: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def advice(config: Any, name: str) -> str:
-    """Say what to do with a setting that nothing reads."""
+    """Return advice on a setting that the run does not read."""
     for kind in KINDS if hasattr(config, "algo") else ():
         own = getattr(config.algo, kind)
         if ".py:" in own and name in only_of(kind) and name != "algo.aggregation":
@@ -153,7 +137,7 @@ def advice(config: Any, name: str) -> str:
 def ways(config: Any, name: str) -> list[str]:
     """Return the likeliest changes with which a run reads a setting, as flags: `--lora.rank above 0`."""
     by_flag: dict[str, list[Any]] = {}
-    # A setting of the same section is the likeliest to be meant.
+    # The user most likely means a setting of the same section.
     section = name.split(".")[0]
     for change, value in sorted(readers(config, name), key=lambda reader: reader[0].split(".")[0] != section):
         by_flag.setdefault(change, []).append(value)

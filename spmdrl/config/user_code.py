@@ -1,4 +1,4 @@
-"""Code of the user's: files that are imported, and its errors on one line."""
+"""Imports files of users, and puts errors of their code on one line."""
 
 import importlib.util
 import inspect
@@ -14,8 +14,7 @@ from typing import Any
 def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any]:
     """Return a function of a file. ahead: as in `import_file`.
 
-    Raises:
-        ValueError: naming the file and the line, or the functions that it has.
+    Raises ValueError naming the file and the line, or the functions that the file has.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path} (from {Path.cwd()})")
@@ -30,13 +29,10 @@ def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any
 
 
 def import_file(path: Path, ahead: bool = False) -> ModuleType:
-    """Import a file, once unless it changes; it may import its neighbours.
+    """Import a file, once unless it changes; it may import its neighbours. Raises ValueError naming file and line.
 
     ahead: its neighbours come before installed packages of the same names, as suits a process that runs user code
     alone. A rank that trains imports packages late, and no file in a user's folder must take their place.
-
-    Raises:
-        ValueError: naming the file and the line.
     """
     return _imported(path.resolve(), path.stat().st_mtime_ns, ahead)
 
@@ -61,7 +57,7 @@ def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
 
 
 def error_text(e: BaseException) -> str:
-    """Return type and text of an error on one line; the text of a user's own may itself raise one."""
+    """Return type and text of an error on one line; making the text of a user's own error may raise another."""
     try:
         return printable(f"{type(e).__name__}: {e}")[:2000]
     except BaseException as inner:
@@ -69,11 +65,11 @@ def error_text(e: BaseException) -> str:
 
 
 def place(e: BaseException) -> str:
-    """File and line of the innermost frame of an error."""
+    """Return file and line of the innermost frame of an error."""
     frames = traceback.extract_tb(e.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no line known"
 
 
 def printable(text: str) -> str:
-    """Return a text on one line without characters that steer a terminal: parts of it may be a model's."""
+    """Return a text on one line without control characters of a terminal, as a model may have written parts of it."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -1,50 +1,87 @@
-"""Reads the settings of a YAML file that a flag names, such as a judge's, each as the type of its field."""
+"""Reads a YAML file that a flag names, such as a judge's, as the dataclass of its settings, and JSON in a flag."""
 
-from collections.abc import Collection
+import json
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
 from spmdrl.config.dump import redact_text
 from spmdrl.config.fields import nearest
 
+S = TypeVar("S")
 SUFFIXES = (".yaml", ".yml")
-"""Ends of a value that names such a file."""
+"""Suffixes of values that name such a file."""
 KINDS = {str: "text", int: "number", float: "number", dict: "list of names with numbers, such as {helpfulness: 0.65}"}
 """Types that settings have, in words; `object` is for any value."""
 
 
-def read_fields(
-    flag: str, file: str, schema: type, what: str, secret: Collection[str] = ()
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a file, and one line for each that is unknown or of another type.
+def read_settings(
+    flag: str,
+    file: str,
+    schema: type[S],
+    what: str,
+    check: Callable[[S, Collection[str]], list[str]],
+    secret: Collection[str] = (),
+    prefix: str | None = None,
+) -> S:
+    """Return the settings of a file.
 
     Args:
         flag: the flag that named the file.
         file: its path.
         schema: the dataclass of the settings.
         what: whose settings they are, for the message about a file without any.
+        check: returns a line for each problem of the settings, given also the names in the file.
         secret: settings whose values no message may show.
+        prefix: text before the file in messages about its settings; None: the flag.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or has unknown, mistyped or invalid settings: one line for each.
     """
+    given, problems = _read_fields(flag, file, schema, what, secret)
+    found = schema(**given)
+    problems = problems or _value_problems(found) + check(found, given)
+    if problems:
+        raise ValueError("\n".join(f"{f'{flag} ' if prefix is None else prefix}{file}: {each}" for each in problems))
+    return found
+
+
+def read_text(flag: str, file: str) -> str:
+    """Return the text of a file that a flag names. Raises ValueError naming the flag."""
     try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-        problems = _twice(yaml.compose(text, Loader=yaml.SafeLoader))
-        found = yaml.safe_load(text)
+        return Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {file}: cannot be read ({error})") from None
+
+
+def read_json(flag: str, text: str, example: str) -> dict[str, Any]:
+    """Return a setting that is a JSON object; empty text is an empty one. Raises ValueError naming the flag."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag}: is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{flag}: a JSON object is wanted, as {example}")
+    return found
+
+
+def _read_fields(
+    flag: str, file: str, schema: type, what: str, secret: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    text = read_text(flag, file)
+    try:
+        problems = _repeated(yaml.compose(text, Loader=yaml.SafeLoader))
+        found = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{flag} {file}: is no YAML ({' '.join(str(error).split())})") from None
     except RecursionError:
         raise ValueError(f"{flag} {file}: is nested too deeply; it holds settings with their values") from None
-    kinds = {each.name: _kind(each.type) for each in fields(schema)}
     if not isinstance(found, dict):
         raise ValueError(f"{flag} {file}: holds no settings of {what}")
-    given = {}
+    kinds, given = {each.name: _kind(each.type) for each in fields(schema)}, {}
     for name, value in found.items():
         if name not in kinds:
             near = nearest(str(name), kinds)
@@ -58,8 +95,8 @@ def read_fields(
     return given, problems
 
 
-def value_problems(found: Any) -> list[str]:
-    """One line for each setting of a file that its field does not allow, by its choices or its rule (`declare.py`)."""
+def _value_problems(found: Any) -> list[str]:
+    """Return a line for each value that is none of its field's choices, or that its rule (`declare.py`) refuses."""
     problems = []
     for each in fields(found):
         value, choices, rule = getattr(found, each.name), get_args(each.type), each.metadata.get("rule")
@@ -71,14 +108,14 @@ def value_problems(found: Any) -> list[str]:
 
 
 def _kind(hint: Any) -> type:
-    """Return the type by which a field's value is read; `object` for a value that is taken as YAML has it."""
+    """Return the type as which a field is read; `object` for any value of YAML."""
     if get_origin(hint) is Literal:
         return str
     return object if hint is dict else get_origin(hint) or hint
 
 
-def _twice(root: yaml.Node | None) -> list[str]:
-    """One line for each name that stands twice in the file, or in a list of names: YAML takes the last alone."""
+def _repeated(root: yaml.Node | None) -> list[str]:
+    """Return a line for each name that stands twice in the file, or in a list of names: YAML takes the last alone."""
     problems = []
     inner = [("", root)]
     if isinstance(root, yaml.MappingNode):

@@ -7,7 +7,7 @@ from typing import Any
 
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
 from spmdrl.config.fields import flag
-from spmdrl.config.judging import engine_judges
+from spmdrl.config.judge import engine_judges
 from spmdrl.config.schema import Config
 from spmdrl.data.template_ends import end_of_turn_tokens
 from spmdrl.engines.engine import Engine, kv_bytes_per_token, longest_sequence

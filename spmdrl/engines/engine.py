@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from spmdrl.config.judging import judged_tokens
+from spmdrl.config.judge import judged_tokens
 from spmdrl.config.schema import Config
 from spmdrl.engines.needs import Needs
 from spmdrl.hub.resolve import resolve

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config.engines import engine_name
-from spmdrl.config.judging import judged_tokens
+from spmdrl.config.judge import judged_tokens
 from spmdrl.config.schema import Config
 from spmdrl.engines.engine import kv_bytes_per_token
 from spmdrl.engines.sglang.options import CPU_KV_BYTES, SPARE_TOKENS

@@ -11,8 +11,7 @@ import logging
 import sys
 
 from spmdrl.config.fields import ConfigError
-from spmdrl.config.judge import judge_problems
-from spmdrl.config.judging import engine_judges
+from spmdrl.config.judge import engine_judges, judge_file_problems
 from spmdrl.config.load import from_command_line
 from spmdrl.config.rewards import reward_problems, runs_programs
 from spmdrl.data.prompts import load_prompts
@@ -39,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         as_text, rows, rest = _own_flags(words[1:])
         cfg = from_command_line(rest, PROG).config
-        if wrong := reward_problems(cfg) + judge_problems(cfg.reward):
+        if wrong := reward_problems(cfg) + judge_file_problems(cfg.reward):
             raise ConfigError("\n".join(wrong))
         if asked := engine_judges(cfg):
             raise ConfigError(f"{asked[0][0]} judges on the engine of a run, and none runs here: try it with a url")

@@ -7,8 +7,8 @@ from typing import Any
 
 from spmdrl.algos.filters import FILTERS
 from spmdrl.config.environment import COLUMN, ROWS, read_environment, weight_of
+from spmdrl.config.judge import engine_judges
 from spmdrl.config.judge import judges as judge_files
-from spmdrl.config.judging import engine_judges
 from spmdrl.config.named import load_function
 from spmdrl.config.rewards import runs_programs
 from spmdrl.config.schema import Config

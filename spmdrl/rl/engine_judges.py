@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.judge import POLICY, JudgeConfig
-from spmdrl.config.judging import engine_judges
+from spmdrl.config.judge import POLICY, JudgeConfig, engine_judges
 from spmdrl.config.schema import Config
 from spmdrl.data.chat import chosen_template, variables
 from spmdrl.engines.build import stop_tokens

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.distillation import DistillationConfig
-from spmdrl.config.judging import frozen_judges
+from spmdrl.config.judge import frozen_judges
 from spmdrl.data.batch import Batch
 from spmdrl.engines.engine import ReadingEngine, ScoreRequest
 from spmdrl.hub.folder import plain_errors

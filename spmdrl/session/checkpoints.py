@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from spmdrl import checkpoint
 from spmdrl.config.fields import flag
-from spmdrl.config.resume import file_digests, settled
+from spmdrl.config.resume import file_digests, fixed_settings
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.failure import exit_reason, write_preempted
 from spmdrl.health.preempt import PreemptedError, preemption
@@ -188,7 +188,7 @@ def changes_since(cfg: TrainingConfig, found: Path, before: dict, now: dict) -> 
     if before.get("prompts", now["prompts"]) != now["prompts"]:
         lines.append(f"{found} was trained on other prompts than {cfg.data.train} holds")
     device = before.get("device", now["device"])
-    if device != now["device"] and settled(cfg).get("rollout.engine") == "vllm":
+    if device != now["device"] and fixed_settings(cfg).get("rollout.engine") == "vllm":
         # vLLM draws from the device's generators; other engines do not.
         lines.append(f"{found} was made on {device}; on {now['device']} vllm draws other tokens from the same seeds")
     return lines

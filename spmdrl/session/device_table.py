@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from spmdrl.config.engines import pushed_parts, sleep_level
-from spmdrl.config.judging import frozen_judges
+from spmdrl.config.judge import frozen_judges
 from spmdrl.config.schema import Config
 from spmdrl.engines.engine import Engine
 from spmdrl.health.causes import out_of_memory, requested_bytes

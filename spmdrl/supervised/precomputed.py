@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.resume import settled
+from spmdrl.config.resume import fixed_settings
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
 from spmdrl.session.session import Session
@@ -32,7 +32,11 @@ class Known:
     def fill(self, mixture: Mixture, held_out: Any) -> None:
         """See the contract."""
         sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
-        of = [digest(self.session.cfg), [(source.name, len(source)) for source in sources], settled(self.session.cfg)]
+        of = [
+            digest(self.session.cfg),
+            [(source.name, len(source)) for source in sources],
+            fixed_settings(self.session.cfg),
+        ]
         told = hashlib.sha256(json.dumps(of, default=str, sort_keys=True).encode()).hexdigest()
         there = (self.folder / MANIFEST).is_file() and read_manifest(self.folder, FLAG).get("of") == told
         if all_reduce(torch.tensor([not there], dtype=torch.int32), "max", world.host_group).item():

@@ -29,7 +29,7 @@ import torch
 
 from spmdrl.config.checks import check
 from spmdrl.config.composition import aggregation
-from spmdrl.config.declare import COMPUTED, DRAWN, KEPT, LAYOUT, LIMIT, declared
+from spmdrl.config.declare import Free, declared
 from spmdrl.config.fields import ConfigError, flag
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import PRESETS
@@ -428,7 +428,7 @@ def changes_nothing(name: str, flags: dict[str, str]) -> bool:
         return False
     if name == "algo.old_logp" and flags[name] == "rollout" and STALENESS & flags.keys():
         return False
-    return declared(Config)[name].free in (KEPT, LAYOUT, COMPUTED, DRAWN, LIMIT) or name in (
+    return declared(Config)[name].free in (Free.KEPT, Free.LAYOUT, Free.COMPUTED, Free.DRAWN, Free.LIMIT) or name in (
         "run.deterministic",
         *ALIKE,
     )

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from spmdrl.config.checks import check
-from spmdrl.config.divergence import DivergenceConfig, divergence_problems
+from spmdrl.config.divergence import divergence_problems
 from spmdrl.config.fields import ConfigError
+from spmdrl.config.schema import ModelConfig
+from spmdrl.config.sft import SFTConfig
 from spmdrl.policy.grad_guard import LossScale, scaled
 from tests.ranks.cases import (
     build_policy,
@@ -147,6 +149,7 @@ def test_float16_at_the_least_scale_is_a_bad_step():
 def test_float16_is_refused_where_nothing_scales_its_loss():
     with pytest.raises(ConfigError, match="--model.dtype float16: its loss scale is of the fsdp backend"):
         check(config(model={"dtype": "float16"}, policy={"backend": "megatron"}), 1)
-    assert "--model.dtype float16" in divergence_problems(DivergenceConfig(), "teacher", "fsdp", "float16")[0]
+    student = SFTConfig(model=ModelConfig(dtype="float16"))
+    assert "--model.dtype float16" in divergence_problems(student, "teacher")[0]
     with pytest.raises(ValueError, match="--model.dtype float16: a divergence from a teacher has no loss scale"):
         scaled(lambda *args: None, 2.0)  # type: ignore[arg-type]

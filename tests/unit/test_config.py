@@ -17,11 +17,11 @@ import yaml
 from spmdrl.config import schema
 from spmdrl.config.checks import TRACKERS, check
 from spmdrl.config.declare import declared
-from spmdrl.config.demo import SHIPPED, is_shipped
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config
 from spmdrl.config.fields import ConfigError, get, leaves, nearest
+from spmdrl.config.layers import SHIPPED, is_shipped
 from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import PreferenceConfig

@@ -15,7 +15,7 @@ from spmdrl.config.engines import engine_name
 from spmdrl.config.learning import resampling
 from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig
-from spmdrl.config.resume import differences, file_digests, may_change, settled
+from spmdrl.config.resume import differences, file_digests, fixed_settings, may_change
 from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import changes_since
@@ -47,7 +47,7 @@ def test_resume_the_same_settings_and_what_may_change_pass(folder):
     assert lines(folder) == []
     free = "--parallel.dp-replicate 2 --run.steps 500 --rollout.max-sequences 64 --eval.every 3 --run.name x"
     assert lines(folder, *free.split()) == []
-    assert settled(load()) == settled(load(*free.split())) != settled(load("--run.seed", "1"))
+    assert fixed_settings(load()) == fixed_settings(load(*free.split())) != fixed_settings(load("--run.seed", "1"))
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
-from spmdrl.config.judge import JudgeConfig
-from spmdrl.config.judging import frozen_judges, judged_tokens, judging_problems
+from spmdrl.config.judge import JudgeConfig, frozen_judges, judge_problems, judged_tokens
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import RewardConfig, SandboxConfig
@@ -197,7 +196,7 @@ def test_judges_that_are_the_policy_are_named_before_frozen_ones(tmp_path, engin
         files.append(str(tmp_path / f"{i}.yaml"))
         Path(files[-1]).write_text(f"engine: {engine}\n")
     flags = ["--reward.function", files[0], "--reward.more", *files[1:]]
-    problems = judging_problems(from_command_line(flags).config)
+    problems = judge_problems(from_command_line(flags).config)
     assert [line.split()[1] for line in problems] == ([f"{tmp_path / late}:"] if late else [])
 
 
@@ -207,11 +206,11 @@ def test_comparisons_are_refused_beside_an_environment(tmp_path):
     flags = ["--reward.function", str(file), "--env", "builtin:guess"]
     for compare in (0, 2):
         file.write_text(f"url: http://h:8000/v1\nmodel: m\ncompare: {compare}\n")
-        problems = judging_problems(from_command_line([*flags, "--eval.samples", "2"]).config)
+        problems = judge_problems(from_command_line([*flags, "--eval.samples", "2"]).config)
         assert [line.partition(" the")[0] for line in problems] == [f"--env builtin:guess: {file} compares"] * bool(
             compare
         )
-    assert judging_problems(from_command_line([*flags[:2], "--eval.samples", "2"]).config) == []
+    assert judge_problems(from_command_line([*flags[:2], "--eval.samples", "2"]).config) == []
 
 
 # -- the voice --------------------------------------------------------------------------------------------------------

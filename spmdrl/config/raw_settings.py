@@ -1,0 +1,239 @@
+"""The text of settings: words of the command line and entries of YAML files, checked by type and parsed by tyro."""
+
+import contextlib
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+
+import tyro
+import yaml
+
+from spmdrl.config.dump import RESOLVED
+from spmdrl.config.fields import ConfigError, flag, is_optional, is_tuple, nearest
+
+COMMAND_LINE = "command line"
+TRUE = {"true", "yes", "on", "1"}
+FALSE = {"false", "no", "off", "0"}
+MOST_NODES, MOST_LEVELS = 10_000, 8
+"""Most entries and levels of a file of settings, aliases followed."""
+RESAMPLE, POWER = "filter.resample", "filter.resample_power"
+"""A setting, and the name under which files of other versions hold a part of it."""
+CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.1"
+"""A name in files of other versions, the setting that replaces it, and its value if those files have none."""
+MERGED = {"policy.recompute": "policy.activation_checkpointing", CONTROLLER: TARGET, POWER: RESAMPLE}
+"""Name in files and commands of other versions -> the setting that replaces it."""
+
+C = TypeVar("C")
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[C]):
+    """Settings and options of a command line."""
+
+    config: C
+    dry_run: bool = False
+    """Print the resolved config and the plan, and stop."""
+    files: tuple[str, ...] = ()
+    """The `--config` files, in the order they were read."""
+    given: frozenset[str] = frozenset()
+    """Settings named by a flag or by a file written by hand; not those of a preset or of a run folder's config.yaml."""
+    notes: tuple[str, ...] = ()
+    """Lines about settings of files that a preset named later replaces."""
+    without_flags: Callable[[], "Loaded[C] | None"] = lambda: None
+    """Reads the files again, without the flags; returns None where there are no files."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The text of one setting, and its origin: `file.yaml:3` or the command line. `values` None is YAML's null."""
+
+    values: list[str] | None
+    origin: str
+
+
+Entries = list[tuple[str, Given]]
+"""Names of settings with their text, in the order of a file or of the command line."""
+
+
+def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]]:
+    """Return the flags with the words that follow each, and the `--config` files."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            found.append((name.replace("-", "_"), [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            problems.append(f"unexpected word {word!r}: settings are flags such as --run.steps 5")
+    if ("config", []) in found:
+        problems.append("--config needs the path of a YAML file")
+    files = [path for name, words in found if name == "config" for path in words]
+    return [(name, Given(words, COMMAND_LINE)) for name, words in found if name != "config"], files
+
+
+def read_yaml(path: str, problems: list[str]) -> Entries:
+    """Return dotted names and text of a YAML file, which is composed and not constructed, to keep the line numbers."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problems.append(f"--config {path}: {error.strerror if isinstance(error, OSError) else error}")
+        return []
+    except RecursionError:
+        problems.append(f"--config {path}: nested too deeply; settings are sections with values in them")
+        return []
+    found: Entries = []
+    try:
+        if root is not None:
+            _flatten(root, "", path, found, problems, itertools.count())
+    except OverflowError as error:
+        problems.append(f"--config {path}: {error}")
+    controller = dict(found).get(CONTROLLER)
+    if controller and controller.values in (["fixed"], ["adaptive"]):
+        default = Given([DEFAULT_TARGET], controller.origin)
+        return list(with_target(dict(found), controller.values == ["adaptive"], default).items())
+    return found
+
+
+def one_resampling(found: Entries) -> Entries:
+    """Return the entries of all files and flags with a separate power of resampling merged into `filter.resample`."""
+    powers = [given.values or ["2"] for name, given in found if name == POWER and given.origin != COMMAND_LINE]
+    if not powers:
+        return found
+    return [
+        (name, replace(given, values=[with_power(given.values[0], powers[-1][0])]))
+        if name == RESAMPLE and given.values
+        else (name, given)
+        for name, given in found
+        if name != POWER or given.origin == COMMAND_LINE
+    ]
+
+
+def with_power(method: str, power: object) -> str:
+    """Return the method of resampling with its power, which files of other versions hold separately."""
+    return f"pow={power}" if method == "pow" and str(power) not in ("2", "2.0") else method
+
+
+def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, E]:
+    """Return the entries of a file with the controller of the KL coefficient replaced by its target."""
+    rest = {name: value for name, value in entries.items() if name != CONTROLLER}
+    if not adaptive:
+        rest.pop(TARGET, None)
+    elif TARGET not in rest:
+        rest[TARGET] = default
+    return rest
+
+
+def is_resolved(path: str) -> bool:
+    """Return True for a file that a run or `--dry-run` wrote, which names every setting."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.readline().rstrip("\n") == RESOLVED
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _flatten(
+    node: yaml.Node, prefix: str, path: str, found: Entries, problems: list[str], nodes: Iterator[int]
+) -> None:
+    origin = f"{path}:{node.start_mark.line + 1}"
+    # Aliases may refer to a section that they stand in, or multiply.
+    if next(nodes) > MOST_NODES or prefix.count(".") > MOST_LEVELS:
+        raise OverflowError(f"line {node.start_mark.line + 1}: nested too deeply, or more than {MOST_NODES} entries")
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                problems.append(f"{path}:{line}: a key must be a name")
+                continue
+            name = key.value.replace("-", "_")
+            if name in seen:
+                problems.append(f"{path}:{line}: {prefix}{name} stands twice (also on line {seen[name]})")
+            seen[name] = line
+            _flatten(value, f"{prefix}{name}.", path, found, problems, nodes)
+    elif not prefix:
+        problems.append(f"{origin}: expected sections with settings, such as `run:` and under it `steps: 5`")
+    elif isinstance(node, yaml.SequenceNode):
+        if all(isinstance(item, yaml.ScalarNode) for item in node.value):
+            found.append((prefix[:-1], Given([item.value for item in node.value], origin)))
+        else:
+            problems.append(f"{origin}: {prefix[:-1]} must be a list of plain values")
+    else:
+        is_null = node.tag == "tag:yaml.org,2002:null"
+        found.append((prefix[:-1], Given(None if is_null else [node.value], origin)))
+
+
+def unknown_name(name: str, given: Given, valid: list[str]) -> str:
+    """Return a line about a name that is no setting, with the one that was probably meant."""
+    inside = [leaf for leaf in valid if leaf.startswith(name + ".")]
+    in_file = given.origin != COMMAND_LINE
+    if inside:
+        shown = ", ".join(inside if in_file else map(flag, inside))
+        text = f"{name if in_file else flag(name)} is a section, not a setting; it holds {shown}"
+    else:
+        near = nearest(MERGED.get(name, name), valid, 3) or nearest(name.replace(".no_", "."), valid, 1)
+        # A name without its section may stand in several.
+        near = [leaf for leaf in near if leaf.endswith("." + name)] or near[:1]
+        kind = f"unknown key {name}" if in_file else f"unknown flag {flag(name)}"
+        meant = " or ".join(near if in_file else map(flag, near))
+        hint = f"did you mean {meant}?" if near else "see --help for all settings"
+        text = f"{kind}; {hint}"
+    return f"{given.origin}: {text}" if in_file else text
+
+
+def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
+    """Return the words for tyro of one setting. Raises ConfigError for text that its type does not take."""
+    where = flag(name) if given.origin == COMMAND_LINE else f"{given.origin}: {flag(name)}"
+    values = given.values
+    if values is None:
+        if not is_optional(hint):
+            raise ConfigError(f"{where}: null is no value here" + ("; write '' for empty" if hint is str else ""))
+        values = ["None"]
+    if hint is bool:
+        word = " ".join(values).lower() or "true"
+        if word not in TRUE | FALSE:
+            raise ConfigError(f"{where}: takes true or false, not {' '.join(values)!r}")
+        section, _, last = name.rpartition(".")
+        return [flag(name)] if word in TRUE else [flag(f"{section}.no_{last}" if section else f"no_{last}")]
+    if is_tuple(hint):
+        kinds = get_args(hint)
+        if Ellipsis not in kinds and len(values) != len(kinds):
+            raise ConfigError(f"{where}: takes {len(kinds)} values, got {len(values)}: {' '.join(values)}".rstrip(": "))
+        return [flag(name), *values]
+    if len(values) != 1:
+        one = f"one of {', '.join(map(repr, get_args(hint)))}" if get_origin(hint) is Literal else "one value"
+        got = f"{len(values)} values ({' '.join(values)})" if values else "no value"
+        raise ConfigError(f"{where}: takes {one}, got {got}")
+    if is_optional(hint) and values[0].lower() in {"none", "null", "~", ""}:
+        values = ["None"]
+    # With `=`, a value may begin with a dash.
+    return [f"{flag(name)}={values[0]}"]
+
+
+def parse(command: type, tokens: list[str], prog: str, origins: dict[str, str]) -> Any:
+    """Parse by tyro. Raises ConfigError with one line made of the report in a box that tyro prints."""
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            # Comments are not help; without this tyro reads every source file of the sections at each call.
+            return tyro.cli(command, args=tokens, prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
+    except SystemExit:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", report.getvalue())
+    rows = []
+    for line in text.splitlines():
+        if line.startswith(("╭", "╰")):
+            continue
+        inner = line.strip("│ ")
+        if inner and not inner.strip("─"):
+            break
+        rows.append(inner)
+    message = " ".join(rows).replace("Error parsing ", "").replace("Expected 1 values.", "Expected one value.")
+    named = re.search(r"--[\w.-]+", message)
+    origin = origins.get(named[0][2:].replace("-", "_")) if named else None
+    raise ConfigError(message if origin in (None, COMMAND_LINE) else f"{origin}: {message}")
