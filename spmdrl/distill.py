@@ -1,9 +1,9 @@
 """Distil a teacher into a student on the student's own samples: `torchrun --nproc-per-node 8 -m spmdrl.distill ...`.
 
-The loop is that of `train.py`, with a method of its own (`rl/distillation.py`): in the place of scores stands what the
-teacher says of the student's tokens, there are no advantages, and the update draws the student's distributions towards
-the teacher's. Left out of this page: the divergences (`kernels/spmdrl_kernels/divergence.py`), and everything that
-`train.py` leaves out.
+The loop is that of `train.py`, with a method of its own (`rl/distillation.py`): the teacher's log-probabilities of the
+student's tokens take the place of scores, there are no advantages, and the update draws the student's distributions
+towards the teacher's. Left out of this page: the divergences (`kernels/spmdrl_kernels/divergence.py`), and everything
+that `train.py` leaves out.
 """
 
 from dataclasses import replace

@@ -2,11 +2,11 @@
 
     python -m spmdrl.evaluate --config configs/gsm8k_grpo.yaml --model.path runs/gsm8k/checkpoints/latest/model
 
-Files of a training run are read too; what they say of training alone is passed over. All prompts of `--data.eval`,
-unless a flag or a file written by hand sets `--eval.prompts`. The last line on stdout is one JSON object: model, data,
-how many prompts and samples, and the numbers, of which those of no graded sample are null. Its log goes to a folder of
-its own, `<run folder>-eval`; with `--env` some of its conversations stand there in `samples.jsonl`. After Ctrl-C,
-SIGTERM or SIGUSR1 the line tells what was measured until then, and `stopped` why.
+It reads files of a training run too, and ignores settings that only concern training. It measures all prompts of
+`--data.eval`, unless a flag or a file written by hand sets `--eval.prompts`. The last line on stdout is one JSON
+object: model, data, numbers of prompts and samples, and the results, which are null without a graded sample. Its log
+goes to a folder of its own, `<run folder>-eval`; with `--env` some conversations stand there in `samples.jsonl`. After
+Ctrl-C, SIGTERM or SIGUSR1 the line has the results until then, and under `stopped` the reason.
 """
 
 import dataclasses
@@ -22,12 +22,9 @@ from spmdrl.session.launch import launch
 
 def evaluate(run) -> None:
     """Sample and grade, then print the numbers."""
-    from spmdrl.health.failure import exit_reason
     from spmdrl.health.status import rank_status
-    from spmdrl.rl.evaluation import MEASURED
-    from spmdrl.tracking.trackers import plain
 
-    cfg, evaluation = run.cfg, run.evaluation
+    evaluation = run.evaluation
     rank_status.keeps_partial = evaluation.keeps_graded = True
     with run.memory.rollout_phase():
         run.evaluate(0)
@@ -35,27 +32,19 @@ def evaluate(run) -> None:
         run.judge()
     run.journal.rows(evaluation.take_rows(1))
     if run.world.is_first:
-        prompts = len(evaluation.prompts)
-        what: dict[str, Any] = {"model": cfg.model.path, "data": cfg.data.eval}
-        what |= {"prompts": prompts, "samples": prompts * cfg.eval.samples}
-        measured = int(evaluation.numbers.pop(MEASURED))
-        if measured < what["samples"]:
-            # Prompts count with all of their samples or not at all.
-            what |= {"prompts": measured // cfg.eval.samples, "samples": measured, "stopped": exit_reason()}
-        numbers = {name: plain(value) for name, value in evaluation.numbers.items()}
-        print(json.dumps(what | numbers), flush=True)
+        print(json.dumps(evaluation.summary()), flush=True)
 
 
 def settle(job: Job, loaded: Loaded[EvaluationConfig]) -> Loaded[Any]:
     """Return the run that only evaluates; for a dry run the settings as they were given."""
-    # A run folder's config.yaml tells how many the run looked at while it trained.
+    # The number in a run folder's config.yaml is that of the evaluations during training.
     prompts = loaded.config.eval.prompts if "eval.prompts" in loaded.given else 0
     config = dataclasses.replace(loaded.config, eval=dataclasses.replace(loaded.config.eval, prompts=prompts))
     return dataclasses.replace(loaded, config=config if loaded.dry_run else as_run(config, prompts))
 
 
 def dry_run(job: Job, loaded: Loaded[EvaluationConfig]) -> None:
-    """Print the settings, the plan, and what the first rows give."""
+    """Print the settings, the plan, and the first rows as tokens."""
     from spmdrl.plan.dry import sandbox_lines
     from spmdrl.plan.dry_data import with_data
 

@@ -1,8 +1,8 @@
 """Fine-tune a language model on given dialogues or text: `torchrun --nproc-per-node 8 -m spmdrl.sft --config sft.yaml`.
 
-The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring says
-so). Left out of this page: how rows become tokens with a loss mask (`supervised/encoder.py`, `data/turns.py`), the
-order in which they come (`data/mixture.py`), the loss (`policy/objectives/likelihood.py`) and how the parts are built
+`train` is the whole algorithm. Every rank runs it; a call that looks local may be a collective (its docstring says so).
+Left out of this page: how rows become tokens with a loss mask (`supervised/encoder.py`, `data/turns.py`), the order in
+which they come (`data/mixture.py`), the loss (`policy/objectives/likelihood.py`) and how the parts are built
 (`supervised/build.py`, `supervised/sft.py`). `preference.py` and `reward_model.py` take the same steps with rows,
 models and losses of their own.
 """
@@ -13,15 +13,12 @@ from spmdrl.session.launch import launch
 
 
 def train(run) -> None:
-    """Rows, what a frozen model says of them, then one optimizer step on them, until the last step."""
-    from spmdrl.data.dealing import balance
-
+    """Read rows, score them by a frozen model if there is one, then take an optimizer step, until the last step."""
     for step in run.steps():
         run.evaluate(step)
         run.sample(step)
         rows = run.rows(step)
-        with run.timer("exchange"):
-            batch = balance(rows, run.world)
+        batch = run.balance(rows)
         run.score(batch)
         with run.timer("update"):
             stats = run.policy.update(batch, run.objective)

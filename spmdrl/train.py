@@ -1,10 +1,10 @@
 """Train a language model by reinforcement learning: `torchrun --nproc-per-node 8 -m spmdrl.train --config run.yaml`.
 
-The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring
-says so). Left out of this page: how the parts are built (`session/open.py`, `rl/build.py`), what a phase moves on and
+`train` is the whole algorithm. Every rank runs it; a call that looks local may be a collective (its docstring says
+so). Left out of this page: how the parts are built (`session/open.py`, `rl/build.py`), what a phase moves on and
 off the device (`session/device_table.py`), the formulas (`algos/`), where experience comes from (`rl/sampler.py`,
-`rl/rollout.py`), what a method computes (`rl/method.py`: policy gradients by `rl/score.py` and `rl/update.py`;
-`distill.py` and `online_preference.py` have others), and what ranks that only sample or score do meanwhile
+`rl/rollout.py`), what a method computes (`PolicyGradient` of `rl/run.py`, by `rl/score.py` and `rl/update.py`;
+`distill.py` and `online_preference.py` have other methods), and what ranks that only sample or score do meanwhile
 (`Run.stand_by`).
 """
 
@@ -16,9 +16,7 @@ from spmdrl.session.launch import launch
 
 
 def train(run) -> None:
-    """Experience, then the update, until the last step."""
-    from spmdrl.data.dealing import balance
-
+    """Sample experience, then update, until the last step."""
     for step in run.steps():
         with run.memory.rollout_phase():
             run.evaluate(step)
@@ -26,8 +24,7 @@ def train(run) -> None:
             packed = run.method.pack(done.episodes, step)
         with run.memory.training_phase():
             run.judge()
-            with run.timer("exchange"):
-                batch = balance(packed, run.world)
+            batch = run.balance(packed)
             if run.world.trains:
                 with run.timer("logp"):
                     chosen, stats = run.method.score(batch)

@@ -155,7 +155,7 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
     from spmdrl.data.dealing import share_out
     from spmdrl.data.replay_buffer import ReplayBuffer
     from spmdrl.rl.fill_batch import Filling
-    from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+    from spmdrl.rl.rollout_plan import Experience, RolloutPlan
 
     made = list(episodes(plain))
     prompts = 1 + max(e.position for e in made)
@@ -168,7 +168,7 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
     filling = Filling(sampling, world, everything, 0, [])
     for _ in range(filling.most_rounds):
         filling.order(plan := RolloutPlan("rehearsal", [], 1, (0, 0), 0, 1, 1.0))
-        filling.take(plan, RolloutResult(made, []))
+        filling.take(plan, Experience(made))
         if filling.is_full:
             break
     names = tuple(sorted({name for e in made for name in e.parts}))

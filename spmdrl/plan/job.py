@@ -141,7 +141,7 @@ class PaperRank:
                 self.paper.retag([x for x in tensors if x is not None], f"{name} {kind}")
 
     def _train(self, rounds: tuple[int, ...]) -> None:
-        from spmdrl.rl.method import PolicyGradient
+        from spmdrl.rl.run import PolicyGradient
 
         if not (self.world.trains or self.world.scores):
             return

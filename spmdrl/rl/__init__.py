@@ -1,10 +1,9 @@
 """Reinforcement learning: a step, the sources of its samples, and the updates that learn from them.
 
-run.py           runs the steps of one run
-method.py        what a run learns by: policy gradients
+run.py           runs the steps of one run by a learning method: policy gradients
 build.py         builds a run: prompts, models, checkpoints, engine
 sampler.py       samples a step's experience, also ahead: plan, rollout, grade, fill the batch
-rollout_plan.py  plans and results of rollouts
+rollout_plan.py  plans of rollouts, and the experience that comes of them
 rollout.py       one rollout: prompts, samples of the engine, observations, rewards
 engine_judges.py judges on the run's own engine
 engine_teachers.py teachers in the run's own engine
@@ -27,7 +26,5 @@ compose.py       makes an Algorithm from settings
 spikes.py        keeps the batch of an anomalous optimizer step
 tool_calls.py    the form in which the policy calls tools; calls in an episode's turns, for its row of samples.jsonl
 describe.py      metrics of a step, and a few of its samples as text
-run_state.py     state that is equal on all ranks, for checkpoints
-rank_state.py    state of each rank, for checkpoints
-trees.py         episodes as trees for a checkpoint
+state.py         state of a run and of each rank, for checkpoints; episodes as trees
 """

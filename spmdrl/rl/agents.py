@@ -19,7 +19,7 @@ from spmdrl.env.base import Reply, limits_of
 from spmdrl.env.calls import parse_turn
 from spmdrl.env.pool import Pool
 from spmdrl.rl.conversation_state import ConversationState, opening_of, size_of
-from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
+from spmdrl.rl.environment import COUNTS, Environment, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
 from spmdrl.rl.tool_calls import form_of, unfit
 from spmdrl.spmd.seeds import seed_for
@@ -30,7 +30,7 @@ CHARACTERS = 200
 """Most characters of a token. A text longer than this times the token limit is refused without tokenizing it."""
 
 
-class Agents:
+class Agents(Environment):
     """The environments of one engine's episodes; of several ranks, the first one has them."""
 
     remote = True

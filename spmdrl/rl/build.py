@@ -32,13 +32,11 @@ from spmdrl.rl.compose import compose
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment, OnFirstRank
 from spmdrl.rl.evaluation import Evaluation
-from spmdrl.rl.method import PolicyGradient
-from spmdrl.rl.rank_state import RankState
 from spmdrl.rl.reading import at_last, reading_of
-from spmdrl.rl.run import Run
-from spmdrl.rl.run_state import RunState
+from spmdrl.rl.run import PolicyGradient, Run
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.spikes import Spikes
+from spmdrl.rl.state import RankState, RunState
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine

@@ -21,8 +21,7 @@ from spmdrl.policy.objectives.distillation import DistillObjective, build_reader
 from spmdrl.rl.alignment import Alignment
 from spmdrl.rl.build import build_run
 from spmdrl.rl.engine_teachers import EngineTeachers
-from spmdrl.rl.method import PolicyGradient
-from spmdrl.rl.run import Run
+from spmdrl.rl.run import PolicyGradient, Run
 from spmdrl.rl.teacher_prompts import teacher_prompts
 from spmdrl.rl.update import refresh_reference
 from spmdrl.session.session import Session
@@ -75,7 +74,7 @@ class Distillation(PolicyGradient):
 
         Within a rollout phase.
         """
-        batch = self.run.pack(episodes + self.given(step), step)
+        batch = super().pack(episodes + self.given(step), step)
         if self.on_engine:
             self.on_engine.read(batch, self.reader, self.shares(batch))
         return batch

@@ -1,6 +1,7 @@
-"""How good the policy is on a prompt set: the rollout that asks, and the numbers made of its scores."""
+"""Measures the policy on a prompt set: a rollout, and the numbers made of its scores."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from spmdrl.data.dealing import balance
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.scores import counts_as_right
+from spmdrl.health.failure import exit_reason
 from spmdrl.health.preempt import preemption
 from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
@@ -20,37 +22,39 @@ from spmdrl.rl.sampler import Sampler, may_end
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
+from spmdrl.tracking.trackers import plain
 
 EVALUATION = 0x45564C
 """Key of evaluation draws: the same at every step, so that two evaluations are comparable."""
-
-
 MEASURED = "eval/measured"
+"""Number of samples that an evaluation measured which keeps what is graded."""
 
 
 class Evaluation:
     """Evaluates the policy while a run trains it, and holds the numbers until they are logged."""
 
     def __init__(self, cfg: Config, world: World, prompts: PromptSet | None, sampler: Sampler | None, models: Models):
-        """prompts: None: it never evaluates. sampler: None on a rank that does not sample."""
+        """prompts: None to never evaluate. sampler: None on a rank that does not sample."""
         self.cfg, self.world, self.prompts, self.sampler, self.models = cfg, world, prompts, sampler, models
         self.numbers: dict[str, float] = {}
         """`eval/...` of the last evaluation, alike on the ranks of a kind, until `take`."""
         self.rows: list[dict] = []
-        """Some of its conversations, for samples.jsonl, until they are written; on the first rank."""
+        """Rows of some conversations for samples.jsonl, until they are written; on the first rank."""
         self.to_judge: list[Episode] | None = None
         """Episodes of this rank that the reward model has not seen."""
         self.keeps_graded = False
-        """True where an evaluation that is asked to leave tells what it has measured, in place of an error; how many
-        samples that is stands in the number `MEASURED`."""
+        """True if an evaluation that is interrupted returns the results until then in place of an error."""
 
     def is_due(self, step: int, force: bool = False) -> bool:
-        """Tells whether to evaluate before a step, counted from 0. force: once more, whatever the step."""
+        """Return True if an evaluation is due before a step, counted from 0.
+
+        force: evaluate once more, whatever the step.
+        """
         every = self.cfg.eval.every
         return self.prompts is not None and bool(every) and (step % every == 0 or force)
 
     def sample(self, name: str, version: int) -> list[Episode]:
-        """Evaluate by the weights of `version`; this rank's episodes. Collective over samplers.
+        """Evaluate the weights of `version`; return this rank's episodes. Collective over samplers.
 
         name: unique in the run.
 
@@ -68,7 +72,7 @@ class Evaluation:
         return episodes
 
     def judge(self) -> None:
-        """Add the reward model's scores, also to `eval/score`, where an evaluation waits for them. Collective."""
+        """Add the reward model's scores, also to `eval/score`, if an evaluation waits for them. Collective."""
         if self.to_judge is None:
             return
         assert self.prompts is not None
@@ -77,22 +81,37 @@ class Evaluation:
         self.numbers["eval/score"] += self.cfg.reward.model_coef * scores["eval/model"]
 
     def take(self) -> dict[str, float]:
-        """The numbers, once."""
+        """Return the numbers, once."""
         numbers, self.numbers = self.numbers, {}
         return numbers
+
+    def summary(self) -> dict[str, Any]:
+        """Return what was measured and the numbers, as JSON values; `stopped`: why an evaluation was interrupted."""
+        assert self.prompts is not None
+        prompts, each = len(self.prompts), self.cfg.eval.samples
+        out: dict[str, Any] = {"model": self.cfg.model.path, "data": self.cfg.data.eval}
+        out |= {"prompts": prompts, "samples": prompts * each}
+        measured = int(self.numbers.pop(MEASURED))
+        if measured < out["samples"]:
+            # Prompts count with all of their samples or not at all.
+            out |= {"prompts": measured // each, "samples": measured, "stopped": exit_reason()}
+        return out | {name: plain(value) for name, value in self.numbers.items()}
 
     def show(self, rows: list[dict]) -> None:
         """Take some conversations, as rows of the first rank that samples. Collective under `split`."""
         self.rows = rows_of_first([row | {"evaluation": True} for row in rows], self.world)
 
     def take_rows(self, step: int) -> list[dict]:
-        """The rows for samples.jsonl, once; none but on the first rank. step: of the evaluation, counted from 1."""
+        """Return the rows for samples.jsonl, once; only the first rank has any.
+
+        step: of the evaluation, counted from 1.
+        """
         rows, self.rows = self.rows, []
         return [row | {"step": step} for row in rows]
 
 
 def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str) -> RolloutPlan:
-    """The rollout that evaluates: every prompt, in order."""
+    """Return the plan of the rollout that evaluates: every prompt, in order."""
     return RolloutPlan(
         f"eval/{name}",
         prompts,
@@ -110,9 +129,10 @@ def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str)
 
 
 def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode], int]:
-    """`eval/accuracy` (share of samples that are right), `eval/score`, pass@k, and `eval/turns` with an environment.
+    """Return the numbers, this rank's episodes, and how many samples all ranks measured. Collective over samplers.
 
-    Beside them this rank's episodes, and how many samples all ranks measured. Collective over samplers.
+    The numbers are `eval/accuracy` (share of samples that are right), `eval/score`, pass@k, and `eval/turns` with an
+    environment.
 
     Raises:
         AbandonedError: on every rank that samples.
@@ -120,15 +140,9 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     world, cfg = sampler.world, sampler.cfg
     # Its time is the evaluation's.
     done = sampler.rollout(plan, Timer()).episodes
-    # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded says nothing.
+    # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded does not count.
     scores = [
-        [
-            e.position,
-            0.0 if math.isnan(e.reward) else e.reward,
-            float(e.ungraded),
-            e.turns,
-            float(counts_as_right(e.reward, e.parts)),
-        ]
+        (e.position, 0.0 if math.isnan(e.reward) else e.reward, e.ungraded, e.turns, counts_as_right(e.reward, e.parts))
         for e in done
     ]
     scores_n5 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 5)
@@ -152,7 +166,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
 
 
 def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:
-    """Mean scores that the reward model gives the episodes of all ranks: `eval/model`, and by label. Collective."""
+    """Return the reward model's mean scores of the episodes of all ranks: `eval/model`, and by label. Collective."""
     batch = from_episodes(episodes)
     batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}
     batch = balance(batch, world)
@@ -162,15 +176,15 @@ def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, wo
     if models.reward_model:
         scores = reading.read(batch, models.reward_model)
         of_each = (scores.response_B, *scores.labels.values(), torch.ones(len(batch)))
-        # The last path of an episode that branches is what was answered in the end.
+        # The last path of an episode that branches holds its final answer.
         sums = torch.stack([x[batch.lasts].sum() for x in of_each])
-    # Ranks that share a position hold the same sequences, each of them as many.
+    # Ranks that share a position hold the same sequences, so all are counted equally often.
     *totals, count = all_reduce(sums.double(), "sum", world.host_group).tolist()
     return {name: total / max(1.0, count) for name, total in zip(names, totals, strict=True)}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is right) from n samples (https://arxiv.org/abs/2107.03374)."""
+    """Return the unbiased estimate of P(at least one of k samples is right) from n samples (https://arxiv.org/abs/2107.03374)."""
     if n - correct < k:
         return 1.0
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -14,41 +13,16 @@ from spmdrl.config.schema import Config
 from spmdrl.data.episode import Episode
 from spmdrl.rewards.load import check_ungraded
 from spmdrl.rl.environment import COUNTS, describe_environment
-from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, unbegun
+from spmdrl.rl.rollout_plan import Experience, PromptGroup, RolloutPlan
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 from spmdrl.spmd.world import World
-from spmdrl.tracking.metrics import Metrics
-
-
-@dataclass
-class Experience:
-    """Episodes that a step learns from, on this rank: positions are 0 .. prompts - 1 over all ranks."""
-
-    episodes: list[Episode]
-    drawn: int = 0
-    """Number of prompts that the step consumed over all ranks, up to the last one that was begun; known to the ranks
-    that sample. The next step draws the later ones."""
-    carried: list[PromptGroup] = field(default_factory=list)
-    """Groups for the next step that were cut short on this rank's engine, or drawn and not begun there."""
-    bad_samples: int = 0
-    """Samples left out on this rank because a reward or logp was not finite, they could not be graded, or all others of
-    their prompt were left out and the advantage compares them."""
-    stats: Metrics = field(default_factory=Metrics)
-
-
-def with_others(episodes: list[Episode]) -> list[Episode]:
-    """Leave out samples that are alone of their prompt: there is nothing to compare them with, and a baseline of 0
-    would have them learn from the size of their reward. Groups are whole.
-    """
-    count = Counter(e.position for e in episodes)
-    return [e for e in episodes if count[e.position] > 1]
 
 
 class Filling:
-    """Counts what the rollouts of a step bring, alike on all ranks that sample, until it is enough.
+    """Adds up the rollouts of a step, alike on all ranks that sample, until they are enough.
 
-    All of them run as many rollouts: the count is of prompts that any rank kept (law 1). Of those, the ones drawn first
-    are taken, so the rank that sampled them plays no part; the rest is dropped and counted.
+    All ranks run equally many rollouts, because they count the prompts that any rank kept (law 1). Of those, the ones
+    drawn first are taken, whichever rank sampled them; the rest is dropped and counted.
     """
 
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
@@ -59,21 +33,19 @@ class Filling:
         self.advantage = ADVANTAGES.get(cfg.algo.advantage)
         """Its row; None for a user's own."""
         self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
-        """True where a sample that is alone of its prompt is left out."""
+        """True if a sample without others of its prompt is left out."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
         """Groups that all engines go on with."""
-        self.kept: list[Episode] = []
-        self.cut: list[PromptGroup] = []
+        self.done = Experience([])
+        """The rollouts so far, with the episodes that were kept."""
         self.rewards: list[float] = []
-        """Of all samples; nan where one could not be graded."""
+        """Rewards of all samples; nan for one that could not be graded."""
         self.positions = torch.zeros(0, dtype=torch.int64)
         """Positions of the prompts that were kept on any rank."""
-        self.drawn = self.bad = self.unbegun = self.rounds = self.version = 0
-        self.counts: Counter[str] = Counter()
-        """Sums of what environments did, on this rank."""
+        self.unbegun = self.rounds = self.version = 0
         self.why = ""
-        """The reason for which an environment left out the first episode on this rank."""
+        """Why an environment left out the first such episode on this rank."""
 
     @property
     def most_rounds(self) -> int:
@@ -92,7 +64,7 @@ class Filling:
         return max(over - (self.before if self.rounds == 0 else 0), 0)
 
     def order(self, plan: RolloutPlan) -> None:
-        """Gives the step's next plan the groups that it goes on with, and its condition to end."""
+        """Set in the step's next plan which groups it goes on with, and when it ends."""
         # A rollout before this one may have begun no prompt.
         plan.name += f"/{self.rounds}"
         if self.oversampled:
@@ -102,97 +74,110 @@ class Filling:
             plan.must_end = self.step - self.partial if self.partial else -1
         plan.keeps_cut = bool(self.partial)
 
-    def take(self, plan: RolloutPlan, result: RolloutResult) -> None:
-        """Counts the result of a rollout. Collective over the ranks that sample."""
+    def take(self, plan: RolloutPlan, result: Experience) -> None:
+        """Add the result of a rollout. Collective over the ranks that sample."""
+        done, drawn = self.done, len(plan.prompts)
         self.rounds += 1
-        self.version, self.cut, more = plan.version, self.cut + result.cut, len(plan.prompts)
+        self.version = plan.version
+        done.carried += result.carried
         if self.oversampled:
-            # Enough may be there before all prompts are begun: the line goes on after the last one that was.
-            more = int(all_reduce(torch.tensor([result.begun]), "max", self.world.rollout_group))
-            rest = unbegun(plan, result, more, self.world)
-            self.cut += rest if self.partial else []
-            self.unbegun += 0 if self.partial else len(rest)
-        self.drawn += more
-        # Of the episodes that end here, as `reward/ungraded` has them: one of a group that goes on comes later.
-        failed = sum(e.finish == "abort" for e in result.episodes)
-        self.counts.update(result.counts | {"failures": failed})
+            # A rollout may end before all prompts are begun; the next one draws those after the last that was.
+            drawn = int(all_reduce(torch.tensor([result.drawn]), "max", self.world.rollout_group))
+            rest = plan.unbegun(result, drawn, self.world)
+            if self.partial:
+                done.carried += rest
+            else:
+                self.unbegun += len(rest)
+        done.drawn += drawn
+        # Failures of episodes that end here, as in `reward/ungraded`: those of a group that goes on count later.
+        counts = result.counts | {"failures": sum(e.finish == "abort" for e in result.episodes)}
+        done.counts = {name: done.counts.get(name, 0.0) + n for name, n in counts.items()}
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
         if self.compares:
-            usable = with_others(usable)
-        self.bad += len(result.episodes) - len(usable)
+            # There is nothing to compare a sample with that is alone of its prompt, and with a baseline of 0 it would
+            # be learnt by the size of its reward. Groups are whole.
+            samples = Counter(e.position for e in usable)
+            usable = [e for e in usable if samples[e.position] > 1]
+        done.bad_samples += len(result.episodes) - len(usable)
         self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
         self.why = self.why or next((e.why for e in result.episodes if e.why), "")
         if self.keep:
-            # Before more is sampled: what cannot be graded would fill no round.
-            size = self.cfg.rollout.samples_per_prompt
+            # Before more is sampled: prompts that cannot be graded would fill no round.
             counts = torch.tensor([sum(e.ungraded for e in result.episodes), len(result.episodes)])
             ungraded, graded = all_reduce(counts, "sum", self.world.rollout_group).tolist()
-            check_ungraded(ungraded, graded, self.cfg.reward, "a rollout", size, self.cfg.env, self.why)
-        by_turn = self.advantage is not None and "turn" in self.advantage.reads
-        self.kept += passing(usable, self.keep, self.cfg.filter, by_turn) if self.keep else usable
-        mine = torch.tensor(sorted({e.position for e in self.kept}), dtype=torch.int64)
+            self._check(ungraded, graded, "a rollout")
+            by_turn = self.advantage is not None and "turn" in self.advantage.reads
+            usable = passing(usable, self.keep, self.cfg.filter, by_turn)
+        done.episodes += usable
+        mine = torch.tensor(sorted({e.position for e in done.episodes}), dtype=torch.int64)
         rows = all_gather_rows(mine[:, None], self.world.rollout_group)
         self.positions = torch.cat([part[:, 0].cpu() for part in rows])
 
+    def _check(self, ungraded: int, graded: int, where: str) -> None:
+        size = self.cfg.rollout.samples_per_prompt
+        check_ungraded(ungraded, graded, self.cfg.reward, where, size, self.cfg.env, self.why)
+
     def shortage(self) -> ValueError:
-        """The error of a step that could not be filled, with the acceptance rate."""
-        drawn, rounds = self.drawn + self.before, self.cfg.filter.max_rounds
+        """Return the error of a step that could not be filled, with the acceptance rate."""
+        drawn, rounds = self.done.drawn + self.before, self.cfg.filter.max_rounds
         return ValueError(shortage(self.cfg.filter.keep, len(self.positions), drawn, self.wanted, rounds))
 
     def experience(self) -> Experience:
-        """Returns the episodes that the step learns from, and its numbers. Collective over the ranks that sample."""
-        chosen = choose(self.positions, self.wanted)
+        """Return the episodes that the step learns from, and its numbers. Collective over the ranks that sample."""
+        done, chosen = self.done, choose(self.positions, self.wanted)
         place = {int(position): i for i, position in enumerate(chosen)}
-        taken = [e for e in self.kept if e.position in place]
-        for episode in taken:
+        done.episodes = [e for e in done.episodes if e.position in place]
+        for episode in done.episodes:
             episode.position = place[episode.position]
-        out = Experience(taken, self.drawn, self.cut if self.partial else [], self.bad)
-        self._describe(out, len(self.positions) - len(chosen))
-        return out
+        self._describe(len(self.positions) - len(chosen))
+        if not self.partial:
+            done.carried = []
+        return done
 
-    def _describe(self, out: Experience, surplus: int) -> None:
-        drawn, group = self.drawn + self.before, self.world.rollout_group
+    def _describe(self, surplus: int) -> None:
+        done, group = self.done, self.world.rollout_group
+        drawn, stats = done.drawn + self.before, done.stats
         reward_N = torch.cat(all_gather_rows(torch.tensor(self.rewards, dtype=torch.float64)[:, None], group)).flatten()
-        ungraded, size = int(reward_N.isnan().sum()), self.cfg.rollout.samples_per_prompt
-        check_ungraded(ungraded, len(reward_N), self.cfg.reward, "a step", size, self.cfg.env, self.why)
-        out.stats.add("reward/ungraded", ungraded)
+        ungraded = int(reward_N.isnan().sum())
+        self._check(ungraded, len(reward_N), "a step")
+        stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
-            # Of all that was graded; a reward model sees only what is learnt from. Sorted, as they came in any order.
+            # Of all graded samples; a reward model only sees those that are learnt from. Sorted: they came in any
+            # order.
             reward_N = reward_N[~reward_N.isnan()].sort().values
-            out.stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
+            stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
         if self.cfg.env:
-            counts = all_reduce(torch.tensor([self.counts[name] for name in COUNTS], dtype=torch.float64), "sum", group)
-            describe_environment(out.stats, dict(zip(COUNTS, counts.tolist(), strict=True)))
+            counts = torch.tensor([done.counts.get(name, 0.0) for name in COUNTS], dtype=torch.float64)
+            describe_environment(stats, dict(zip(COUNTS, all_reduce(counts, "sum", group).tolist(), strict=True)))
         if self.keep:
-            out.stats.add("filter/rounds", self.rounds)
-            out.stats.add("filter/accepted", len(self.positions) / max(1, drawn))
-            out.stats.add("filter/dropped_prompts", drawn - len(self.positions))
-            out.stats.add("filter/surplus_prompts", surplus)
+            stats.add("filter/rounds", self.rounds)
+            stats.add("filter/accepted", len(self.positions) / max(1, drawn))
+            stats.add("filter/dropped_prompts", drawn - len(self.positions))
+            stats.add("filter/surplus_prompts", surplus)
         if self.oversampled or self.partial:
             leads = self.world.engine_tp_rank == 0
-            tokens = sum(e.made for g in self.cut for e in g.episodes) * leads
-            segments = [s for e in out.episodes for s in e.segments]
+            tokens = sum(e.made for g in done.carried for e in g.episodes) * leads
+            segments = [s for e in done.episodes for s in e.segments]
             stale = sum(len(s) for s in segments if s.sampled and s.version < self.version)
-            counts = torch.tensor([len(self.cut) * leads, tokens, stale, self.unbegun * leads])
+            counts = torch.tensor([len(done.carried) * leads, tokens, stale, self.unbegun * leads])
             names = ("cut_prompts", "cut_tokens", "stale_tokens", "unbegun_prompts")
             for name, count in zip(names, all_reduce(counts, "sum", group).tolist(), strict=True):
-                out.stats.add(f"rollout/{name}", count)
-            out.stats.add("rollout/surplus_prompts", surplus)
+                stats.add(f"rollout/{name}", count)
+            stats.add("rollout/surplus_prompts", surplus)
 
 
 def carried_by(groups: list[PromptGroup], world: World) -> list[int]:
-    """Returns the number of groups that each engine goes on with. Collective over the ranks that sample."""
+    """Return the number of groups that each engine goes on with. Collective over the ranks that sample."""
     row = torch.tensor([[world.engine_index, len(groups)]])
     rows = torch.cat(all_gather_rows(row, world.rollout_group)).tolist()
     # The ranks of an engine hold the same groups.
-    count = dict(rows)
-    return [count[engine] for engine in range(world.engine_count)]
+    return [count for _, count in sorted(dict(rows).items())]
 
 
 def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn: bool = False) -> list[Episode]:
-    """The episodes whose group the filter keeps; an engine's groups are whole.
+    """Return the episodes whose group the filter keeps; an engine's groups are whole.
 
-    by_turn: the advantage compares turns, so that equal totals of unlike turns are `mixed` too.
+    by_turn: the advantage compares turns, so that equal totals of different turns are `mixed` too.
     """
     score = [metric_of(e, cfg.metric) for e in episodes]
     group_B = torch.tensor([e.position for e in episodes], dtype=torch.int64)
@@ -210,12 +195,12 @@ def rewards_by_turn(episode: Episode) -> dict[int, float]:
     out = {episode.turns - 1: episode.reward - episode.turn_rewards}
     for segment in episode.segments:
         out[segment.turn] = out.get(segment.turn, 0.0) + segment.reward
-    # What rounding leaves of a sum is no reward.
+    # Rounding may leave a tiny rest of a sum, which is not a reward.
     return {turn: value for turn, reward in out.items() if (value := round(reward, 9))}
 
 
 def metric_of(episode: Episode, metric: str) -> float:
-    """Returns the number that a filter judges: the reward part `metric`, or the reward where that is empty."""
+    """Return the number that a filter judges: the reward part `metric`, or the reward if that is empty."""
     if not metric:
         return episode.reward
     if metric not in episode.parts and not episode.timed_out:

@@ -1,4 +1,4 @@
-"""Episodes on their way through the reward function."""
+"""Grades the episodes of a rollout while the engine goes on sampling."""
 
 import math
 from dataclasses import replace
@@ -15,68 +15,61 @@ from spmdrl.tracking.metrics import Timer
 
 
 class Grading:
-    """Episodes on their way through the reward function, and the rewards that are back, by (position, sample)."""
+    """Hands episodes of a rollout to the grader, and holds the rewards until their groups are complete."""
 
     def __init__(self, grader: Grader, tokenizer, leads: bool):
-        """leads: False on an engine's other ranks, which grade only as far as the engine does, together with it."""
+        """leads: False on an engine's other ranks, which only grade as far as the engine does, together with it."""
         self.grader, self.tokenizer = grader, tokenizer
-        self.leads, self.graders = leads, [grader] if leads else on_engine(grader)
+        self.graders = [grader] if leads else on_engine(grader)
         self.rewards: dict[tuple[int, int], Reward] = {}
-        self.submitted: set[tuple[int, int]] = set()
+        """Rewards by (position, sample)."""
         self.failures = 0
         """Episodes whose environment failed."""
 
     def failed(self, group: PromptGroup, episode: Episode, why: str) -> None:
         """Leave out an episode whose environment failed, or whose prompt is too long."""
         self.failures += 1
-        # The other ranks of an engine know no reason.
-        episode.ungraded, episode.why = True, why if self.leads else ""
+        episode.ungraded, episode.why = True, why
         warn_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
 
     def ended(self, group: PromptGroup, episode: Episode) -> None:
-        """Submit an episode that ended, or its whole group once that has ended if the grader wants groups."""
+        """Submit an episode that ended; if the grader wants groups, submit the whole group once all have ended."""
         if not self.grader.wants_groups:
             self.submit(group, episode)
         elif group.done:
-            self.submit_all(group)
-
-    def submit_all(self, group: PromptGroup) -> None:
-        """Have the responses of a group graded, in the order of their samples."""
-        for episode in group.episodes:
-            self.submit(group, episode)
+            for each in group.episodes:
+                self.submit(group, each)
 
     def submit(self, group: PromptGroup, episode: Episode) -> None:
-        """Have the last response graded."""
-        place = group.position, episode.sample
-        self.submitted.add(place)
+        """Submit the last response of an episode to the grader."""
+        episode.phase = "grading"
         if episode.ungraded:
-            self.rewards[place] = Reward(math.nan, ungraded="its environment failed")
+            self.rewards[group.position, episode.sample] = Reward(math.nan, ungraded="its environment failed")
             return
         if not self.graders:
             return
         prompt = group.prompt
         # Without its end token, as a reward reads it.
         prefill, mark = divided(prompt.reply)
-        text = mark + self.tokenizer.decode(episode.response, skip_special_tokens=True)
         item = RewardInput(
             prompt.data_source,
-            text,
+            mark + self.tokenizer.decode(episode.response, skip_special_tokens=True),
             prompt.ground_truth,
             prompt.extra,
             prompt.content,
             prefill,
-            sum(not e.ungraded for e in group.episodes),
-            episode.given,
-            episode.parts,
-            [] if episode.given is None else self._dialogue(episode),
-            prompt.tools,
+            group=sum(not e.ungraded for e in group.episodes),
+            given=episode.given,
+            given_parts=episode.parts,
+            dialogue=[] if episode.given is None else self._dialogue(episode),
+            tools=prompt.tools,
         )
-        # It begins with the prompt's index, which the grader's messages name.
+        # The key begins with the prompt's index, which the grader's messages name.
         for grader in self.graders:
             grader.submit((prompt.index, episode.sample, group.position), item)
 
     def _dialogue(self, episode: Episode) -> list[tuple[bool, str]]:
-        """Return what stood before the last response: the prompt, then the policy's turns and what it read."""
+        """Return the prompt and all turns and observations before the last response, each with who wrote it."""
         prompt, path = list(range(episode.opening)), episode.path
         # A branch that begins inside the prompt, or beside it, is read whole.
         rest = path[len(prompt) :] if path[: len(prompt)] == prompt else path
@@ -89,34 +82,29 @@ class Grading:
         return [(sampled, text) for (sampled, _), text in zip(pieces, decoded, strict=True)]
 
     def poll(self) -> None:
-        """Take what is back."""
+        """Take the rewards that have come."""
         for grader in self.graders:
             self._take(grader.poll())
 
     def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
-        """Wait for all; False where the rollout was abandoned meanwhile. groups: those that are done."""
+        """Wait for the rewards of finished groups; return False if the rollout was abandoned meanwhile."""
         # Episodes of a carried group that ended in an earlier step were graded there, and are graded again: cheap, and
         # nothing but their tokens has to be kept. A grader of whole groups has got all of them.
         for group in groups:
             for episode in group.episodes:
-                if (group.position, episode.sample) not in self.submitted:
+                if episode.phase != "grading":
                     self.submit(group, episode)
         with timer("reward"):
             for grader in self.graders:
                 self._take(grader.drain(plan.may_end))
-        for episode in (episode for group in groups for episode in group.episodes):
-            reward = self.rewards.get((episode.position, episode.sample))
-            if reward and reward.shut:
-                # Rewards of turns must be 0 too, as the last turn gets the score minus their sum.
-                episode.segments = [replace(s, reward=0.0) for s in episode.segments]
         return not any(grader.pending for grader in self.graders)
 
     def has(self, group: PromptGroup) -> bool:
-        """Tell whether all episodes of a group are graded."""
+        """Return True if all rewards of a group have come."""
         return all((e.position, e.sample) in self.rewards for e in group.episodes)
 
     def graded(self, group: PromptGroup, plan: RolloutPlan) -> list[Episode]:
-        """The samples of a group, with their rewards; the greedy episode's is the others' baseline.
+        """Return the samples of a group with their rewards; the greedy episode's reward is the others' baseline.
 
         Raises:
             ValueError: a logp is not finite, unless such samples are skipped.
@@ -126,18 +114,14 @@ class Grading:
         first = group.episodes[0].experts
         for episode in group.episodes[: plan.samples]:
             reward = self.rewards[group.position, episode.sample]
+            episode.phase = "graded"
             episode.reward, episode.parts, episode.timed_out = reward.score, reward.parts, reward.timed_out
+            if reward.shut:
+                # Rewards of turns must be 0 too, as the last turn gets the score minus their sum.
+                episode.segments = [replace(s, reward=0.0) for s in episode.segments]
             episode.ungraded = bool(reward.ungraded) or not reward.applies
-            if episode.ungraded:
-                episode.reward = math.nan
             episode.baseline = baseline
-            if not all(bool(torch.isfinite(s.logp).all()) for s in episode.segments if s.logp is not None):
-                if plan.bad_sample == "stop":
-                    raise ValueError(
-                        f"the engine reported a logp that is not finite for prompt {episode.prompt}, sample "
-                        f"{episode.sample}, at weight version {plan.version}; look at grad_norm of the steps before, "
-                        "or leave such samples out with --filter.bad-sample skip"
-                    )
+            if episode.ungraded or not _has_finite_logp(episode, plan):
                 episode.reward = math.nan
             if not math.isfinite(baseline):
                 # There is nothing to subtract from any sample of this prompt.
@@ -151,3 +135,15 @@ class Grading:
 
     def _take(self, graded: list[tuple[object, Reward]]) -> None:
         self.rewards |= {(key[2], key[1]): reward for key, reward in graded if isinstance(key, tuple)}
+
+
+def _has_finite_logp(episode: Episode, plan: RolloutPlan) -> bool:
+    if all(bool(torch.isfinite(s.logp).all()) for s in episode.segments if s.logp is not None):
+        return True
+    if plan.bad_sample == "stop":
+        raise ValueError(
+            f"the engine reported a logp that is not finite for prompt {episode.prompt}, sample {episode.sample}, at "
+            f"weight version {plan.version}; look at grad_norm of the steps before, or leave such samples out with "
+            "--filter.bad-sample skip"
+        )
+    return False

@@ -20,9 +20,8 @@ from spmdrl.policy.objectives.algorithm import Algorithm, add_mismatch
 from spmdrl.policy.objectives.likelihood import SftObjective
 from spmdrl.policy.objectives.pairs import PairObjective
 from spmdrl.rl.build import build_run
-from spmdrl.rl.method import PolicyGradient
 from spmdrl.rl.reading import finite
-from spmdrl.rl.run import Run
+from spmdrl.rl.run import PolicyGradient, Run
 from spmdrl.rl.score import add_model_scores, shape
 from spmdrl.rl.update import refresh_reference
 from spmdrl.session.session import Session
@@ -50,7 +49,7 @@ class OnlinePreference(PolicyGradient):
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
         """This rank's episodes as a batch of which each rank will get whole groups. Collective."""
-        batch = self.run.pack(episodes, step)
+        batch = super().pack(episodes, step)
         if batch.branches:
             raise ValueError(
                 "pairs are compared of episodes that do not branch: take an environment that keeps its history"

@@ -9,13 +9,13 @@ from spmdrl.health.status import tick
 from spmdrl.rl.engine_judges import is_abandoned
 from spmdrl.rl.environment import Environment, Observation, Place, share
 from spmdrl.rl.grade import Grading
-from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, enough_here, request_key
+from spmdrl.rl.rollout_plan import Experience, PromptGroup, RolloutPlan, request_key
 from spmdrl.spmd.queue import PromptQueue, Tally
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
 PATIENCE = 0.2
-"""Seconds that a rank waits at a time for environments, where its engine has nothing to do."""
+"""Seconds that a rank waits at a time for environments if its engine has nothing to do."""
 
 
 class Rollout:
@@ -26,14 +26,14 @@ class Rollout:
         plan.turn_tokens = environment.turn_tokens
         self.shares = environment.remote and world.engine_group is not None
         self.queue = PromptQueue(world, len(plan.prompts), plan.name, plan.assignment)
-        self.tally = Tally(world, plan.name, enough_here(plan, world), plan.assignment)
+        self.tally = Tally(world, plan.name, plan.enough_here(world), plan.assignment)
         self.leads = world.engine_tp_rank == 0
         self.groups: dict[int, PromptGroup] = {}
         self.waiting = list(plan.carried)
         self.begun = self.polls = 0
         self.abandoned = False
         self.phases: Counter[str] = Counter()
-        """Number of episodes in each phase (`Episode.phase`)."""
+        """Number of episodes in each phase before grading (`Episode.phase`)."""
         self.observations: list[tuple[Place, Observation]] = []
         """Observations that wait until all outstanding ones have arrived."""
         self.ended = 0
@@ -52,8 +52,8 @@ class Rollout:
         return self.phases["sampling"]
 
     @property
-    def owed(self) -> int:
-        """Observations that the environment owes."""
+    def due(self) -> int:
+        """Observations that the environment has still to return."""
         return self.phases["opening"] + self.phases["answering"]
 
     def enter(self, episode: Episode, phase: str) -> None:
@@ -62,39 +62,39 @@ class Rollout:
         self.phases[phase] += 1
         episode.phase = phase
 
-    def run(self, timer: Timer) -> RolloutResult:
-        """Sample until all is done or enough is there, then wait for the rewards."""
+    def run(self, timer: Timer) -> Experience:
+        """Sample until all or enough groups are complete, then wait for the rewards."""
         plan = self.plan
         with timer("rollout"):
             while self.admit():
                 self.advance()
-                due = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
+                awaited = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
                 ended, self.ended = self.ended, 0
-                if self.leaves() or (self.tally.reached(ended) and not due):
+                if self.leaves() or (self.tally.reached(ended) and not awaited):
                     break
             self.cut_short(plan.keeps_cut and not self.abandoned)
         unfinished = [g for g in self.groups.values() if not g.done]
         done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
         if (self.abandoned and not plan.keeps_graded) or not self.grading.finish(done, plan, timer):
-            # The engine's other ranks learn of a grading that was abandoned in `Sampler.rollout`.
+            # `Sampler.rollout` reports to the engine's other ranks that the grading was abandoned.
             self.abandoned = True
         if self.abandoned:
             done = [group for group in done if plan.keeps_graded and self.grading.has(group)]
         episodes = [e for group in done for e in self.grading.graded(group, plan)] if self.leads else []
-        counts = self.environment.take_counts()
-        if counts:
-            counts["idle"] = self.idle
-        cut = [] if self.abandoned else unfinished + self.waiting
-        return RolloutResult(episodes, cut, self.begun, self.abandoned, counts)
+        out = Experience(episodes, self.begun, [] if self.abandoned else unfinished + self.waiting)
+        out.abandoned, out.counts = self.abandoned, self.environment.take_counts()
+        if out.counts:
+            out.counts["idle"] = self.idle
+        return out
 
     def leaves(self) -> bool:
-        """Tell whether the rollout is to be left as it is. Collective over the ranks of an engine."""
+        """Return True if the rollout is abandoned. Collective over the ranks of an engine."""
         self.polls += 1
         self.abandoned = self.abandoned or is_abandoned(self.plan, self.world, self.polls)
         return self.abandoned
 
     def admit(self) -> bool:
-        """Begin groups while there is room; False where nothing is under way and nothing is left to begin."""
+        """Begin groups while there is room; return False if nothing runs and nothing is left to begin."""
         taken = self.take()
         while taken:
             for group in taken:
@@ -104,13 +104,13 @@ class Rollout:
             self.observe()
             self.catch_up()
             # All that just began may have failed at once.
-            taken = [] if self.running + self.owed else self.take()
-        return self.running + self.owed > 0
+            taken = [] if self.running + self.due else self.take()
+        return self.running + self.due > 0
 
     def take(self) -> list[PromptGroup]:
         """Return the groups that there is room for, those of earlier steps first."""
-        # An episode that waits for an answer of its environment leaves its place in the engine to others.
-        under_way, each = self.running + self.owed, self.plan.requests_per_prompt
+        # An episode that waits for its environment leaves its place in the engine to others.
+        under_way, each = self.running + self.due, self.plan.requests_per_prompt
         free = min(self.places - self.running - self.phases["opening"], self.fair - under_way)
         room = max(-(-free // each), 0)
         if self.environment.most_open:
@@ -133,7 +133,7 @@ class Rollout:
             self.submit(group, episode)
 
     def ask(self, group: PromptGroup, episode: Episode, finish: str) -> None:
-        """Have the environment answer an episode's last response. finish: as the engine ended it."""
+        """Have the environment answer an episode's last response. finish: how the engine ended it."""
         episode.unanswered = finish
         self.environment.answer(self.plan, group, episode, finish)
         self.enter(episode, "answering")
@@ -144,7 +144,7 @@ class Rollout:
         self.enter(episode, "sampling")
 
     def advance(self) -> None:
-        """One step of the engine, and the observations that came meanwhile."""
+        """Run one step of the engine, and take the observations that came meanwhile."""
         tick()
         if self.running:
             for completion in self.engine.poll():
@@ -161,9 +161,9 @@ class Rollout:
         self.grading.poll()
 
     def catch_up(self) -> None:
-        """Wait for all that environments owe, where the plan asks for that."""
+        """Wait for all due observations if the plan demands it."""
         began = time.monotonic()
-        while self.plan.in_order and self.owed and not self.leaves():
+        while self.plan.in_order and self.due and not self.leaves():
             tick()
             self.observe(PATIENCE)
         self.idle += time.monotonic() - began
@@ -171,12 +171,12 @@ class Rollout:
     def observe(self, wait: float = 0.0) -> None:
         """Take the environments' observations, waiting up to `wait` seconds for the first.
 
-        Under `plan.in_order` nothing is taken before all that is owed has come, and then it is taken by place: the
-        engine rounds a sequence by its neighbours, which must not be those that happened to be answered together.
+        Under `plan.in_order` they are only taken once all have come, and then by place: the neighbours of a sequence in
+        the engine's batch change its rounding, so they must not depend on which answers came together.
         """
         came = self.environment.poll(wait)
         self.observations += share(came, self.world) if self.shares else came
-        if self.plan.in_order and len(self.observations) < self.owed:
+        if self.plan.in_order and len(self.observations) < self.due:
             return
         observations, self.observations = sorted(self.observations, key=lambda entry: entry[0]), []
         for (position, sample), seen in observations:
@@ -196,9 +196,10 @@ class Rollout:
             self.grading.ended(group, episode)
 
     def cut_short(self, keep: bool) -> None:
-        """Stop what still runs and keep its tokens. keep: another step goes on with it."""
+        """Stop unfinished episodes and keep their tokens. keep: another step goes on with them."""
         unfinished = [e for g in self.groups.values() for e in g.open]
-        for episode in unfinished:
+        for episode in (e for g in self.groups.values() if not g.done for e in g.episodes):
+            # Episodes of such a group that ended are graded with the others of it.
             self.enter(episode, "")
         keys = [request_key(e) for e in unfinished if e.segments]
         for completion in self.engine.abort(keys):
@@ -210,8 +211,7 @@ def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
     """Add the engine's completion to its episode."""
     if completion.tokens and completion.version != plan.version:
         raise StaleEngineError(f"a sample of weight version {completion.version} came into a rollout of {plan.version}")
-    over = completion.finish != "abort"
-    if completion.tokens or over:
+    if completion.tokens or completion.finish != "abort":
         episode.add_sampled(completion.tokens, completion.logp, plan.version)
     if completion.experts is not None:
         # An earlier part's tokens ran again, by later weights: what counts is how their logp came about.
@@ -219,7 +219,7 @@ def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
 
 
 def add(seen: Observation, episode: Episode) -> None:
-    """Add an observation to an episode. Raises ValueError where it does not fit."""
+    """Add an observation to an episode. Raises ValueError if it does not fit."""
     episode.unanswered = ""
     if seen.reward:
         episode.add_reward(seen.reward)

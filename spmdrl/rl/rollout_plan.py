@@ -1,4 +1,4 @@
-"""Plans of rollouts, the groups of episodes that they are made of, and their results."""
+"""Plans of rollouts, the groups of episodes that they sample, and the experience that comes of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,6 +9,7 @@ from spmdrl.data.prompts import Prompt
 from spmdrl.engines.engine import Key, Request
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World
+from spmdrl.tracking.metrics import Metrics
 
 
 @dataclass
@@ -34,7 +35,7 @@ class PromptGroup:
         return [e for e in self.episodes if not e.finish]
 
     def copy(self) -> "PromptGroup":
-        """Returns a group to go on with, apart from this one; segments are never written into."""
+        """Return a group to go on with, apart from this one; segments are never written into."""
         return replace(
             self,
             episodes=[
@@ -45,8 +46,33 @@ class PromptGroup:
 
 
 @dataclass
+class Experience:
+    """Episodes that one rollout, or all rollouts of a step, completed on this rank, and the groups that go on.
+
+    In a step's experience the positions of episodes are 0 .. prompts - 1 over all ranks.
+    """
+
+    episodes: list[Episode]
+    """Episodes of whole groups; empty on an engine's other ranks."""
+    drawn: int = 0
+    """Number of prompts up to the last one that was begun: of a rollout by this engine, of a step by any. The next step
+    draws the later ones. Known to the ranks that sample."""
+    carried: list[PromptGroup] = field(default_factory=list)
+    """Groups that were cut short on this rank's engine, or drawn and not begun there; alike on all ranks of the
+    engine."""
+    bad_samples: int = 0
+    """Samples left out on this rank because a reward or logp was not finite, they could not be graded, or all others of
+    their prompt were left out and the advantage compares them."""
+    stats: Metrics = field(default_factory=Metrics)
+    counts: dict[str, float] = field(default_factory=dict)
+    """Sums of what environments did on this rank."""
+    abandoned: bool = False
+    """True if the rollout was abandoned; its episodes are then of use only if the plan keeps what is graded."""
+
+
+@dataclass
 class RolloutPlan:
-    """Prompts to sample and the settings for it. Every rank holds the same plan, `carried` apart."""
+    """Prompts to sample and the settings for it. Every rank holds the same plan, except for `carried`."""
 
     name: str
     """Name that is unique in the run; the queue carries it."""
@@ -79,16 +105,16 @@ class RolloutPlan:
     turn_tokens: int = 0
     """Limit on the tokens of one response; 0: none."""
     in_order: bool = False
-    """True where the engine takes no step while an environment owes an answer and gets requests by place, so that no
-    clock decides what is cut or what runs side by side."""
+    """True if the engine waits for all due observations before each step and gets requests by place, so that no clock
+    decides what is cut or what runs side by side."""
     keeps_cut: bool = False
-    """True where another step goes on with what is cut short."""
+    """True if another step goes on with groups that are cut short."""
     must_end: int = -1
     """Groups born in this step or before are always awaited, whatever `enough` is."""
     may_end: Callable[[], bool] | None = None
-    """Function asked between two steps of the engine, and of the grading: True abandons the rollout."""
+    """Called between two steps of the engine, and of the grading: True abandons the rollout."""
     keeps_graded: bool = False
-    """True where groups that are graded count although the rollout was abandoned."""
+    """True if groups that are graded count although the rollout was abandoned."""
 
     @property
     def requests_per_prompt(self) -> int:
@@ -96,90 +122,70 @@ class RolloutPlan:
         return self.samples + self.greedy
 
     def group(self, place: int) -> PromptGroup:
-        """Returns the prompt at this place, with episodes that have not begun."""
+        """Return the prompt at this place, with episodes that have not begun."""
         prompt, position = self.prompts[place], self.first_position + place
         episodes = [Episode(prompt.index, sample, position, []) for sample in range(self.requests_per_prompt)]
         return PromptGroup(position, prompt, self.key[-1], episodes)
 
     def counts(self, group: PromptGroup) -> bool:
-        """Tells whether a group that is done can be learned from, as far as its environments tell."""
+        """Return True if few enough environments of a finished group failed for it to count towards `enough`."""
         failed = [e.finish == "abort" for e in group.episodes]
         return failed[: self.samples].count(False) >= self.least and not any(failed[self.samples :])
 
     def room(self, episode: Episode) -> int:
-        """Tokens that an episode may still take."""
+        """Return the number of tokens that an episode may still take."""
         return self.max_new_tokens - episode.made
 
     def room_of_turn(self, episode: Episode) -> int:
-        """Tokens that the response under way may still take."""
+        """Return the number of tokens that the current response may still take."""
         room = self.room(episode)
         return min(room, self.turn_tokens - len(episode.response)) if self.turn_tokens else room
 
     def request(self, group: PromptGroup, sample: int) -> Request:
-        """Returns the request for the rest of a sample. Its seed depends on data alone, not on where it runs."""
+        """Return the request for the rest of a sample. Its seed depends on data alone, not on where it runs."""
         episode = group.episodes[sample]
-        seed = seed_for(*self.key, group.prompt.index, group.position, sample, episode.made)
-        temperature = 0.0 if self.greedy and sample == self.samples else self.temperature
         return Request(
-            request_key(episode),
-            episode.tokens.tolist(),
-            seed,
-            self.version,
-            self.room_of_turn(episode),
-            temperature,
-            self.top_p,
+            key=request_key(episode),
+            prompt=episode.tokens.tolist(),
+            seed=seed_for(*self.key, group.prompt.index, group.position, sample, episode.made),
+            version=self.version,
+            max_new_tokens=self.room_of_turn(episode),
+            temperature=0.0 if self.greedy and sample == self.samples else self.temperature,
+            top_p=self.top_p,
         )
 
+    def unbegun(self, done: Experience, last: int, world: World) -> list[PromptGroup]:
+        """Return this engine's groups among the first `last` prompts that it did not begin; none if a queue hands out.
 
-@dataclass
-class RolloutResult:
-    """Outcome of a plan on this rank."""
+        A fixed assignment leaves them if another engine was quicker; no other engine may begin them.
+        """
+        if self.assignment != "static":
+            return []
+        return [self.group(p) for p in range(world.engine_index, last, world.engine_count) if p >= done.drawn]
 
-    episodes: list[Episode]
-    """Episodes of whole groups; empty on an engine's other ranks."""
-    cut: list[PromptGroup]
-    """Groups cut short, alike on all ranks of the engine."""
-    begun: int = 0
-    """Prompts of the plan up to the last one that this engine began; it began none beyond."""
-    abandoned: bool = False
-    """True if the result is not to be used."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """Sums of what environments did on this rank."""
+    def enough_here(self, world: World) -> int:
+        """Return the groups that this engine must complete (static assignment), or all engines together (queue)."""
+        if self.assignment != "static" or not self.enough:
+            return self.enough
+        engines = world.engine_count
+        carried = self.carried_by or [0] * engines
+        drawn = [len(range(engine, len(self.prompts), engines)) for engine in range(engines)]
+        mine = shares(self.enough, [c + d for c, d in zip(carried, drawn, strict=True)])[world.engine_index]
+        # 0 would mean that there is no limit: an engine whose share is 0 stops at its first group.
+        return max(1, mine)
 
 
 def request_key(episode: Episode) -> Key:
-    """Returns the name of the request for an episode's next tokens inside a rollout."""
+    """Return the name of the request for an episode's next tokens inside a rollout."""
     return episode.position, episode.sample, episode.turns - 1
 
 
-def unbegun(plan: RolloutPlan, result: RolloutResult, last: int, world: World) -> list[PromptGroup]:
-    """This engine's prompts among the first `last` of a plan that it did not begin: none where a queue hands out.
-
-    A fixed assignment leaves them where another engine was quicker; nobody else may begin them.
-    """
-    if plan.assignment != "static":
-        return []
-    return [plan.group(p) for p in range(world.engine_index, last, world.engine_count) if p >= result.begun]
-
-
-def enough_here(plan: RolloutPlan, world: World) -> int:
-    """Return the groups that this engine must complete (static assignment), or all engines together (queue)."""
-    if plan.assignment != "static" or not plan.enough:
-        return plan.enough
-    engines = world.engine_count
-    carried = plan.carried_by or [0] * engines
-    drawn = [len(range(engine, len(plan.prompts), engines)) for engine in range(engines)]
-    mine = shares(plan.enough, [c + d for c, d in zip(carried, drawn, strict=True)])[world.engine_index]
-    # 0 is a tally without an end: an engine that owes nothing stops at its first group.
-    return max(1, mine)
-
-
 def shares(enough: int, groups: list[int]) -> list[int]:
-    """Divides `enough` groups among engines in proportion to the groups that each has, never more than those.
+    """Divide `enough` groups among engines in proportion to the groups that each has, never more than those.
 
-    They add up to `enough`, or to all groups where those are fewer.
+    They add up to `enough`, or to all groups if those are fewer.
     """
     total, ends = sum(groups), [0, *accumulate(groups)]
-    # Rounded at the ends, which are cumulative, so that nothing is lost in rounding.
+    # Cumulative numbers are rounded, so that nothing is lost in rounding.
     marks = [min(enough, total) * end // max(1, total) for end in ends]
     return [after - before for before, after in pairwise(marks)]

@@ -1,11 +1,13 @@
-"""One reinforcement learning run on one rank: what `train.py` calls, step by step. `rl/build.py` makes it."""
+"""One reinforcement learning run on one rank, and its learning method, as `train.py` calls them.
+
+`rl/build.py` builds both; `rl/distillation.py` and `rl/online_preference.py` have other methods.
+"""
 
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,21 +22,19 @@ from spmdrl.policy.models import shares_prompts
 from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_rows, with_rates
 from spmdrl.rl.evaluation import Evaluation
-from spmdrl.rl.fill_batch import Experience
-from spmdrl.rl.run_state import RunState
+from spmdrl.rl.rollout_plan import Experience
 from spmdrl.rl.sampler import Sampler
+from spmdrl.rl.score import score, serve
 from spmdrl.rl.spikes import Spikes
+from spmdrl.rl.state import RunState
 from spmdrl.rl.tool_calls import CallReader, call_reader
-from spmdrl.rl.update import adapt_coefficients
+from spmdrl.rl.update import adapt_coefficients, update
 from spmdrl.session.device_table import Memory
 from spmdrl.session.journal import merge_roles
 from spmdrl.session.run import JobRun
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
-
-if TYPE_CHECKING:
-    from spmdrl.rl.method import PolicyGradient
 
 
 @dataclass(kw_only=True)
@@ -54,35 +54,35 @@ class Run(JobRun[Config]):
     experts_width: int
     """Columns of routing that a batch replays; 0: none."""
     method: "PolicyGradient" = field(init=False)
-    """The learning method; `rl/build.py` sets it once the run is built."""
+    """The learning method, which is made from the built run."""
     timeouts_seen: int = 0
     digits = 3
 
     @property
     def peers(self) -> Peers:
-        """Data positions."""
+        """The data positions."""
         return self.world.data_peers
 
     @cached_property
     def reader(self) -> CallReader | None:
-        """Reads the calls of turns; None without an environment."""
+        """The reader of tool calls in turns; None without an environment."""
         return call_reader(self.cfg, self.tokenizer)
 
     # ── one step ─────────────────────────────────────────────────────────────
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do, counted from 0."""
+        """Yield the steps still to do, counted from 0."""
         for step in super().steps():
             self.spikes.step = step + 1
             yield step
 
     def experience(self, step: int) -> Experience:
-        """Experience of this step, sampled and graded here unless that was done ahead. Collective over samplers.
+        """Return this step's experience, sampled and graded here unless that was done ahead. Collective over samplers.
 
-        Nothing on a rank that does not sample.
+        A rank that does not sample has no episodes.
 
         Raises:
-            PreemptedError: on every rank, where sampling was abandoned.
+            PreemptedError: on every rank, if sampling was abandoned.
         """
         done = None
         with suppress(AbandonedError):
@@ -93,33 +93,16 @@ class Run(JobRun[Config]):
         return done
 
     def _unless(self, abandoned: bool, step: int, what: str) -> None:
-        """Go on only where those who sample, who agree among themselves, have not abandoned. Collective."""
+        """Leave the run if the ranks that sample, which agree among themselves, abandoned sampling. Collective."""
         if self.world.roles.split:
             abandoned = any_rank(abandoned, self.world.host_group)
         if abandoned:
             raise PreemptedError(step, what, abandoned=True)
 
-    def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """This rank's episodes as a batch, see `make_batch`. Collective."""
-        # Ranks without the policy add the same columns.
-        with self.timer("exchange"):
-            return make_batch(
-                episodes,
-                step,
-                self.cfg,
-                self.world,
-                self.replay,
-                turns="turns" in self.algo.needs,
-                skips_equal=self.algo.skip_zero_advantage,
-                experts_width=self.experts_width,
-                share_prompts=shares_prompts(self.cfg.policy),
-                model_parts=self.models.reading.names if self.models.reading else (),
-            )
-
     def stand_by(self, step: int, batch: Batch) -> Metrics:
-        """Work of a rank that does not train, while others do. Collective over ranks of its kind.
+        """Do the work of a rank that does not train, while others do. Collective over ranks of its kind.
 
-        It samples the steps to come, or answers for the frozen models; `log` adds its numbers.
+        It samples later steps, or computes for the frozen models; `log` adds its numbers.
         """
         if self.sampler:
             with suppress(AbandonedError):
@@ -134,7 +117,7 @@ class Run(JobRun[Config]):
         With a reward model `judge` has to follow, in the training phase.
 
         Raises:
-            PreemptedError: on every rank, where it was abandoned.
+            PreemptedError: on every rank, if it was abandoned.
         """
         evaluation = self.evaluation
         if not evaluation.is_due(step, force):
@@ -171,12 +154,12 @@ class Run(JobRun[Config]):
             rollout = self.cfg.rollout
             adapt_coefficients(self.algo, self.cfg, values, rollout.prompts_per_step * rollout.samples_per_prompt)
             self._write(step + 1, values, batch, done)
-            # Once the step is written down: its numbers are what there is to look at.
+            # After the step is written, because the warning is about its numbers.
             if warning := check_mismatch(step + 1, values, self.cfg):
                 self.session.warn(warning)
 
     def _count(self, batch: Batch, done: Experience, stats: Metrics) -> None:
-        """Add what the batch and the rollout tell. Collective."""
+        """Add numbers of the batch and of the rollout. Collective."""
         world, rollout = self.world, self.cfg.rollout
         stats.merge(done.stats)
         timeouts = self.sampler.grader.timeouts if self.sampler else 0
@@ -184,7 +167,7 @@ class Run(JobRun[Config]):
         counts = torch.tensor([timeouts - self.timeouts_seen, done.bad_samples, drawn])
         self.timeouts_seen = timeouts
         timeouts, bad, drawn = all_reduce(counts, "sum", world.host_group).tolist()
-        # Of the steps that were learnt from: what was sampled ahead is sampled again after a resume.
+        # Only of steps that were learnt from: those sampled ahead are sampled again after a resume.
         self.state.draws += drawn
         if world.trains:
             describe(stats, batch, bool(self.cfg.reward.model))
@@ -195,7 +178,7 @@ class Run(JobRun[Config]):
                 stats.add("filter/bad_samples", bad)
 
     def _numbers(self, stats: Metrics) -> dict[str, float]:
-        """The step's numbers with memory and times, alike on every rank. Collective."""
+        """Return the step's numbers with memory and times, alike on every rank. Collective."""
         world = self.world
         for name, gib in self.memory.metrics().items():
             stats.add_max(name, gib)
@@ -213,24 +196,24 @@ class Run(JobRun[Config]):
         if self.world.trains and self.models.reading and self.cfg.tracking.samples:
             columns = model_columns(batch, labels, self.peers)
         if self.world.is_first:
-            # A label stands among the model's columns.
+            # A label is one of the model's columns.
             episodes = to_episodes(batch, labels) if self.world.roles.split else done.episodes
             rows = self._rows(step, episodes, columns)
         self.journal.rows(self.evaluation.take_rows(step))
         self.journal.step(step, values, rows)
 
     def _rows(self, step: int, episodes: list[Episode], more: dict | None = None) -> list[dict]:
-        """Some of the episodes as rows of samples.jsonl. step: counted from 1. more: further columns."""
+        """Return some of the episodes as rows of samples.jsonl. step: counted from 1. more: further columns."""
         return sample_rows(step, episodes, self.tokenizer, self.cfg.tracking.samples, more, self.reader)
 
     def held(self) -> dict[str, int]:
-        """Numbers that every rank must hold alike after a step."""
+        """Return the numbers that must be the same on every rank after a step."""
         return {"draws": self.state.draws, "version": self.memory.version}
 
     # ── the end ──────────────────────────────────────────────────────────────
 
     def leave(self, left: PreemptedError) -> None:
-        """Save what was learnt where no checkpoint has it. Collective."""
+        """Save the models unless a checkpoint has them. Collective."""
         if left.abandoned:
             # The weights may be off the device.
             with self.memory.training_phase():
@@ -238,7 +221,7 @@ class Run(JobRun[Config]):
         super().leave(left)
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate what was learnt. Collective."""
+        """Evaluate the policy after the last step. Collective."""
         if not self.evaluation.is_due(done, force=True):
             return {}
         with self.memory.rollout_phase():
@@ -257,3 +240,54 @@ class Run(JobRun[Config]):
         super().close()
         if self.sampler:
             self.sampler.close()
+
+
+class PolicyGradient:
+    """Learns from advantages of the policy's own samples. Other methods replace the parts in which they differ."""
+
+    replays = True
+    """`spmdrl.tools.replay` can run an optimizer step again."""
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def pack(self, episodes: list[Episode], step: int) -> Batch:
+        """Return this rank's episodes of a step as a batch (`make_batch`). Collective, within a rollout phase."""
+        run = self.run
+        # Ranks without the policy add the same columns.
+        with run.timer("exchange"):
+            return make_batch(
+                episodes,
+                step,
+                run.cfg,
+                run.world,
+                run.replay,
+                turns="turns" in run.algo.needs,
+                skips_equal=run.algo.skip_zero_advantage,
+                experts_width=run.experts_width,
+                share_prompts=shares_prompts(run.cfg.policy),
+                model_parts=run.models.reading.names if run.models.reading else (),
+            )
+
+    def score(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Score a batch; return the batch to learn from and numbers for the log. Collective over trainers.
+
+        Raises:
+            ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
+        """
+        run = self.run
+        return batch, score(batch, run.models, run.algo, run.cfg, run.peers)
+
+    def answer(self, batch: Batch) -> Metrics:
+        """Compute for the frozen models on a rank that trains nothing, while others `score`. Collective over those."""
+        serve(batch, self.run.models, self.run.algo, self.run.cfg.rollout.temperature)
+        return Metrics()
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Return the batch with an advantage for each token. Collective over trainers."""
+        return self.run.algo.advantages(batch, self.run.peers)
+
+    def update(self, batch: Batch, step: int) -> Metrics:
+        """Update every model that learns. Collective over trainers. step: counted from 0."""
+        run = self.run
+        return update(batch, run.models, run.algo, run.cfg, step, run.peers)

@@ -1,4 +1,4 @@
-"""Samples the experience of a step, some steps ahead where that is allowed: plan, rollout, grade, fill the batch."""
+"""Samples the experience of a step, some steps ahead if that is allowed: plan, rollout, grade, fill the batch."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from spmdrl.engines.engine import Engine
 from spmdrl.health.preempt import AbandonedError, any_rank, preemption
 from spmdrl.rewards.base import Grader
 from spmdrl.rl.engine_judges import EngineJudges
-from spmdrl.rl.environment import Environment, SingleTurn
-from spmdrl.rl.fill_batch import Experience, Filling
+from spmdrl.rl.environment import Environment
+from spmdrl.rl.fill_batch import Filling
 from spmdrl.rl.grade import Grading
 from spmdrl.rl.rollout import Rollout
-from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult
+from spmdrl.rl.rollout_plan import Experience, PromptGroup, RolloutPlan
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
@@ -24,8 +24,8 @@ from spmdrl.tracking.metrics import Timer
 class Sampler:
     """Samples the steps of a run, on a rank that has an engine. Methods are collective over the ranks that sample.
 
-    It counts the prompts drawn and holds what was cut short and what is sampled ahead, up to `staleness` steps: the
-    experience of step k comes from the weights that step max(k - staleness, first) began with.
+    It holds groups that were cut short, and experience that was sampled up to `staleness` steps ahead: the experience
+    of step k comes from the weights that step max(k - staleness, first) began with.
     """
 
     cfg: Config
@@ -36,7 +36,7 @@ class Sampler:
     grader: Grader
     tokenizer: object
     start_step: int = 0
-    """Step at which the job took up the run, so that no two starts use one name for a rollout."""
+    """Step at which this start of the job began, so that no two starts use one name for a rollout."""
     keep: Callable | None = None
     """Filter of `algos/filters.py`."""
     greedy: bool = False
@@ -44,18 +44,18 @@ class Sampler:
     environment: Environment | None = None
     """None: every episode is a single turn."""
     judges: EngineJudges | None = None
-    """Judges on the engine, with which every rollout is collective; None: there are none."""
+    """Judges on the engine, with which every rollout is collective."""
     step: int = 0
     """The next step to sample."""
     draws: int = 0
-    """Prompts that the steps before it have drawn."""
+    """Prompts that earlier steps have drawn."""
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups that the last step cut short on this rank's engine."""
     ready: deque[Experience] = field(default_factory=deque)
     """Experience that is sampled and not yet consumed, oldest step first."""
 
     def take(self, step: int, version: int) -> Experience:
-        """Returns this step's experience, sampled by the weights of `version` unless it is ready.
+        """Return this step's experience, sampled by the weights of `version` unless it is ready.
 
         Raises:
             AbandonedError: on every rank that samples.
@@ -66,7 +66,7 @@ class Sampler:
         return self.ready.popleft()
 
     def look_ahead(self, step: int, version: int) -> None:
-        """Samples what may be sampled by the weights of this step."""
+        """Sample all experience that may come from the weights of this step."""
         while self.step <= step + self.cfg.rollout.staleness and self.step < self.cfg.run.steps:
             self._next(version)
 
@@ -79,11 +79,11 @@ class Sampler:
         self.ready.append(done)
 
     def fill_batch(self, step: int, drawn: int, version: int, carried: list[PromptGroup]) -> Experience:
-        """Samples until a step has its prompts; without a filter, once.
+        """Sample until a step has its prompts; without a filter, once.
 
         Args:
             step: counted from 0.
-            drawn: prompts that the steps before have drawn.
+            drawn: prompts that earlier steps have drawn.
             version: of the weights that the engines hold.
             carried: groups that the step before cut short on this rank's engine; they come first.
 
@@ -93,7 +93,7 @@ class Sampler:
         """
         filling = Filling(self.cfg, self.world, self.keep, step, carried)
         for _ in range(filling.most_rounds):
-            plan = self.plan(step, drawn + filling.drawn, filling.next_prompts, version, filling.drawn)
+            plan = self.plan(step, drawn + filling.done.drawn, filling.next_prompts, version, filling.done.drawn)
             filling.order(plan)
             filling.take(plan, self.rollout(plan))
             if filling.is_full:
@@ -101,7 +101,7 @@ class Sampler:
         raise filling.shortage()
 
     def plan(self, step: int, first: int, prompts: int, version: int, before: int = 0) -> RolloutPlan:
-        """A rollout of `prompts` prompts, the same on every rank and for every world size.
+        """Return the plan of a rollout of `prompts` prompts, the same on every rank and for every world size.
 
         Args:
             step: counted from 0.
@@ -129,8 +129,8 @@ class Sampler:
             may_end=may_end,
         )
 
-    def rollout(self, plan: RolloutPlan, timer: Timer | None = None) -> RolloutResult:
-        """Samples and grades what a plan asks for; engines work on their own. timer: None: that of the run.
+    def rollout(self, plan: RolloutPlan, timer: Timer | None = None) -> Experience:
+        """Sample and grade the prompts of a plan; engines work on their own. timer: None: that of the run.
 
         Raises:
             AbandonedError: on every rank that samples, unless the plan keeps what is graded.
@@ -142,7 +142,7 @@ class Sampler:
         if self.judges:
             self.judges.begin(plan)
         grading = Grading(self.grader, self.tokenizer, self.world.engine_tp_rank == 0)
-        result = Rollout(plan, self.engine, grading, self.world, self.environment or SingleTurn()).run(timer)
+        result = Rollout(plan, self.engine, grading, self.world, self.environment or Environment()).run(timer)
         # Engines wait for the slowest one here.
         with timer("exchange"):
             if not plan.keeps_graded and any_rank(result.abandoned, self.world.rollout_group):
@@ -150,12 +150,12 @@ class Sampler:
         return result
 
     def close(self) -> None:
-        """Ends the processes of rewards and environments."""
+        """End the processes of rewards and environments."""
         self.grader.close()
         if self.environment:
             self.environment.close()
 
 
 def may_end() -> bool:
-    """True if a preemption notice has left no more time for sampling."""
+    """Return True if a preemption notice leaves no more time for sampling."""
     return preemption.sampling_over

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.schema import TrainingConfig
+from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import balance
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
 from spmdrl.policy.models import Models
@@ -59,6 +61,11 @@ class JobRun(Generic[C]):
         for step in self.session.steps(self.checkpoints.start_step):
             self.step_began = time.perf_counter()
             yield step
+
+    def balance(self, batch: Batch) -> Batch:
+        """Divide the sequences of all ranks evenly among those that train. Collective."""
+        with self.timer("exchange"):
+            return balance(batch, self.world)
 
     def reduced(
         self, stats: Metrics, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"

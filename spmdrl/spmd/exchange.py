@@ -130,17 +130,20 @@ def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
     return [texts[n] for n in of]
 
 
-def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
-    """Broadcast the text of the first rank of a host-side group; the other ranks' texts are ignored. Collective."""
+def broadcast_text(text: str, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> str:
+    """Broadcast the text of the first rank of a group; the other ranks' texts are ignored. Collective.
+
+    device: device of the group's collectives; a host-side group takes the CPU.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return text.strip()
-    raw = _bytes_of(text)
-    size = torch.tensor([len(raw)])
+    raw = _bytes_of(text).to(device)
+    size = torch.tensor([len(raw)], device=device)
     dist.broadcast(size, group=group, group_src=0)
     if dist.get_group_rank(group, dist.get_rank()):
-        raw = torch.empty((int(size), 1), dtype=torch.uint8)
+        raw = torch.empty((int(size), 1), dtype=torch.uint8, device=device)
     dist.broadcast(raw, group=group, group_src=0)
-    return _text_of(raw)
+    return _text_of(raw.cpu())
 
 
 def gather_names(names: Iterable[str], group: dist.ProcessGroup | None) -> list[str]:

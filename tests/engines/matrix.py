@@ -25,17 +25,18 @@ SHORTER = 2
 def stand_ins() -> None:
     """Replaces functions as the module's text says, and writes every step's samples to the run folder on rank 0."""
     from spmdrl.rl.rollout_plan import RolloutPlan
-    from spmdrl.rl.run import Run
+    from spmdrl.rl.run import PolicyGradient
     from spmdrl.spmd.exchange import all_gather_text
 
-    request, pack = RolloutPlan.request, Run.pack
+    request, pack = RolloutPlan.request, PolicyGradient.pack
 
     def greedy(plan, group, sample):
         asked = request(plan, group, sample)
         shorter = SHORTER * (plan.samples - 1 - sample)
         return replace(asked, temperature=0.0, max_new_tokens=asked.max_new_tokens - shorter)
 
-    def written(run, episodes, step):
+    def written(method, episodes, step):
+        run = method.run
         mine = [(t.position, t.sample, t.tokens.tolist(), t.finish) for t in episodes]
         rows = sorted(
             row for text in all_gather_text(json.dumps(mine), run.world.host_group) for row in json.loads(text)
@@ -43,9 +44,9 @@ def stand_ins() -> None:
         if run.world.is_first:
             with open(run.session.folder / "greedy.jsonl", "a") as file:
                 file.write(json.dumps(rows) + "\n")
-        return pack(run, episodes, step)
+        return pack(method, episodes, step)
 
-    RolloutPlan.request, Run.pack = greedy, written
+    RolloutPlan.request, PolicyGradient.pack = greedy, written
 
 
 def as_nccl(inside: ExitStack) -> list:

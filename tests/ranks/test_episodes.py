@@ -16,8 +16,8 @@ from spmdrl.algos.turns import gigpo
 from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import STATES, Episode, Segment, prompt_segment, segments_of
 from spmdrl.data.prompts import Prompt
-from spmdrl.rl.environment import Observation, SingleTurn
-from spmdrl.rl.trees import experience, group
+from spmdrl.rl.environment import Environment, Observation
+from spmdrl.rl.state import experience, group
 from spmdrl.train import train
 from tests.ranks.cases import full_weights
 from tests.ranks.demo import Interrupted, metrics, open_demo, untimed
@@ -32,7 +32,7 @@ SECTIONS = {
 }
 
 
-class Echo(SingleTurn):
+class Echo(Environment):
     """Two answers, of the response's first token and the turn; the state is that token, or the whole episode."""
 
     def __init__(self, states: bool = True):

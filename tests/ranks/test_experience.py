@@ -11,7 +11,7 @@ from spmdrl.config.learning import FilterConfig
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.replay_buffer import ReplayBuffer
-from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+from spmdrl.rl.rollout_plan import Experience, RolloutPlan
 from spmdrl.rl.sampler import Sampler
 from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.peers import Peers
@@ -41,10 +41,10 @@ class Made(Sampler):
     def plan(self, step: int, first: int, prompts: int, version: int, before: int = 0) -> RolloutPlan:
         return RolloutPlan(str(before), [None] * prompts, SAMPLES, (0,), 0, 8, 1.0, first_position=first)
 
-    def rollout(self, plan: RolloutPlan) -> RolloutResult:
+    def rollout(self, plan: RolloutPlan) -> Experience:
         mine = [p for p in range(len(plan.prompts)) if p % self.world.size == self.world.rank]
         place = plan.first_position
-        return RolloutResult([sample(place + p, s, place + p) for p in mine for s in range(SAMPLES)], [])
+        return Experience([sample(place + p, s, place + p) for p in mine for s in range(SAMPLES)])
 
 
 def filled(world, cfg: FilterConfig, keep: bool):

@@ -10,7 +10,7 @@ from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt
 from spmdrl.rl.build import build_run
-from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult, shares
+from spmdrl.rl.rollout_plan import Experience, RolloutPlan, shares
 from spmdrl.rl.sampler import Sampler
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
@@ -166,13 +166,13 @@ class Uneven(Sampler):
         blank = [Prompt(i, [5], "", "", {}, "") for i in range(prompts)]
         return RolloutPlan("r", blank, 1, (0, 0), 0, 8, 1.0, assignment=self.assignment, first_position=first)
 
-    def rollout(self, plan: RolloutPlan) -> RolloutResult:
+    def rollout(self, plan: RolloutPlan) -> Experience:
         carried = [g.position for g in plan.carried]
         self.asked.append((plan.first_position, len(plan.prompts), plan.carried_by, carried))
         if self.world.rank:
-            return RolloutResult([one(plan, 1)], list(plan.carried), 2)
+            return Experience([one(plan, 1)], 2, list(plan.carried))
         cut = [*plan.carried, plan.group(6)] if len(plan.prompts) > 6 else list(plan.carried)
-        return RolloutResult([one(plan, place) for place in (0, 2, 4)], cut, 7 if len(plan.prompts) > 6 else 5)
+        return Experience([one(plan, place) for place in (0, 2, 4)], 7 if len(plan.prompts) > 6 else 5, cut)
 
 
 def uneven(world, assignment: str, partial: int):

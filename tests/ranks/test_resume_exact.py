@@ -21,10 +21,9 @@ from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.replay_buffer import ReplayBuffer
-from spmdrl.rl.fill_batch import Experience
-from spmdrl.rl.rank_state import RankState, dealt
-from spmdrl.rl.rollout_plan import PromptGroup
+from spmdrl.rl.rollout_plan import Experience, PromptGroup
 from spmdrl.rl.sampler import Sampler
+from spmdrl.rl.state import RankState, dealt
 from spmdrl.session import determinism
 from spmdrl.train import train
 from tests.ranks.cases import config, full_weights

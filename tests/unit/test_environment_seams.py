@@ -14,7 +14,7 @@ from spmdrl.data.episode import Episode
 from spmdrl.data.segment import prompt_segment
 from spmdrl.rl.describe import describe
 from spmdrl.rl.fill_batch import Filling, passing, rewards_by_turn
-from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult
+from spmdrl.rl.rollout_plan import Experience, PromptGroup, RolloutPlan
 from spmdrl.rl.score import shape
 from spmdrl.tracking.metrics import Metrics
 
@@ -103,9 +103,7 @@ def test_failures_are_those_of_the_episodes_that_the_step_leaves_out():
     failed, fine = played(0.0), played(1.0, sample=1)
     failed.finish, failed.ungraded, failed.reward = "abort", True, float("nan")
     one, none = (RolloutPlan("p", [None] * n, 2, (0,), 0, 8, 1.0) for n in (1, 0))  # type: ignore[list-item]
-    filling.take(one, RolloutResult([], [], 1, False, {"failures": 1.0}))
-    assert filling.counts["failures"] == 0
-    filling.take(
-        RolloutPlan("p", [], 2, (0,), 0, 8, 1.0), RolloutResult([failed, fine], [], 0, False, {"failures": 0.0})
-    )
-    assert filling.counts["failures"] == 1 == sum(torch.tensor(filling.rewards).isnan()).item()
+    filling.take(one, Experience([], 1, counts={"failures": 1.0}))
+    assert filling.done.counts["failures"] == 0
+    filling.take(RolloutPlan("p", [], 2, (0,), 0, 8, 1.0), Experience([failed, fine], counts={"failures": 0.0}))
+    assert filling.done.counts["failures"] == 1 == sum(torch.tensor(filling.rewards).isnan()).item()

@@ -17,8 +17,8 @@ from spmdrl.data.segment import NONE, PREVIOUS
 from spmdrl.rl.compose import compose
 from spmdrl.rl.describe import describe, sample_row
 from spmdrl.rl.score import shape
-from spmdrl.rl.trees import episode as episode_from
-from spmdrl.rl.trees import episode_tree
+from spmdrl.rl.state import episode as episode_from
+from spmdrl.rl.state import episode_tree
 from spmdrl.spmd.exchange import lexsort
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics

@@ -16,10 +16,10 @@ from spmdrl.data.segment import prompt_segment
 from spmdrl.engines.engine import Completion
 from spmdrl.rewards.base import Reward
 from spmdrl.rl import evaluation
-from spmdrl.rl.environment import Observation, SingleTurn, place_of
+from spmdrl.rl.environment import Environment, Observation, place_of
 from spmdrl.rl.grade import Grading
 from spmdrl.rl.rollout import Rollout
-from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+from spmdrl.rl.rollout_plan import Experience, RolloutPlan
 from spmdrl.tracking.metrics import Timer
 
 WORLD = SimpleNamespace(engine_count=1, engine_index=0, engine_tp_rank=0, engine_group=None, store=None, device="cpu")
@@ -63,7 +63,7 @@ class Ones:
         return self.poll()
 
 
-def rollout(environment, prompts: int = 6, **settings) -> RolloutResult:
+def rollout(environment, prompts: int = 6, **settings) -> Experience:
     """Runs a rollout of a few prompts."""
     plan = RolloutPlan(
         "test",
@@ -80,7 +80,7 @@ def rollout(environment, prompts: int = 6, **settings) -> RolloutResult:
     return Rollout(plan, Engine(), Grading(Ones(), tokenizer, True), WORLD, environment).run(Timer())
 
 
-class Fails(SingleTurn):
+class Fails(Environment):
     """Some prompts cannot be opened."""
 
     def __init__(self, bad: set[int]):
@@ -98,7 +98,7 @@ class Fails(SingleTurn):
 @pytest.mark.parametrize("bad", [set(), {0}, {0, 1, 2}, {2, 3}, {0, 1, 2, 3, 4, 5}])
 def test_prompts_after_those_that_fail_at_once_are_begun(bad, in_order):
     done = rollout(Fails(bad), in_order=in_order)
-    assert done.begun == 6
+    assert done.drawn == 6
     assert {e.prompt for e in done.episodes if e.finish == "stop"} == set(range(6)) - bad
 
 
@@ -107,7 +107,7 @@ def test_groups_that_failed_are_not_enough():
     assert len({e.prompt for e in done.episodes if e.finish == "stop"}) >= 3
 
 
-class Counted(SingleTurn):
+class Counted(Environment):
     """Notes how many episodes are open at most."""
 
     def __init__(self, most_open: int):
@@ -130,7 +130,7 @@ def test_no_more_environments_are_open_than_allowed_but_one_group(most_open, see
     assert len(rollout(counted).episodes) == 24 and counted.most == seen
 
 
-class Slow(SingleTurn):
+class Slow(Environment):
     """The last prompt's responses are answered after an hour."""
 
     def __init__(self):
@@ -155,7 +155,7 @@ def test_what_is_cut_does_not_wait_for_the_environment(keep):
     began = time.monotonic()
     done = rollout(slow, enough=5, keeps_cut=keep)
     assert time.monotonic() - began < 20 and len(done.episodes) == 20
-    (group,) = done.cut
+    (group,) = done.carried
     assert [e.unanswered for e in group.episodes] == ["stop"] * 4
     assert slow.left == [([(5, sample) for sample in range(4)], keep)]
 
@@ -168,7 +168,7 @@ def test_a_rollout_that_waits_for_environments_may_be_abandoned(in_order):
     assert done.abandoned and time.monotonic() - began < 20
 
 
-class Shuffled(SingleTurn):
+class Shuffled(Environment):
     """Asks for a second turn, and answers in pieces, in an order that depends on the seed, as processes do."""
 
     def __init__(self, seed: int):
@@ -215,8 +215,8 @@ def test_an_evaluation_that_is_cut_short_keeps_the_prompts_that_are_graded(polls
         asked.append(1)
         return len(asked) > polls
 
-    done = rollout(SingleTurn(), may_end=may_end, keeps_graded=keeps)
-    assert done.abandoned is (polls < 6 and len(asked) > polls) and done.cut == []
+    done = rollout(Environment(), may_end=may_end, keeps_graded=keeps)
+    assert done.abandoned is (polls < 6 and len(asked) > polls) and done.carried == []
     ended = {e.prompt for e in done.episodes}
     assert len(done.episodes) == 4 * len(ended) and all(e.reward == 1 for e in done.episodes)
     if keeps:
@@ -242,7 +242,7 @@ def test_an_evaluation_counts_the_part_acc_or_a_score_that_rounding_leaves_below
         episode.parts = named
     plan = RolloutPlan("eval", [Prompt(i, [1], "b", "", {}, "a") for i in range(4)], 1, (0,), 0, 8, 1.0)
     sampler = SimpleNamespace(
-        rollout=lambda *_: RolloutResult(done, [], 4),
+        rollout=lambda *_: Experience(done, 4),
         environment=None,
         cfg=Config(),
         world=SimpleNamespace(rollout_group=None),

@@ -194,10 +194,10 @@ def test_a_judge_never_reads_what_the_policy_wrote_as_the_task():
 
 
 def test_an_episode_that_is_left_out_is_named_with_its_reason_first(caplog):
-    """A prompt that is too long is no failed grading; only the leading rank of an engine knows the reason."""
+    """A prompt that is too long is no failed grading; all ranks of an engine know the reason."""
     long, why = played(f"3{END}", finish="stop"), "its prompt is too long: the first messages of e.py:E have 931 tokens"
     for leads in (True, False):
         grading = Grading(Notes(), tokenizer_for(templates()["qwen2_5"]), leads)
         grading.failed(PromptGroup(0, Prompt(3, [], "3", "", {}, "", "q"), 0, [long]), long, why)
-        assert long.ungraded and long.why == (why if leads else "")
+        assert long.ungraded and long.why == why
     assert caplog.messages[0] == f"prompt 3, sample 1 is left out: {why}"

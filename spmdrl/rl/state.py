@@ -1,17 +1,18 @@
-"""State that each rank holds by itself beside its models: saved as a tree in a checkpoint, restored on any world.
+"""State of a run beside its models, for checkpoints: alike on all ranks (RunState), and of each rank (RankState).
 
-Held are groups that were cut short (partial rollouts), experience that was sampled ahead (split placement), the steps
-that are replayed, and the states of the random number generators, for a loss or a reward of the user's that draws from
-them: the run's own draws are keyed by data. What all ranks know alike (counters of draws and updates, KL coefficient)
-stands in the checkpoint's `state/run.json`.
+A rank holds groups that were cut short (partial rollouts), experience that was sampled ahead (split placement), steps
+to be replayed, and the states of the random number generators, for a loss or a reward of the user's that draws from
+them: the run's own draws are keyed by data. It saves them as a tree of plain values and tensors
+(`checkpoint/treefile.py`) and reads its own file again. On another number of ranks `dealt` distributes what was saved,
+groups whole, and generators begin anew.
 
-A rank reads what it wrote. On another world the holders' things are dealt out by `dealt`, groups whole, and generators
-begin anew.
+Checkpoints from before episodes had segments hold a response as columns: `parts` of a group, `trajectories` of a step.
+They are read.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,48 @@ import torch
 from spmdrl.checkpoint import treefile
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
-from spmdrl.data.prompts import PromptSet
+from spmdrl.data.episode import Episode, Segment, episode_of, prompt_segment, segments_of
+from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.replay_buffer import ReplayBuffer
-from spmdrl.rl.fill_batch import Experience
+from spmdrl.policy.objectives.algorithm import Algorithm
+from spmdrl.rl.conversation_state import ConversationState
+from spmdrl.rl.rollout_plan import Experience, PromptGroup
 from spmdrl.rl.sampler import Sampler
-from spmdrl.rl.trees import experience, experience_tree, fields_of, group, group_tree
+from spmdrl.rl.spikes import Spikes
 from spmdrl.session.determinism import generator_states, set_generator_states
 from spmdrl.spmd.world import World
 
 
+class RunState:
+    """Coefficients, guards and the count of prompts drawn; a `session.checkpoints.Kept`."""
+
+    def __init__(self, algo: Algorithm, spikes: Spikes):
+        self.algo, self.spikes = algo, spikes
+        # Coefficients begin at the values of the settings.
+        self.begun_with = dict(algo.state)
+        self.draws = 0
+        """Prompts drawn for the steps that were learnt from."""
+
+    def state(self) -> dict[str, Any]:
+        """See the contract."""
+        return {
+            "guards": self.spikes.state(),
+            "algorithm": self.algo.state,
+            "begun_with": self.begun_with,
+            "draws": self.draws,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See the contract. A coefficient whose setting was changed (--run.allow-changes) keeps its new value."""
+        begun = state.get("begun_with", self.begun_with)
+        self.algo.state |= {k: v for k, v in state["algorithm"].items() if begun.get(k) == self.begun_with.get(k)}
+        self.spikes.restore(state.get("guards", {}))
+        self.draws = state["draws"]
+
+
 @dataclass
 class RankState:
-    """State of a run on this rank that goes into checkpoints; a `session.checkpoints.RankKept`."""
+    """State of a run on this rank; a `session.checkpoints.RankKept`."""
 
     cfg: Config
     world: World
@@ -41,7 +72,7 @@ class RankState:
     """None on a rank that does not sample."""
     replay: ReplayBuffer
     greedy: bool
-    """A greedy response is sampled to every prompt (`RolloutPlan.greedy`)."""
+    """True if a greedy response to every prompt is sampled too (`RolloutPlan.greedy`)."""
 
     def tree(self) -> dict:
         """See the contract. No later step writes into its tensors."""
@@ -69,10 +100,10 @@ class RankState:
         """See the contract.
 
         Args:
-            files: of all ranks that saved, in their order; empty where a checkpoint has none.
+            files: of all ranks that saved, in their order; empty if the checkpoint has none.
 
         Raises:
-            ValueError: a file that cannot be read, or that does not belong to the others or to the step.
+            ValueError: a file cannot be read, or does not belong to the others or to the step.
         """
         world, held = self.world, self._kinds()
         if not files:
@@ -100,14 +131,14 @@ class RankState:
         return "; ".join(lost)
 
     def _kinds(self) -> list[str]:
-        """Kinds of things that this run holds, in words."""
+        """Return the kinds of things that this run holds, in words."""
         rollout = self.cfg.rollout
         held = ["groups that were cut short"] if rollout.partial_steps else []
         held += ["experience that was sampled ahead"] if rollout.staleness else []
         return held + (["the steps to be replayed"] if self.replay.buffer is not None else [])
 
     def _settings(self) -> dict[str, Any]:
-        """Settings that must be as they were for the things held to fit."""
+        """Return the settings that must be as they were for the saved things to fit."""
         rollout = self.cfg.rollout
         return {
             "prompts": self.prompts.digest(),
@@ -136,7 +167,7 @@ class RankState:
             parts = [experience(tree) for tree in same_step]
             episodes = [e for part in parts for e in part.episodes]
             kept = set(sorted({e.position for e in episodes})[share::shares])
-            # Counted once, and what was alike on all ranks is so again.
+            # Counted once, and numbers that were alike on all ranks are so again.
             bad = sum(part.bad_samples for part in parts) if leads and not share else 0
             mine = [e for e in episodes if leads and e.position in kept]
             ready.append(Experience(mine, parts[0].drawn, [], bad, parts[0].stats))
@@ -171,3 +202,71 @@ def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
     if before >= count:
         return list(range(mine, before, count)), 0, 1
     return [mine % before], mine // before, len(range(mine % before, count, before))
+
+
+def fields_of(x: Any) -> dict:
+    """Return a dataclass's fields by name, as they are."""
+    return {field.name: getattr(x, field.name) for field in fields(x)}
+
+
+def episode_tree(e: Episode) -> dict:
+    """Return an episode outside a rollout as a tree. Its conversation stands under the key `talk`, as JSON values."""
+    saved = {"segments": [fields_of(s) for s in e.segments], "conversation": e.conversation and e.conversation.saved()}
+    values = fields_of(e) | saved
+    return {"talk" if name == "conversation" else name: values[name] for name in values if name != "phase"}
+
+
+def episode(tree: dict) -> Episode:
+    """Invert `episode_tree`."""
+    values: dict[str, Any] = tree | {"segments": [Segment(**s) for s in tree["segments"]]}
+    talk = values.pop("talk", None)
+    return Episode(**values, conversation=talk and ConversationState.restored(talk))
+
+
+def group_tree(g: PromptGroup) -> dict:
+    """Return a group as a tree, with the index of its prompt."""
+    return fields_of(g) | {"prompt": g.prompt.index, "episodes": [episode_tree(e) for e in g.episodes]}
+
+
+def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
+    """Invert `group_tree`. prompts: by index."""
+    prompt, position = prompts[tree["prompt"]], tree["position"]
+    if "parts" in tree:
+        parts = sorted((int(sample), part) for sample, part in tree["parts"].items())
+        episodes = [_from_part(prompt, position, sample, part) for sample, part in parts]
+    else:
+        episodes = [episode(e) for e in tree["episodes"]]
+    return PromptGroup(position, prompt, tree["born"], episodes)
+
+
+def experience_tree(done: Experience) -> dict:
+    """Return a step's experience as a tree, without its carried groups: the sampler saves those of the newest step."""
+    return {
+        "episodes": [episode_tree(e) for e in done.episodes],
+        "drawn": done.drawn,
+        "bad_samples": done.bad_samples,
+        "stats": done.stats.dump(),
+    }
+
+
+def experience(tree: dict) -> Experience:
+    """Invert `experience_tree`."""
+    old = [_from_trajectory(t) for t in tree.get("trajectories", ())]
+    episodes = old or [episode(e) for e in tree.get("episodes", ())]
+    done = Experience(episodes, tree["drawn"], [], tree["bad_samples"])
+    done.stats.load(tree["stats"])
+    return done
+
+
+def _from_part(prompt: Prompt, position: int, sample: int, part: dict) -> Episode:
+    n = len(part["tokens"])
+    made = segments_of(part["tokens"], torch.ones(n, dtype=torch.bool), part["logp"], part["versions"]) if n else []
+    segments = [prompt_segment(prompt.tokens), *made]
+    return Episode(prompt.index, sample, position, segments, part["finish"], experts=part["experts"])
+
+
+def _from_trajectory(t: dict) -> Episode:
+    names = ("prompt", "sample", "position", "finish", "reward", "parts", "timed_out", "baseline", "experts")
+    versions = t["version"] if t["versions"] is None else t["versions"]
+    columns = {"tokens": t["tokens"], "mask": t["mask"], "rollout_logp": t["rollout_logp"], "version": versions}
+    return episode_of(**columns, **{name: t[name] for name in names})
