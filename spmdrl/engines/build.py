@@ -10,8 +10,9 @@ from spmdrl.config.fields import flag
 from spmdrl.config.judge import engine_judges
 from spmdrl.config.schema import Config
 from spmdrl.data.template_ends import end_of_turn_tokens
-from spmdrl.engines.engine import Engine, kv_bytes_per_token, longest_sequence
+from spmdrl.engines.engine import Engine, kv_bytes_per_token, longest_sequence, model_config
 from spmdrl.hub.ends import named_ends
+from spmdrl.hub.folder import read_config
 from spmdrl.spmd.world import World
 
 GIB = 1 << 30
@@ -80,12 +81,9 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
 
     transformers does not treat such a model as a causal language model; vLLM does, but its CPU build lacks torchvision.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from spmdrl.hub.resolve import resolve
-
-    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-    model = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    model = model_config(cfg)
     own = "AutoModelForCausalLM" in (getattr(model, "auto_map", None) or {})
     if own or type(model) in AutoModelForCausalLM._model_mapping:
         return
@@ -100,16 +98,11 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
 
 def check_tp(cfg: Config, engine: str) -> None:
     """Raise ValueError unless an engine's ranks divide the model's heads, and the MLPs of a dense model."""
-    from transformers import AutoConfig
-
-    from spmdrl.hub.resolve import resolve
-
-    folder, tp = resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.rollout.tp
-    model = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    model, tp = model_config(cfg), cfg.rollout.tp
     if problem := tp_problem(model, engine, tp, cfg.model.path):
         raise ValueError(problem)
     if engine == "hf" and tp > 1:
-        from spmdrl.engines.hf.tp import plan_of
+        from spmdrl.engines.hf.start import plan_of
 
         plan_of(model, tp)
 
@@ -142,15 +135,10 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 def check_experts(cfg: Config) -> None:
     """Raise ValueError if an engine's ranks cannot divide the model's experts into equal parts, or it has none."""
-    from transformers import AutoConfig
-
-    from spmdrl.hub.resolve import resolve
-
     rollout = cfg.rollout
     if rollout.ep == rollout.dp == 1:
         return
-    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    config = model_config(cfg).get_text_config()
     experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
     flag = f"--rollout.ep {rollout.ep}" if rollout.ep > 1 else f"--rollout.dp {rollout.dp}"
     if not experts:
@@ -171,15 +159,12 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
     if engine == "hf" or not gib:
         return
     import psutil
-    from transformers import AutoConfig
 
     from spmdrl.engines.sglang.options import SPARE_TOKENS
     from spmdrl.engines.vllm.cpu import CPU_BLOCK
     from spmdrl.engines.vllm.options import GPU_BLOCK
-    from spmdrl.hub.resolve import resolve
 
-    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    config = model_config(cfg).get_text_config()
     longest = longest_sequence(cfg)
     if engine == "vllm":
         # The cache has whole blocks, of which vLLM reserves one.
@@ -227,9 +212,7 @@ def prompt_limit(cfg: Config, folder: Path, setting: str = "rollout.max_new_toke
 
 def context_length(folder: Path, trust_remote_code: bool) -> int:
     """Return the longest sequence that the model accepts, in tokens."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+    config = read_config(folder, trust_remote_code).get_text_config()
     found = getattr(config, "max_position_embeddings", None) or 1 << 30
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"{folder}: its config.json has max_position_embeddings {found!r}, which must be a number")

@@ -13,6 +13,7 @@ import torch
 from spmdrl.config.judge import judged_tokens
 from spmdrl.config.schema import Config
 from spmdrl.engines.needs import Needs
+from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
 from spmdrl.weights.reshard import Entry
 from spmdrl.weights.safetensors import stored
@@ -182,13 +183,15 @@ def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], devic
     return len(places)
 
 
+def model_config(cfg: Config) -> Any:
+    """Return transformers' config of the run's model."""
+    trust = cfg.model.trust_remote_code
+    return read_config(resolve(cfg.model.path, trust), trust)
+
+
 def longest_sequence(cfg: Config) -> int:
     """Return the longest sequence that an engine needs: prompt and response, or a judge's question and verdict."""
-    from transformers import AutoConfig
-
-    trust = cfg.model.trust_remote_code
-    config = AutoConfig.from_pretrained(resolve(cfg.model.path, trust), trust_remote_code=trust).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or 1 << 30
+    positions = getattr(model_config(cfg).get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
 

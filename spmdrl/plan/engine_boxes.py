@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spmdrl.engines.build import tp_problem
-from spmdrl.engines.hf.tp import plan_of
+from spmdrl.engines.hf.start import plan_of
 from spmdrl.weights.boxes import Box
 
 Kind = Literal["vllm", "sglang", "hf"]
@@ -201,7 +201,7 @@ class EngineLayout:
         return first, first + base + (place < more)
 
     def _hf(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Cut a tensor by the plan that transformers keeps with the architecture, see `engines/hf/tp.py`."""
+        """Cut a tensor by the plan that transformers keeps with the architecture, see `engines/hf/start.py`."""
         module, _, kind = name.rpartition(".")
         inside = module[at:] if (at := module.find("layers.")) >= 0 else module
         style = self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", inside))

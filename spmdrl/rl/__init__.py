@@ -5,8 +5,8 @@ build.py         builds a run: prompts, models, checkpoints, engine
 sampler.py       samples a step's experience, also ahead: plan, rollout, grade, fill the batch
 rollout_plan.py  plans of rollouts, and the experience that comes of them
 rollout.py       one rollout: prompts, samples of the engine, observations, rewards
+engine_models.py frozen models in the run's own engine
 engine_judges.py judges on the run's own engine
-engine_teachers.py teachers in the run's own engine
 grade.py         episodes on their way through the reward function
 environment.py   contract of environments that the policy acts in; single turns; what an engine's ranks share
 agents.py        conversations with environments in worker processes
@@ -18,7 +18,7 @@ reading.py       how a reward model reads responses: tokens, steps, labels
 retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
 online_preference.py  the method of pairs of own samples: which samples of a prompt are compared
-teacher_prompts.py  the prompts as a teacher reads them
+teachers.py      prompts as teachers read them, and teachers in the run's own engine
 alignment.py     a teacher that reads other tokens
 spans.py         spans of text that tokens of both cover
 distillation.py  the method of distillation: what teachers say of a batch, responses of the data set

@@ -1,8 +1,8 @@
 """Conversations of the policy with environments in worker processes, from messages to tokens and back.
 
-A conversation is opened, then each response is parsed (`env/calls.py`) and sent to its environment (`env/pool.py`),
-whose messages become the tokens that the policy goes on after (`data/conversation.py`); at the end it is scored. All of
-an engine's conversations go on at the same time: a slow tool delays its own episode alone.
+A conversation is opened; then each response is parsed (`env/calls.py`) and sent to its environment (`env/pool.py`),
+whose messages become the tokens after which the policy goes on (`data/conversation.py`); at the end it is scored. All
+conversations of an engine run at the same time: a slow tool only delays its own episode.
 """
 
 import math
@@ -31,7 +31,7 @@ CHARACTERS = 200
 
 
 class Agents(Environment):
-    """The environments of one engine's episodes; of several ranks, the first one has them."""
+    """The environments of one engine's episodes, on the engine's first rank."""
 
     remote = True
 
@@ -46,12 +46,12 @@ class Agents(Environment):
     ):
         """Start the workers and make the environment once.
 
-        ends: tokens that end a response. answer_column: name under which an environment finds the truth of its row,
-        beside `ground_truth`. weight: of the environment's rewards among the run's (`config.environment.weight_of`).
+        ends: tokens that end a response. answer_column: a second name, beside `ground_truth`, of the truth in an
+        environment's row. weight: of the environment's rewards among the run's (`config.environment.weight_of`).
 
         Raises:
-            ValueError: there is no such environment, or it has tools and nobody can tell how the model learns of them
-                or calls them.
+            ValueError: the environment does not exist, or it has tools and the chat template does not show them or
+                the form of calls.
         """
         self.found, self.renderer, self.ends = found, renderer, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
@@ -68,7 +68,7 @@ class Agents(Environment):
                 raise
         self.turn_tokens, self.most_open = found.turn_tokens, found.max_open
         self.episodes: dict[Place, Episode] = {}
-        """Those whose conversations are under way."""
+        """Episodes whose conversations are under way."""
         self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
 
@@ -77,8 +77,8 @@ class Agents(Environment):
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """See the contract."""
         place, prompt = place_of(episode), group.prompt
-        # All samples of a prompt begin alike, as they are compared. `born` tells training and evaluation apart, and
-        # stays as it is in a group that a later step goes on with.
+        # All samples of a prompt begin alike, because they are compared. `born` distinguishes training from evaluation,
+        # and does not change in a group with which a later step goes on.
         seed = seed_for(plan.key[0], SEED, group.born, prompt.index, group.position)
         try:
             opening = opening_of(self.found, prompt, self.answer_column, seed)
@@ -127,7 +127,7 @@ class Agents(Environment):
                 self._take(self.episodes[place], reply)
             if self.ready or not left or not self.pool.pending:
                 break
-        # Sorted, so that the order of what came together does not depend on timing.
+        # Sorted, so that the order of replies that came together does not depend on timing.
         ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
         return ready
 
@@ -141,7 +141,7 @@ class Agents(Environment):
                 # It has no token, and begins anew.
                 episode.conversation = None
             elif keep:
-                # An answer is not awaited: the turn is sent again, and counted, when the episode goes on.
+                # The pending answer is dropped: the turn is sent again, and counted, when the episode goes on.
                 again = state.request in ("say", "score") or state.next_request is not None
                 self.counts["turns"] -= again
                 state.responses -= again
@@ -162,7 +162,7 @@ class Agents(Environment):
     # ── requests and replies ─────────────────────────────────────────────────
 
     def _response(self, episode: Episode) -> tuple[list[int], bool]:
-        """Return the tokens of an episode's last response, and whether the last one ended it."""
+        """Return the tokens of an episode's last response, and whether the last of them ends a turn."""
         made = episode.response
         return made, bool(made) and made[-1] in self.ends
 
@@ -182,7 +182,7 @@ class Agents(Environment):
         again = request == "open" and state.reopening
         failure = reply.failure or (state.difference(reply) if again else "")
         if failure and again and not state.next_request:
-            # The engine is at work on the episode, which ends when its response is there.
+            # The engine samples a response for the episode, which ends after that.
             state.failure = failure
         elif failure:
             state.next_request = None
@@ -251,7 +251,7 @@ class Agents(Environment):
         except ValueError as error:
             self._fail(episode, f"{state.name}: {error}")
             return
-        # A branch has one token of its own at least.
+        # A branch has at least one token of its own.
         shared = min(shared_length(path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
         if state.room <= len(tokens) - shared:
             self._score(episode, "length")

@@ -1,8 +1,8 @@
-"""A teacher that reads other tokens than its student: it reads the student's text, and answers for spans of it.
+"""Distils a teacher whose tokenizer is not the student's, by spans of the student's text.
 
-The response is read again by the teacher's tokenizer, behind the teacher's own prompt. Spans of text that whole tokens
-of both cover are compared (`rl/spans.py`, `aligned.py` of `policy/objectives`). Responses that cannot be
-aligned are counted and named.
+The teacher's tokenizer encodes the response again, after the teacher's own prompt. Spans of text that consist of whole
+tokens of both are compared (`rl/spans.py`, `policy/objectives/aligned.py`). Responses that cannot be aligned are
+counted, and the log gives the reasons.
 """
 
 import logging
@@ -24,7 +24,7 @@ from spmdrl.policy.objectives.aligned import LEAD, OUTSIDE, SHIFT, AlignedObject
 from spmdrl.policy.objectives.distillation import TargetReader
 from spmdrl.rl.run import Run
 from spmdrl.rl.spans import Aligned, Pair, UnreadableError
-from spmdrl.rl.teacher_prompts import room, teacher_prompts
+from spmdrl.rl.teachers import room, teacher_prompts
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels.aligned import Matched
 from spmdrl_kernels.linear import linear_logprob, wide
@@ -63,12 +63,12 @@ class Alignment:
 
     @property
     def teacher(self) -> Policy:
-        """The teacher, which lies on the ranks that train."""
+        """The teacher, which is on the ranks that train."""
         assert self.run.models.reference is not None
         return self.run.models.reference
 
     def objective(self) -> AlignedObjective:
-        """The objective of an update. Collective over the ranks that train."""
+        """Return the objective of an update. Collective over the ranks that train."""
         run, head, matched = self.run, self.teacher.output_head(), self.matched
         if matched is not None:
             here = run.world.device
@@ -82,7 +82,7 @@ class Alignment:
         """Add the teacher's columns to a batch. Collective over the ranks that train."""
         found, metrics = self.align(batch)
         kept = [i for i, each in enumerate(found) if each is not None]
-        read = self.retold(batch, kept, [each for each in found if each is not None])
+        read = self.in_teacher_tokens(batch, kept, [each for each in found if each is not None])
         (states_UE,) = self.teacher.read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
         base, others, span = self.places(batch, read, kept, [each for each in found if each is not None])
         lead_T = torch.full((batch.n_tokens,), OUTSIDE, dtype=torch.int32)
@@ -101,7 +101,7 @@ class Alignment:
         return metrics
 
     def align(self, batch: Batch) -> tuple[list[Aligned | None], Metrics]:
-        """The spans of each sequence; None for one that cannot be aligned, which is counted and told of."""
+        """Return the spans of each sequence, None for one that cannot be aligned; and how many cannot."""
         lengths, metrics, out = batch.lengths.tolist(), Metrics(), []
         starts = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
         rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
@@ -122,12 +122,12 @@ class Alignment:
                 out.append(None)
                 if (text := str(why)) not in self.named and len(self.named) < 20:
                     self.named.add(text)
-                    log.warning("--distill.align: a response to row %d teaches nothing: %s", prompt, text)
+                    log.warning("--distill.align: a response to row %d is left out: %s", prompt, text)
             metrics.add("align/left_out", float(out[-1] is None))
         return out, metrics
 
-    def retold(self, batch: Batch, kept: list[int], found: list[Aligned]) -> Batch:
-        """The sequences that are aligned, as the teacher reads them."""
+    def in_teacher_tokens(self, batch: Batch, kept: list[int], found: list[Aligned]) -> Batch:
+        """Return the aligned sequences in the teacher's tokens."""
         chosen = batch.select(torch.tensor(kept, dtype=torch.int64))
         prompts = [self.prompts[prompt] for prompt in chosen.seq["prompt"].tolist()]
         pairs = [(prompt, each.teacher) for prompt, each in zip(prompts, found, strict=True)]
@@ -139,7 +139,7 @@ class Alignment:
     def places(
         self, batch: Batch, read: Batch, kept: list[int], found: list[Aligned]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[range]]:
-        """Return row numbers of the N aligned spans, each of which has one base token on either side.
+        """Return row numbers of the N aligned spans. A span has one base token of the student and one of the teacher.
 
         First the bases' rows of the student [N] and the teacher [N]; then, for the teacher's M other tokens, the number
         of their span [M] and their row [M]; last, for each span, all of the student's rows.
@@ -163,7 +163,7 @@ class Alignment:
 
     @torch.no_grad()
     def factors(self, read: Batch, states_UE: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:
-        """The teacher's logp of the tokens in some rows, on the host. Collective over the ranks that train."""
+        """Return the teacher's logp of the tokens in some rows, on the host. Collective over the ranks that train."""
         head: OutputHead = self.teacher.output_head()
         if not len(rows_M):
             return torch.zeros(0, dtype=wide(states_UE))
@@ -178,5 +178,5 @@ class Alignment:
 
 
 def columns(pairs: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """The first and the second numbers, int64."""
+    """Return the first and the second numbers, int64."""
     return list(torch.tensor(pairs, dtype=torch.int64).reshape(len(pairs), 2).unbind(1))

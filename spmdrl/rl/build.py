@@ -12,9 +12,6 @@ from spmdrl.config.judge import judges as judge_files
 from spmdrl.config.named import load_function
 from spmdrl.config.rewards import runs_programs
 from spmdrl.config.schema import Config
-from spmdrl.config.template import template_kwargs
-from spmdrl.data.chat import template_text
-from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.data.row_columns import unread_line
@@ -37,6 +34,7 @@ from spmdrl.rl.run import PolicyGradient, Run
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.spikes import Spikes
 from spmdrl.rl.state import RankState, RunState
+from spmdrl.rl.tool_calls import conversation_of
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine
@@ -50,26 +48,26 @@ from spmdrl.spmd.storage import scratch_folder
 
 @dataclass(frozen=True)
 class Sources:
-    """Parts that a run reads before it builds models."""
+    """Tokenizer and prompts, which a run reads before it builds models."""
 
     folder: Path
-    """Of the policy's model."""
+    """Folder of the policy's model."""
     tokenizer: Any
     limit: int
-    """Tokens of the longest prompt."""
+    """Most tokens of a prompt."""
     stop: set[int]
     """Tokens that end a response."""
     prompts: PromptSet
     eval_prompts: PromptSet | None
-    """Prompts of evaluations; None: there are none."""
+    """Prompts of evaluations."""
 
     def data_sources(self) -> set[str]:
-        """The `data_source` of every prompt."""
+        """Return the `data_source` of every prompt."""
         return {prompt.data_source for each in (self.prompts, self.eval_prompts) if each for prompt in each.prompts}
 
 
 def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGradient) -> Run:
-    """Everything that one run is made of. Collective over all ranks. method: what it learns by."""
+    """Build a run with a learning method. Collective over all ranks."""
     cfg, world = session.cfg, session.world
     algo = compose(cfg)
     keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
@@ -79,7 +77,7 @@ def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGra
     finite = cfg.filter.bad_sample == "stop"
     grader = load_reward(cfg.reward, cfg.sandbox, finite, read.data_sources()) if world.samples else None
     judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
-    # Of every rank: one without samples needs the column too.
+    # On every rank, because one without samples needs the column too.
     experts_width = experts_of(read.folder, cfg.model.trust_remote_code).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     environment = None
@@ -87,7 +85,7 @@ def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGra
         environment = open_environment(session, read.tokenizer, read.stop, read.limit)
     models = open_models(session, algo, read)
     if judges and models.policy:
-        judges.check_policy(models.policy)
+        judges.frozen.check_policy(models.policy)
     spikes = Spikes(session.folder, world, models, algo, session.warn, replays=method.replays)
     state = RunState(algo, spikes)
     checkpoints = Checkpoints(session, models, state, read.prompts.digest())
@@ -129,7 +127,7 @@ def read_sources(session: Session[Config]) -> Sources:
     """Read the tokenizer and the prompts of a run. Collective.
 
     Raises:
-        ValueError: what cannot be read or does not fit the settings; the message names the flag.
+        ValueError: a file cannot be read or does not fit the settings; the message names the flag.
     """
     cfg, trust = session.cfg, session.cfg.model.trust_remote_code
     session.note("loading tokenizer and prompts")
@@ -149,10 +147,10 @@ def read_sources(session: Session[Config]) -> Sources:
 
 
 def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
-    """Build and check the models of a run, and find how its reward models read responses. Collective.
+    """Build and check the models of a run, with the readings of its reward models. Collective.
 
     Raises:
-        ValueError: a model that does not fit its role, or that gives wrong numbers here.
+        ValueError: a model does not fit its role, or computes wrong numbers here.
     """
     cfg = session.cfg
     models = build_models(cfg, session.world, algo.needs)
@@ -167,21 +165,19 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
 
 
 def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment:
-    """Opens the environment of the samples of this rank's engine. Collective over the engine.
+    """Open the environment for the samples of this rank's engine. Collective over the engine.
 
-    ends: tokens that end a response. room: tokens of the longest first prompt.
+    ends: tokens that end a response. room: most tokens of a first prompt.
 
     Raises:
-        ValueError: there is no such environment, or the chat template is not fit for conversations.
+        ValueError: the environment does not exist, or the chat template cannot render conversations.
     """
     from spmdrl.rl.agents import Agents
 
     cfg, world = session.cfg, session.world
-    found = read_environment(cfg.env)
+    found, renderer = conversation_of(cfg, tokenizer)
     if world.engine_tp_rank:
         return OnFirstRank(found.turn_tokens, found.max_open)
-    template, more = template_text(cfg.data.chat_template), template_kwargs(cfg.data)
-    renderer = Conversation(tokenizer, template, found.history, more)
     agents = Agents(found, renderer, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
     session.note(f"environment {cfg.env}: {agents.hello}; calls in the form {agents.format}")
     if renderer.rewrites:
@@ -191,7 +187,7 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
 
 
 def check_named(env: str, prompts: PromptSet) -> None:
-    """Refuse `--env rows` for rows of which none names an environment. Raises ValueError."""
+    """Raise ValueError if `--env rows` is set and no row names an environment."""
     if read_environment(env).environment == ROWS and not any(prompt.extra.get(COLUMN) for prompt in prompts.prompts):
         raise ValueError(
             f"{prompts.source}: no row names its environment in a column {COLUMN!r}, as --env {env} wants it; add the "
@@ -200,7 +196,7 @@ def check_named(env: str, prompts: PromptSet) -> None:
 
 
 def _warnings(cfg: Config) -> Iterator[str]:
-    """Yield what to tell of settings that hold, and that a user may not expect."""
+    """Yield warnings about valid settings whose effect a user may not expect."""
     if cfg.sandbox.provider == "none" and runs_programs(cfg.reward):
         yield "--sandbox.provider none: programs of the model run on this machine without isolation"
     if cfg.run.deterministic and scores_timeouts(cfg.reward):
@@ -216,7 +212,7 @@ def _warnings(cfg: Config) -> Iterator[str]:
 
 
 def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:
-    """Prompts of a source, which every rank must read alike. Collective."""
+    """Load the prompts of a source, and check that every rank reads the same. Collective."""
     prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit, bool(session.cfg.env))
     check_truths(prompts, session.cfg.reward)
     if session.cfg.env:
@@ -235,6 +231,6 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
         session.note(f"{spec}: only rewards and environments get the columns {', '.join(prompts.beside)}")
     dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
     bounded = limit and len(prompts) + prompts.dropped == limit
-    only = f", no more than the first {limit} being asked for ({flag} {limit})" if bounded else ""
+    only = f", no more than the first {limit} being wanted ({flag} {limit})" if bounded else ""
     session.note(f"{len(prompts)} prompts from {prompts.source}{dropped}{only}")
     return prompts

@@ -1,4 +1,4 @@
-"""From settings to an `Algorithm`: functions by name or from a user's file, each given the settings it takes."""
+"""Makes an `Algorithm` from settings: functions by name or from a user's file, each with the settings it takes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,7 @@ from spmdrl.policy.objectives.algorithm import MOMENTS, Algorithm
 
 
 def compose(cfg: Config) -> Algorithm:
-    """The algorithm of a run.
-
-    Raises:
-        ValueError: unknown names.
-    """
+    """Return the algorithm of a run. Raises ValueError for unknown names."""
     algo, advantage, loss, wanted = cfg.algo, advantage_of(cfg), loss_of(cfg), needs(cfg)
     return Algorithm(
         settings=algo,
@@ -42,11 +38,7 @@ def compose(cfg: Config) -> Algorithm:
 
 
 def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
-    """`("format=1", "answer=2")` as a dict; None for none.
-
-    Raises:
-        ValueError: an entry that is not `name=number`.
-    """
+    """Return `("format=1", "answer=2")` as a dict; None if it is empty. Raises ValueError for another form."""
     weights = {}
     for spec in specs:
         form = f"--algo.part-weights {spec}: write name=number, such as format=0.5"
@@ -56,7 +48,7 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
 
 
 def settings_of(function: Callable, cfg: Config) -> dict[str, Any]:
-    """The values that a function takes by name and that are set."""
+    """Return the settings that a function takes by name, without those that are None."""
     values = {name: get(cfg, setting) for name, setting in parameters_of(function).items()}
     if "weights" in values:
         values["weights"] = part_weights(values["weights"])

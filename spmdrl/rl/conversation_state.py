@@ -1,4 +1,4 @@
-"""The state of an episode's conversation with an environment, and what begins it or takes it up again."""
+"""The state of an episode's conversation with an environment, from its row to the end, over steps and processes."""
 
 import time
 from collections.abc import Callable
@@ -14,39 +14,44 @@ from spmdrl.env.messages import OPENING
 
 KEYS = ("name", "settings")
 """Keys of a row's environment that is an object."""
+SAVED = {
+    **{name: name for name in ("messages", "tools", "reward", "finish", "calls", "seconds")},
+    **{"said": "turns", "given": "total", "turns": "responses", "first": "first_state", "state": "env_state"},
+}
+"""Key in a checkpoint -> field of `ConversationState`."""
 
 
 @dataclass
 class ConversationState:
-    """All that is known of a conversation beside the tokens of its episode, which holds it.
+    """Everything about a conversation besides the tokens of its episode, which holds it.
 
-    `rl/agents.py` alone changes it, on the first rank of an engine. A checkpoint keeps what `saved` returns.
+    Only `rl/agents.py` changes it, on the first rank of an engine. A checkpoint holds the fields in SAVED.
     """
 
     messages: list[dict] = field(default_factory=list)
-    """Messages up to the last observation; those before the history was last replaced are gone."""
+    """Messages up to the last observation, since the history was last replaced."""
     tools: list[dict] = field(default_factory=list)
     turns: list[AssistantTurn] = field(default_factory=list)
-    """The policy's turns that the environment got, in order."""
+    """The policy's turns that the environment received, in order."""
     total: float = 0.0
     """All rewards so far."""
     reward: float = 0.0
     """Reward of the turn that is being answered."""
     finish: str = ""
-    """Reason of the end, once the final reward is asked for."""
+    """Reason of the end, once the final reward is requested."""
     responses: int = 0
-    """Responses so far, those that were cut too."""
+    """Responses so far, including those that were cut."""
     calls: float = 0.0
     """Calls of tools so far."""
     first_state: str = ""
-    """Digest of the state in which the episode began, as the environment names it; empty where it does not."""
+    """Digest of the state in which the episode began, if the environment names states; else empty."""
     env_state: Any = None
     """State from which the environment goes on after a cut, a JSON value; None: its turns are run again."""
     seconds: float = 0.0
-    """Duration of the episode up to the cut, where a limit counts it."""
+    """Duration of the episode up to the cut, if there is a limit on it."""
 
     opening: Opening | None = None
-    """The environment that is open, or about to be; None between two rollouts."""
+    """The environment that is open or being opened; None between two rollouts."""
     variables: dict = field(default_factory=dict)
     """Variables of the chat template that the row gives."""
     began: float = 0.0
@@ -54,77 +59,64 @@ class ConversationState:
     request: str = ""
     """The request under way: `open`, `say`, `score`, or empty."""
     next_request: Callable[[], None] | None = None
-    """Request that begins when the one under way is answered."""
+    """Request to begin when the one under way is answered."""
     reopening: bool = False
-    """True where it is taken up again, and its environment is not open yet."""
+    """True if the conversation goes on after a cut, and its environment is not open yet."""
     failure: str = ""
     """Reason for which its environment could not be opened again."""
     room: int = 0
     """Tokens that the episode may still take."""
 
     def open(self, opening: Opening, variables: dict) -> None:
-        """Begins the conversation, or takes it up after a cut."""
+        """Begin the conversation, or go on after a cut."""
         self.opening, self.variables, self.request = opening, variables, "open"
         self.began = time.monotonic() - self.seconds
 
     def cut(self, env_state: object, timed: bool) -> None:
-        """Ends its part in a rollout; another one takes it up. timed: a limit counts its seconds."""
+        """Leave the rollout; a later one goes on. timed: there is a limit on its duration."""
         self.env_state, self.opening, self.request, self.next_request = env_state, None, "", None
         self.reopening, self.failure = True, ""
-        # Without a limit no clock has a part in what a checkpoint holds.
+        # Without a limit, nothing in a checkpoint depends on a clock.
         self.seconds = time.monotonic() - self.began if timed else 0.0
 
     def copy(self) -> "ConversationState":
-        """Returns a state that goes on apart from this one, which was cut."""
+        """Return a copy that goes on apart from this state, which was cut."""
         return replace(self, turns=list(self.turns))
 
     def saved(self) -> dict:
-        """Returns all by which another process goes on, as JSON values."""
-        return {
-            "messages": self.messages,
-            "tools": self.tools,
-            "said": [asdict(turn) for turn in self.turns],
-            "given": self.total,
-            "reward": self.reward,
-            "finish": self.finish,
-            "turns": self.responses,
-            "calls": self.calls,
-            "first": self.first_state,
-            "state": self.env_state,
-            "seconds": self.seconds,
-        }
+        """Return the fields with which another process goes on, as JSON values."""
+        values = {key: getattr(self, name) for key, name in SAVED.items()}
+        return values | {"said": [asdict(turn) for turn in self.turns]}
 
     @staticmethod
     def restored(saved: dict) -> "ConversationState":
-        """The inverse of `saved`, for a conversation that was cut."""
+        """Invert `saved`, for a conversation that was cut."""
         calls = [[Call(**call) for call in turn["calls"]] for turn in saved["said"]]
         turns = [AssistantTurn(**turn | {"calls": made}) for turn, made in zip(saved["said"], calls, strict=True)]
-        return ConversationState(
-            *(saved["messages"], saved["tools"], turns, saved["given"], saved["reward"], saved["finish"]),
-            *(saved["turns"], saved["calls"], saved["first"], saved["state"], saved["seconds"]),
-            reopening=True,
-        )
+        values: dict[str, Any] = {name: saved[key] for key, name in SAVED.items()}
+        values["turns"] = turns
+        return ConversationState(**values, reopening=True)
 
     def add_answer(self, reply: Reply) -> list[dict]:
-        """Adds the last turn and the answer to it to the messages, or replaces them; returns those before."""
+        """Add the last turn and the answer to it to the messages, or replace them; return those before."""
         before = self.messages
         self.messages = list(reply.messages) if reply.anew else [*before, self.turns[-1].message, *reply.messages]
         return before
 
     def prompt(self, renderer: Conversation, hidden: bool) -> list[int]:
-        """Returns the tokens of all messages. hidden: as in `Conversation.begin`. Raises ValueError."""
+        """Return the tokens of all messages. hidden: as in `Conversation.begin`. Raises ValueError."""
         return renderer.of(self.variables).begin(self.messages, self.tools or None, hidden)
 
     def next_tokens(
         self, renderer: Conversation, hidden: bool, before: list[dict], reply: Reply, made: list[int], ended: bool
     ) -> tuple[list[int], bool]:
-        """Returns the tokens that the policy goes on after, and whether they are all of its context.
+        """Return the tokens after which the policy goes on, and whether they are its whole context.
 
-        before: messages before the last turn. reply: the answer to that, which `add_answer` took. made: tokens of the
-        turn. ended: the last one ended it.
+        before: messages before the last turn. reply: the answer to that turn, which `add_answer` took. made: tokens of
+        the turn. ended: the last of them ends a turn.
 
         Raises:
-            ValueError: the template does not go on so.
+            ValueError: the template renders nothing for the answer.
         """
         if reply.anew:
             return self.prompt(renderer, hidden), True
@@ -135,16 +127,16 @@ class ConversationState:
         return (seen.tokens, False) if seen.fork is None else (seen.fork, True)
 
     def state_number(self, key: str) -> int | None:
-        """Returns the number of a state, which for the one in which the episode began is that of the prompt.
+        """Return the number of a state; the state in which the episode began has the number of the prompt.
 
-        key: digest of the state. None: the environment does not name it.
+        key: digest of the state. Returns None if the environment does not name states.
         """
         if not key:
             return None
         return 0 if key == self.first_state else 1 + int(key, 16) % (STATES - 1)
 
     def difference(self, reply: Reply) -> str:
-        """Returns what is wrong where turns that were run again had other answers; empty where they had not.
+        """Return an error if turns that were run again had other answers than before; else an empty text.
 
         reply: to the request that opened the environment again.
         """
@@ -165,12 +157,12 @@ class ConversationState:
 
 
 def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int) -> Opening:
-    """Returns the environment of a prompt, with its row.
+    """Return the environment of a prompt, with its row.
 
-    answer_column: name under which an environment finds the truth of its row, beside `ground_truth`.
+    answer_column: a second name, beside `ground_truth`, of the truth in the environment's row.
 
     Raises:
-        ValueError: rows name their environments, and this one does not, or has a key that means nothing.
+        ValueError: rows name their environments, and this one names none or has an unknown key.
     """
     row = prompt.extra | {"extra_info": prompt.extra, "data_source": prompt.data_source}
     row |= {"prompt": prompt.content, answer_column: prompt.ground_truth, "ground_truth": prompt.ground_truth}
@@ -185,7 +177,7 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
                 f"row {prompt.index}: the environment in its column {COLUMN!r} has the key {odd[0]!r}, and takes only "
                 f"{' and '.join(KEYS)}"
             )
-        name, settings = _named(named) if isinstance(named, dict) else (named, {})
+        name, settings = (named.get("name"), named.get("settings") or {}) if isinstance(named, dict) else (named, {})
         if not isinstance(name, str) or not name or not isinstance(settings, dict):
             raise ValueError(
                 f"row {prompt.index} has no environment in the column {COLUMN!r}, as --env rows wants it: a name, or "
@@ -194,10 +186,6 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
     return Opening(name, row, seed, settings)
 
 
-def _named(named: dict) -> tuple[object, object]:
-    return named.get("name"), named.get("settings") or {}
-
-
 def size_of(messages: list[dict]) -> int:
-    """Returns the number of characters in the texts of messages."""
+    """Return the number of characters in the texts of messages."""
     return sum(len(message["content"]) for message in messages)

@@ -1,4 +1,4 @@
-"""Numbers that a step tells of itself, and a few of its samples as text."""
+"""Metrics of a step, and a few of its samples as text."""
 
 import json
 import math
@@ -17,9 +17,9 @@ from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 MODEL_PHASES = ("rollout", "logp", "update", "eval")
-"""Phases that are engine or model compute; the rest of a step is the program's own."""
+"""Phases in which the engine or a model computes."""
 SINGLE = 2
-"""Segments of an episode of a single turn that nothing cut: prompt and response."""
+"""Segments of a single-turn episode that was not cut: prompt and response."""
 
 
 Columns = dict[tuple[int, int], dict[str, float]]
@@ -34,9 +34,9 @@ def sample_rows(
     more: Columns | None = None,
     reader: CallReader | None = None,
 ) -> list[dict]:
-    """A few episodes for samples.jsonl, as `sample_row` shows them.
+    """Return `count` of the episodes as rows for samples.jsonl (`sample_row`).
 
-    step: counted from 1. count: how many; 0: none. more: further columns.
+    step: counted from 1. more: further columns.
     """
     if not count:
         return []
@@ -47,9 +47,9 @@ def sample_rows(
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
-    """The reward model's scores of all ranks' samples: `model`, `model/<label>`, `model/steps`; `reward` with it.
+    """Return the reward model's scores of all ranks' samples, and the reward with them. Collective.
 
-    Collective.
+    The columns are `model`, `model/<label>`, `model/steps` and `reward`.
     """
     found = {"reward": "reward", "model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
     found |= {"model/steps": "steps"} if "steps" in batch.seq else {}
@@ -59,9 +59,9 @@ def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Column
 
 
 def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = None) -> dict:
-    """An episode as text; one of several turns or weight versions, or with an environment, also segment by segment.
+    """Return an episode as text; with several turns or weight versions or an environment, also segment by segment.
 
-    reader: reads the calls of its turns; None: there is no environment.
+    reader: reads the calls of its turns; None without an environment.
     """
     begin, rest = episode.segments[: episode.opening], episode.segments[episode.opening :]
     row = {
@@ -94,13 +94,13 @@ def rows_of_first(rows: list[dict], world: World) -> list[dict]:
 
 
 def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
-    """Add what a batch says of its episodes: rewards, lengths, endings. Every rank adds the same names.
+    """Add rewards, lengths and endings of a batch's episodes. Every rank adds the same names.
 
-    reward_model: its rewards are known here alone, so `reward/mean` is of the batch, and not of all that was graded.
+    reward_model: if there is one, `reward/mean` is that of the batch, as rewards of other samples are not known.
     """
     seq = {name: x_B[batch.firsts] for name, x_B in batch.seq.items()}
     n = len(seq["reward"])
-    # nan: a response that was given and not graded.
+    # nan: a response of the data set, which is not graded.
     reward = seq["reward"][~seq["reward"].isnan()]
     for name in ("reward/trained", *(["reward/mean"] if reward_model else [])):
         stats.add(name, reward.mean() if len(reward) else 0.0, len(reward))
@@ -121,24 +121,24 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
 
 
 def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
-    """Add the staleness of sampled tokens, in versions of the weights. version: where the update begins."""
+    """Add the staleness of sampled tokens, in versions of the weights. version: the one that is updated next."""
     age_T = (version - batch.token["version"][batch.sampled]).double()
     stats.add("rollout/staleness", age_T.mean(), len(age_T))
 
 
 WARN_EXACT, WARN_ROUNDED = 1e-3, 0.1
-"""`--rollout.logp-diff-warn` None: engine and trainer differ by 1e-5 where they compute alike, by a hundredth and more
-in 16 or 8 bits."""
+"""Thresholds without `--rollout.logp-diff-warn`: engine and trainer differ by 1e-5 if both compute in the same types,
+and by 0.01 or more in 16 or 8 bits."""
 
 
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
-    """Warning about a step whose engine reported other logp than the trainer's; empty where they agree.
+    """Return a warning if the engine's logp differ from the trainer's by more than the threshold; else an empty text.
 
-    A mean that is not a number is above every threshold, and a threshold of 0 is none. step: counted from 1; values:
-    reduced, so that every rank comes to the same end.
+    A mean that is not a number is above every threshold; a threshold of 0 disables the check. step: counted from 1;
+    values: reduced, so that every rank returns the same.
 
     Raises:
-        ValueError: above `--rollout.logp-diff-stop`.
+        ValueError: the difference is above `--rollout.logp-diff-stop`.
     """
     rollout, found = cfg.rollout, values.get("logp_diff/mean")
     if found is None:
@@ -170,9 +170,7 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
 
 
 def with_rates(values: dict[str, float]) -> dict[str, float]:
-    """Reduced numbers plus `tokens/s` (prompt and response, all ranks), what the engine's logp mismatch amounts to, and
-    `time/outside_model` in seconds.
-    """
+    """Return reduced numbers with `tokens/s` (prompt and response, all ranks), `mismatch/*`, `time/outside_model`."""
     values = finish_monitors(values)
     values["tokens/s"] = values.pop("tokens") / values["time/step"]
     model = sum(values.get(f"time/{phase}", 0.0) for phase in MODEL_PHASES)

@@ -1,6 +1,6 @@
-"""Distillation: answers of the data set, the teacher's log-probabilities of a batch, and the student's update.
+"""Distillation: responses of the data set, the teachers' log-probabilities of a batch, and the student's update.
 
-The teacher is the run's frozen `reference`. It may read another prompt than the student, with something in it that the
+The first teacher is the run's frozen `reference`. It may read another prompt than the student, with text that the
 student does not see; the response is the same.
 """
 
@@ -20,19 +20,19 @@ from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.objectives.distillation import DistillObjective, build_reader, share_name
 from spmdrl.rl.alignment import Alignment
 from spmdrl.rl.build import build_run
-from spmdrl.rl.engine_teachers import EngineTeachers
 from spmdrl.rl.run import PolicyGradient, Run
-from spmdrl.rl.teacher_prompts import teacher_prompts
+from spmdrl.rl.teachers import EngineTeachers, teacher_prompts
 from spmdrl.rl.update import refresh_reference
 from spmdrl.session.session import Session
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
 
-GIVEN = 0x617E  # keeps these draws apart from those of prompts that are sampled
+GIVEN = 0x617E
+"""Key of the draws of prompts whose response is the data set's own."""
 
 
 def build_distillation(session: Session[Config]) -> Run:
-    """Everything that a distillation is made of. Collective over all ranks."""
+    """Build a distillation. Collective over all ranks."""
     return build_run(session, Distillation)
 
 
@@ -42,10 +42,10 @@ class Distillation(PolicyGradient):
     replays = False
 
     def __init__(self, run: Run):
-        """Read what the teacher is told beside the student's prompts.
+        """Open the teachers, and render their prompts.
 
         Raises:
-            ValueError: a setting that does not fit the models or the data; the message names it.
+            ValueError: a setting does not fit the models or the data; the message names it.
         """
         super().__init__(run)
         self.cfg = cast(DistillationConfig, run.cfg)
@@ -70,9 +70,9 @@ class Distillation(PolicyGradient):
                 answer(prompt, self.cfg)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """This rank's episodes of a step and those of the data set, with what teachers in its engine say. Collective.
+        """Return this rank's episodes and those of the data set, with the columns of teachers in its engine.
 
-        Within a rollout phase.
+        Collective, within a rollout phase.
         """
         batch = super().pack(episodes + self.given(step), step)
         if self.on_engine:
@@ -80,13 +80,13 @@ class Distillation(PolicyGradient):
         return batch
 
     def given(self, step: int) -> list[Episode]:
-        """This rank's share of a step's prompts whose response is the data set's own."""
+        """Return this rank's share of the step's episodes whose response is the data set's own."""
         run, count, seed = self.run, self.cfg.distill.given_per_step, self.cfg.run.seed
         if not count or run.sampler is None or run.world.engine_tp_rank:
             return []
         prompts, world, out = run.prompts.prompts, run.world, []
         drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN), self.cfg.data.shuffle)
-        # Behind the places of the prompts that are sampled.
+        # After the places of the prompts that are sampled.
         first = self.cfg.rollout.prompts_per_step
         for place in range(world.engine_index, count, world.engine_count):
             prompt = prompts[drawn[place]]
@@ -99,12 +99,12 @@ class Distillation(PolicyGradient):
 
     @cached_property
     def _turn_end(self) -> int:
-        """The token by which the chat template ends an answer."""
+        """The token with which the chat template ends an answer."""
         tokenizer: Any = self.run.tokenizer
         return next(iter(end_of_turn_tokens(tokenizer, job_template(self.cfg, tokenizer))), tokenizer.eos_token_id)
 
     def _response(self, text: str, chat: bool) -> list[int]:
-        """The tokens of a response with its end. chat: its prompt was rendered by the chat template."""
+        """Return the tokens of a response with its end. chat: its prompt was rendered by the chat template."""
         tokenizer: Any = self.run.tokenizer
         end = self._turn_end if chat else tokenizer.eos_token_id
         tokens = [*tokenizer(text, add_special_tokens=False).input_ids, end]
@@ -115,18 +115,18 @@ class Distillation(PolicyGradient):
         return batch, self.answer(batch)
 
     def answer(self, batch: Batch) -> Metrics:
-        """Does the same on ranks that score: those that ask and those that answer select alike."""
+        """Add the teachers' columns, on ranks that train and on those that only score."""
         if self.alignment is not None:
             return self.alignment.score(batch)
         for name, share_B in self.shares(batch).items():
             batch.seq[share_name(name)] = share_B
             if self.on_engine:
                 continue
-            # The rank that asks and the rank that answers select alike.
+            # Ranks that train and ranks that score must select the same sequences.
             selected = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
             read = with_teacher_prompts(selected, self.prompts) if self.prompts else selected
             found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
-            # All have the same tokens under their masks, in the same order.
+            # Both batches have the same tokens under their masks, in the same order.
             here_T = batch.token["mask"] & batch.per_token(share_B > 0)
             for column, x_T in zip(self.reader.names(name), found, strict=True):
                 batch.token[column] = x_T.new_zeros(batch.n_tokens, *x_T.shape[1:])
@@ -135,20 +135,20 @@ class Distillation(PolicyGradient):
 
     @property
     def teachers(self) -> dict[str, Any]:
-        """All teachers by name, the first one first."""
+        """All teachers by name, the reference first."""
         if self.on_engine:
-            return dict.fromkeys(self.on_engine.folders)
+            return dict.fromkeys(self.on_engine.models.folders)
         return {"reference": self.run.models.reference} | self.run.models.teachers
 
     def shares(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The weight of each teacher in each sequence, [B], by name; those of a sequence sum to 1."""
+        """Return the weight of each teacher in each sequence, [B], by name; those of a sequence sum to 1."""
         sources = [self.sources[prompt] for prompt in batch.seq["prompt"].tolist()]
         rows = [self.shares_of.get(source, self.shares_of[""]) for source in sources]
         table_BK = torch.tensor(rows, dtype=torch.float64).view(len(batch), len(self.teachers))
         return dict(zip(self.teachers, table_BK.unbind(1), strict=True))
 
     def advantages(self, batch: Batch) -> Batch:
-        """The batch as it is: a divergence is the same for all samples, whatever their rewards."""
+        """Return the batch unchanged: rewards play no part in a divergence."""
         return batch
 
     def update(self, batch: Batch, step: int) -> Metrics:
@@ -162,7 +162,7 @@ class Distillation(PolicyGradient):
         return stats
 
     def objective(self) -> DistillObjective:
-        """The objective of an update, with the teachers' output heads. Collective over the ranks that train."""
+        """Return the objective of an update, with the teachers' output heads. Collective over the ranks that train."""
         if self.alignment is not None:
             return self.alignment.objective()
         heads = {name: None if self.reader.top_k else each.output_head() for name, each in self.teachers.items()}
@@ -171,7 +171,7 @@ class Distillation(PolicyGradient):
 
 
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
-    """Weight of each teacher, the first one first, by `data_source`; under "" those of all other sources."""
+    """Return the teachers' weights by `data_source`, the reference's first; under "" those of all other sources."""
     further = list(cfg.further_teachers().values())
     mixed = [1.0, *(0.0 if each.source else each.weight for each in further)]
     out = {"": [weight / sum(mixed) for weight in mixed]}
@@ -182,11 +182,7 @@ def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
 
 
 def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
-    """The data set's own response to a prompt.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the data set's own response to a prompt. Raises ValueError if there is none."""
     name = cfg.distill.given_column or cfg.data.answer_column
     value = prompt.ground_truth if name == cfg.data.answer_column else prompt.extra.get(name)
     if not isinstance(value, str):
@@ -199,10 +195,10 @@ def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
 
 
 def with_teacher_prompts(batch: Batch, prompts: dict[int, list[int]]) -> Batch:
-    """The batch as the teacher reads it: every response after the teacher's prompt.
+    """Return the batch with every response after the teacher's prompt.
 
     Raises:
-        ValueError: an episode branches, so that its paths have prompts of their own.
+        ValueError: an episode branches, so its paths have prompts of their own.
     """
     if batch.branches:
         raise ValueError("a teacher with a prompt of its own reads episodes that do not branch: leave the prompt out")

@@ -1,4 +1,4 @@
-"""Pairs of a run's own samples: which samples of a prompt are compared, the reference's view of them, the update.
+"""Learns from pairs of a run's own samples: the choice of pairs, the reference's logp of them, the update.
 
 Online DPO (https://arxiv.org/abs/2402.04792) and iterative SPPO (https://arxiv.org/abs/2405.00675) take the best and
 the worst sample of each prompt; RAFT (https://arxiv.org/abs/2304.06767) the best alone, as supervised fine-tuning does.
@@ -28,11 +28,11 @@ from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Metrics
 
 ROUNDING = 1e-6
-"""Share of a reward by which two rewards must differ more than `--preference.gap` asks for."""
+"""Share of a reward by which two rewards must differ beyond `--preference.gap`."""
 
 
 def build_online_preference(session: Session[Config]) -> Run:
-    """Everything that a run of preference learning on own samples is made of. Collective over all ranks."""
+    """Build a run of preference learning on own samples. Collective over all ranks."""
     return build_run(session, OnlinePreference)
 
 
@@ -42,13 +42,13 @@ class OnlinePreference(PolicyGradient):
     replays = False
 
     def __init__(self, run: Run):
-        """Read which samples of a prompt are compared."""
+        """Read from the settings which samples of a prompt are compared."""
         super().__init__(run)
         self.cfg = cast(OnlinePreferenceConfig, run.cfg)
         self.alone = takes_best_alone(self.cfg)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """This rank's episodes as a batch of which each rank will get whole groups. Collective."""
+        """Return this rank's episodes as a batch of which each rank will get whole groups. Collective."""
         batch = super().pack(episodes, step)
         if batch.branches:
             raise ValueError(
@@ -65,9 +65,10 @@ class OnlinePreference(PolicyGradient):
         return batch
 
     def extremes(self, batch: Batch, reward_B: torch.Tensor) -> torch.Tensor:
-        """Places in the batch of the samples to learn from, int64: of each prompt the best and, unless that one stands
-        alone, right after it the worst. Among equals the first one drawn is taken. Two that are the same tokens are no
-        pair, whatever a reward makes of them.
+        """Return the indices of the samples to learn from: the best of each prompt, each followed by the worst.
+
+        The worst is left out if the method takes the best alone. Among equals the first drawn is taken. Two samples
+        with the same tokens are not a pair, whatever their rewards.
         """
         chosen, groups, tokens = self.cfg.preference, {}, batch.token["tokens"].split(batch.lengths.tolist())
         for place, position in enumerate(batch.seq["position"].tolist()):
@@ -86,15 +87,15 @@ class OnlinePreference(PolicyGradient):
         return torch.tensor(found, dtype=torch.int64)
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The samples to learn from, the sides of a pair neighbours, with the reference's log p. Collective.
+        """Return the samples to learn from, those of a pair side by side, with the reference's logp.
 
-        Collective over the ranks that train, and with them those that score.
+        Collective over the ranks that train and those that score.
 
         Raises:
             ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
         """
         models, cfg, algo, metrics = self.run.models, self.cfg, self.run.algo, Metrics()
-        # Only the sides of a pair have to stay together in a micro-batch.
+        # Only the two samples of a pair must stay together in a micro-batch.
         batch.seq.pop("unit", None)
         if models.reward_model:
             metrics.merge(add_model_scores(batch, models, algo, cfg.reward.model_coef))
@@ -108,7 +109,7 @@ class OnlinePreference(PolicyGradient):
             pairs.token["ref_logp"], _ = models.reference.logprobs(pairs, cfg.rollout.temperature)
             finite(pairs, pairs.token["ref_logp"], "the reference")
         if self.alone:
-            # Its loss is not at the temperature of sampling, and so cannot tell.
+            # The loss computes logp at another temperature than that of sampling.
             logp_T, _ = models.policy.logprobs(pairs, cfg.rollout.temperature)
             add_mismatch(metrics, logp_T, *sampled_of(pairs, algo, models.policy.version))
         else:
@@ -124,18 +125,18 @@ class OnlinePreference(PolicyGradient):
         return super().answer(batch)
 
     def advantages(self, batch: Batch) -> Batch:
-        """The pairs as they are: their losses compare two samples."""
+        """Return the pairs unchanged: their losses compare two samples."""
         return batch
 
     def update(self, pairs: Batch, step: int) -> Metrics:
-        """Update the policy on what `score` returned, then the reference if it is due. Collective. step: from 0."""
+        """Update the policy on the samples of `score`, then the reference if it is due. Collective. step: from 0."""
         models, cfg = self.run.models, self.cfg
         stats = models.policy.update(pairs, self.objective())
         refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
         return stats
 
     def objective(self) -> Objective:
-        """The loss that the settings name. log p of pairs is that at the temperature of sampling."""
+        """Return the loss that the settings name. logp of pairs are at the temperature of sampling."""
         chosen, policy, peers = self.cfg.preference, self.run.models.policy, self.run.peers
         if self.alone:
             return SftObjective("nll", peers)
@@ -145,14 +146,14 @@ class OnlinePreference(PolicyGradient):
 
 @dataclass
 class OwnPairs(PairObjective):
-    """Pairs that an engine sampled: its log p is compared with the policy's, as in every run."""
+    """Pairs that an engine sampled, whose logp are compared with the policy's, as in every run."""
 
     algo: Algorithm | None = None
     start: int = 0
     """The policy's `updates_done` when the update began."""
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from logp."""
+        """Return the loss of a micro-batch, see the contract."""
         out = super().loss(micro, first_T, second_T, shared)
         assert self.algo is not None
         if self.policy.updates_done == self.start:
@@ -162,5 +163,5 @@ class OwnPairs(PairObjective):
 
 
 def sampled_of(batch: Batch, algo: Algorithm, version: int) -> tuple[torch.Tensor, ...]:
-    """Return the columns that `add_mismatch` compares the policy's log p with. version: of the policy."""
+    """Return the columns with which `add_mismatch` compares the policy's logp. version: of the policy."""
     return batch.token["rollout_logp"], batch.token["mask"], batch.seq_index, algo.fresh_mask(batch, version)

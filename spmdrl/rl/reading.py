@@ -1,4 +1,4 @@
-"""How a reward model reads responses: over which tokens, at which of them, and what becomes of its numbers.
+"""Reads responses with a reward model: the tokens it sees, the tokens at which it scores, and the scores that result.
 
 n: places at which scores are read, the ends of steps or of responses; L: labels.
 """
@@ -40,29 +40,15 @@ class Scores:
 
 
 @dataclass
-class Places:
-    """The ends of the steps of this rank's batch; a response that is scored as a whole is one step."""
-
-    seq_n: torch.Tensor
-    """int64, ascending: the sequence."""
-    token_n: torch.Tensor
-    """int64: the last sampled token of the step, in the pack."""
-    inputs: Batch
-    """The model's input: the batch itself, or the same responses in other tokens."""
-    read_n: torch.Tensor
-    """int64: the token of `inputs` whose score is the step's."""
-
-
-@dataclass
 class AtLast:
-    """Reads the policy's tokens at the last sampled one: for a model that no file describes, and on paper."""
+    """Reads the score at the last sampled token: for a model that no file describes, and in plans."""
 
     prefix: str = "the reward model"
     """The flag and the path, for messages."""
     positions: int = 0
-    """The most tokens that the model reads; 0: not known."""
+    """Most tokens that the model reads; 0: unknown."""
     steps: bool = False
-    """Give the score as that of the only step too."""
+    """True to return the score as that of the only step too."""
     names: tuple[str, ...] = ()
 
     def of(self, prompts: PromptSet) -> "AtLast":
@@ -86,7 +72,7 @@ class AtLast:
 
 @dataclass
 class Reading:
-    """Reads responses as a file of `--reward.model` says."""
+    """Reads responses as described in a file of `--reward.model`."""
 
     classifier: ClassifierConfig
     labels: Labels
@@ -116,16 +102,15 @@ class Reading:
         Raises:
             ValueError: a response is longer than the model reads, or a score is not finite.
         """
-        found = self.places(batch)
-        inputs, seq_n = found.inputs, found.seq_n
+        seq_n, token_n, inputs, read_n = self.places(batch)
         check_length(inputs, self.labels.positions, self.prefix)
         mask_T = torch.zeros(inputs.n_tokens, dtype=torch.bool)
-        mask_T[found.read_n] = True
+        mask_T[read_n] = True
         inputs = Batch(inputs.lengths, dict(inputs.token, mask=mask_T), inputs.seq)
         score_TL = model.values(inputs).reshape(inputs.n_tokens, self.labels.outputs)
         for score_T in score_TL.unbind(1):
             finite(inputs, score_T, self.prefix, FROZEN)
-        score_nL = score_TL[found.read_n].double()
+        score_nL = score_TL[read_n].double()
         if self.labels.probability:
             score_nL = torch.softmax(score_nL, 1)[:, 1:]
         score_n = score_nL @ torch.tensor(self.labels.weights, dtype=torch.float64)
@@ -137,13 +122,18 @@ class Reading:
             whole_B = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, seq_n, score_n)
             return Scores(whole_B, labels)
         process_T, ends_T = torch.zeros(2, batch.n_tokens, dtype=torch.float64)
-        process_T[found.token_n], ends_T[found.token_n] = score_n, 1.0
+        process_T[token_n], ends_T[token_n] = score_n, 1.0
         return Scores(
             reduced(score_n, seq_n, count_B, self.classifier.reduce), labels, count_B.double(), process_T, ends_T
         )
 
-    def places(self, batch: Batch) -> Places:
-        """Find the ends of steps in the policy's tokens and in those that the model reads."""
+    def places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch, torch.Tensor]:
+        """Find the ends of steps in the policy's tokens and in those that the model reads.
+
+        A response that is scored as a whole is one step. Returns for each step its sequence (int64 [n], ascending) and
+        its last sampled token in the pack; the model's input, which is the batch itself or the same responses in other
+        tokens; and the token of that whose score is the step's.
+        """
         tokens, starts = batch.token["tokens"].tolist(), (torch.cumsum(batch.lengths, 0) - batch.lengths).tolist()
         first_B = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
         last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch)).tolist()
@@ -153,7 +143,7 @@ class Reading:
         offset = 0
         for i, (start, first, last) in enumerate(zip(starts, first_B, last_B, strict=True)):
             if last < 0:
-                # A sequence has a token at least.
+                # A sequence has at least one token.
                 written.append([0])
                 offset += 1
                 continue
@@ -176,14 +166,13 @@ class Reading:
             written.append(made)
             read_n += [offset + place for place in read]
             offset += len(made)
-        numbers = (torch.tensor(x, dtype=torch.int64) for x in (seq_n, token_n, read_n))
-        found_n, token, read = numbers
+        ends = [torch.tensor(x, dtype=torch.int64) for x in (seq_n, token_n, read_n)]
         if self.rewriter is None:
-            return Places(found_n, token, batch, read)
+            return ends[0], ends[1], batch, ends[2]
         lengths = torch.tensor([len(made) for made in written], dtype=torch.int64)
         flat = torch.tensor([x for made in written for x in made], dtype=torch.int64)
         seq = batch.identity | {"prompt": batch.seq["prompt"]}
-        return Places(found_n, token, Batch(lengths, {"tokens": flat}, seq), read)
+        return ends[0], ends[1], Batch(lengths, {"tokens": flat}, seq), ends[2]
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -198,7 +187,7 @@ class Reading:
         return rest.removesuffix(text) if both.startswith(prompt) and rest.endswith(text) else ""
 
     def _steps(self, tokens: list[int], sampled: list[bool]) -> tuple[list[tuple[int, int]], str, list[int]]:
-        """Return (last sampled token, token with the last character) of each step, the text, and where they end in it.
+        """Return (last sampled token, token with the last character) of each step, the text, and the steps' ends in it.
 
         Indices are those of `tokens`, a response from its first sampled token to its last. Steps of which one token of
         the policy holds the ends are one.
@@ -211,7 +200,7 @@ class Reading:
             return [(last, last)], text, [0]
         ends = step_ends(text, self.classifier.steps)
         holding = tokens_of_ends(self._decode, tokens, ends)
-        # The end token belongs to the last step; what the policy did not sample belongs to no step's end.
+        # The end token belongs to the last step; a step never ends at a token that the policy did not sample.
         sampled_at = [*holding[:-1], last]
         sampled_at = [next((t for t in range(place, -1, -1) if sampled[t]), 0) for place in sampled_at]
         kept = [i for i in range(len(ends)) if i == len(ends) - 1 or sampled_at[i] != sampled_at[i + 1]]
@@ -258,7 +247,7 @@ def check_length(batch: Batch, most: int, prefix: str) -> None:
 
 
 def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> torch.Tensor:
-    """x_T, checked under the loss mask. why: ends the message."""
+    """Return x_T after a check under the loss mask. why: ends the message."""
     bad = torch.nonzero(batch.token["mask"] & ~torch.isfinite(x_T)).flatten()
     if len(bad):
         at = int(batch.seq_index[bad[0]])
@@ -270,7 +259,7 @@ def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> to
 
 
 def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
-    """Return how a classifier that no file describes is read; None without a path."""
+    """Return the reading of a classifier that no file describes; None without a path."""
     if not path:
         return None
     config = read_config(resolve(path, trust_remote_code), trust_remote_code)
@@ -278,10 +267,10 @@ def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
 
 
 def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | AtLast | None:
-    """Return how the reward model reads responses to the prompts; None without one.
+    """Return the reading of responses to the prompts by the reward model; None without one.
 
     Raises:
-        ValueError: its tokenizer is missing, or cannot render the prompts; it reads tokens of its own, and there is an
+        ValueError: its tokenizer is missing or cannot render the prompts, or it has tokens of its own and there is an
             environment.
     """
     trust, prefix = cfg.model.trust_remote_code, f"{FLAG} {cfg.reward.model}"

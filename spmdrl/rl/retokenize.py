@@ -1,7 +1,7 @@
-"""Responses as a reward model with a tokenizer of its own reads them: rendered as text, then as its tokens.
+"""Turns responses into the tokens of a reward model that has a tokenizer of its own, by way of text.
 
-A policy may write words that this tokenizer reads as special tokens, and so end its turn in the reward model's eyes and
-begin others. They are broken up.
+A policy may write words that are special tokens of this tokenizer, with which it could end its turn for the reward
+model and begin others. A blank is put into such words.
 """
 
 from bisect import bisect_left
@@ -13,14 +13,14 @@ from spmdrl.data.steps import tokens_of_ends
 from spmdrl.hub.tokenizer import BROKEN, control_words
 
 MARK = "\ue000"
-"""A character for private use, which stands in for an answer to find its place in a template."""
+"""A character for private use, rendered in place of an answer to find its place in a template."""
 
 
 class Rewriter:
-    """Writes a prompt and a response as the tokens of another tokenizer."""
+    """Turns a prompt and a response into the tokens of another tokenizer."""
 
     def __init__(self, tokenizer: Any, prefix: str, pad: int | None):
-        """tokenizer: the reward model's. said: begins messages. pad: token that transformers passes over at the end."""
+        """tokenizer: the reward model's. prefix: begins messages. pad: token that transformers skips at the end."""
         self.tokenizer, self.prefix, self.pad = tokenizer, prefix, pad
         self.control = control_words(tokenizer)
 
@@ -89,14 +89,12 @@ class Rewriter:
             return text, reply, len(text) - len(reply)
         head, found, tail = self._text(prompt, MARK).rpartition(MARK)
         if not found:
-            raise ValueError(
-                f"{self.prefix}: its chat template leaves out what the assistant says; give it another one"
-            )
+            raise ValueError(f"{self.prefix}: its chat template leaves out the assistant's answer; give it another one")
         # A template may strip the white space around an answer.
         for kept in (reply, reply.strip(), reply.lstrip(), reply.rstrip()):
             if text == head + kept + tail:
                 return text, kept, len(head)
-        # It moves or drops a part of this answer, such as a thought: the answer goes in as it was sampled.
+        # The template moves or drops a part of this answer, such as a thought; put it in as it was sampled.
         return head + reply + tail, reply, len(head)
 
     def _tokens(self, prompt: Prompt, text: str) -> list[int]:
@@ -121,8 +119,8 @@ class Rewriter:
             return tokens_of_ends(decode, tokens, [shift + place for place in places])
         if not self.tokenizer.is_fast:
             raise ValueError(
-                f"{self.prefix}: its tokenizer neither decodes to the text that it was given nor says where its tokens "
-                "stand: add a tokenizer.json to its folder"
+                f"{self.prefix}: its tokenizer neither decodes to the text that it encoded nor returns their places: "
+                "add a tokenizer.json to its folder"
             )
         spans = self.tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=True)["offset_mapping"]
         # Special tokens beside the text have empty spans.

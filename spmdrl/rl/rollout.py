@@ -6,7 +6,6 @@ from collections import Counter
 from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.engines.engine import Completion, Engine, StaleEngineError
 from spmdrl.health.status import tick
-from spmdrl.rl.engine_judges import is_abandoned
 from spmdrl.rl.environment import Environment, Observation, Place, share
 from spmdrl.rl.grade import Grading
 from spmdrl.rl.rollout_plan import Experience, PromptGroup, RolloutPlan, request_key
@@ -90,7 +89,7 @@ class Rollout:
     def leaves(self) -> bool:
         """Return True if the rollout is abandoned. Collective over the ranks of an engine."""
         self.polls += 1
-        self.abandoned = self.abandoned or is_abandoned(self.plan, self.world, self.polls)
+        self.abandoned = self.abandoned or self.plan.is_abandoned(self.world, self.polls)
         return self.abandoned
 
     def admit(self) -> bool:

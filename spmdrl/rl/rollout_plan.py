@@ -4,12 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+import torch
+
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt
 from spmdrl.engines.engine import Key, Request
+from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
+
+ASK_EVERY = 16
+"""Steps of an engine of several ranks between two agreements of these whether to abandon the rollout."""
 
 
 @dataclass
@@ -153,6 +159,20 @@ class RolloutPlan:
             temperature=0.0 if self.greedy and sample == self.samples else self.temperature,
             top_p=self.top_p,
         )
+
+    def is_abandoned(self, world: World, polls: int) -> bool:
+        """Return True if the rollout is abandoned, alike on all ranks of an engine. Collective over them.
+
+        polls: steps of the engine so far.
+        """
+        if self.may_end is None:
+            return False
+        if world.engine_group is None:
+            return self.may_end()
+        if polls % ASK_EVERY:
+            return False
+        flag = torch.tensor([int(self.may_end())], device=world.device)
+        return bool(all_reduce(flag, "max", world.engine_group).item())
 
     def unbegun(self, done: Experience, last: int, world: World) -> list[PromptGroup]:
         """Return this engine's groups among the first `last` prompts that it did not begin; none if a queue hands out.

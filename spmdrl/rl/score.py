@@ -28,7 +28,7 @@ from spmdrl.tracking.metrics import Metrics
 
 
 def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Peers) -> Metrics:
-    """Add to a batch what has to be known before the update. Collective.
+    """Add to a batch all columns that the update needs, except advantages. Collective.
 
     peers: data positions.
 
@@ -81,9 +81,9 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
 
 
 def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> None:
-    """Answers for the frozen models of a rank that trains nothing while others `score`, in the order in which they ask.
+    """Run the frozen models of a rank that trains nothing while others `score`, in the same order. Collective.
 
-    Collective. batch: empty, with the columns that the others' have.
+    batch: empty, with the same columns as theirs.
     """
     for judge in (models.reward_model, models.cost_model):
         if judge:
@@ -97,7 +97,7 @@ def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> 
 def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float) -> Metrics:
     """Add the reward model's scores to the reward, its labels to the parts, scores of steps to the tokens. Collective.
 
-    An episode that branches has the scores of its last path. coef: factor on the score in the reward.
+    An episode that branches gets the scores of its last path. coef: factor on the score in the reward.
 
     Raises:
         ValueError: a label has the name of a part.
@@ -130,7 +130,7 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
 
 
 def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
-    """[B]: the cost model's score plus the reward part that is named. Collective where there is a model."""
+    """Return the cost model's score plus the named reward part, [B]. Collective if there is a model."""
     cost_B = torch.zeros(len(batch), dtype=torch.float64)
     if models.cost_model:
         cost_B += batch.of_last((models.cost_reading or AtLast()).read(batch, models.cost_model).response_B)
@@ -140,17 +140,17 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
 
 
 def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> torch.Tensor:
-    """Returns the reward as advantages see it, [B]. Collective.
+    """Return the shaped reward from which advantages are computed, [B]. Collective.
 
-    A batch with rewards of turns gets `token["turn_shaped"]` too: these in the units of the result. Bounds and terms of
-    length are of the whole episode.
+    A batch with rewards of turns gets `token["turn_shaped"]` too: those rewards in the units of the result. Bounds and
+    length terms apply to the whole episode.
 
-    state: `Algorithm.state`, whose running moments of the reward move.
+    state: `Algorithm.state`, whose running moments of the reward are updated.
     """
     shaping, longest, first_E, unit = cfg.shaping, cfg.rollout.max_new_tokens, batch.firsts, cfg.shaping.reward_coef
-    # B: episodes until the end, where every path gets what its episode has.
+    # Until the last line, B counts episodes; every path then gets the reward of its episode.
     reward_B, length_B = batch.seq["reward"][first_E], batch.sampled_per_episode
-    # The limit on an episode counts what its environment answered too.
+    # The limit on an episode includes its environment's answers.
     counted_B = batch.made_per_episode
     bounds = ((shaping.clip_low, -1), (shaping.clip_high, 1))
     if shaping.clip_low is not None or shaping.clip_high is not None:

@@ -1,4 +1,4 @@
-"""Spans of text that whole tokens of two tokenizers cover, for a teacher that reads other tokens than its student."""
+"""Finds spans of text that consist of whole tokens of two tokenizers, a student's and its teacher's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from spmdrl.data.steps import MARK, progress
 from spmdrl.data.template_ends import end_of_turn_tokens
 
 CUT = -1
-"""In place of a number of characters behind a token: the token ends within a character."""
+"""Stands for the end of a token that ends within a character."""
 BEFORE = 4
-"""Tokens of the prompt behind which a response is decoded: some tokenizers leave out a blank at a text's start."""
+"""Tokens of the prompt that are decoded with a response: some tokenizers drop a blank at a text's start."""
 
 Span = tuple[range, range]
 """Places of the student's and the teacher's tokens in their responses."""
 
 
 class UnreadableError(Exception):
-    """A response that cannot be aligned; the message says why."""
+    """A response cannot be aligned; the message is the reason."""
 
 
 def decoder(tokenizer: Any) -> Any:
-    """A function from token numbers to their text, control tokens included."""
+    """Return a function from tokens to their text, control tokens included."""
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -> tuple[str, list[int]]:
-    """The text of some tokens behind others, and the characters of it up to the end of each; CUT within a character.
+    """Return the text of tokens that follow others, and the end of each token in it, in characters (or CUT).
 
     Raises:
-        UnreadableError: the text of some tokens depends on those far before or behind them.
+        UnreadableError: the text of some tokens depends on tokens far before or after them.
     """
     decode, lead = decoder(tokenizer), list(before)
     alone = cache(lambda token: decode([token]))
@@ -43,17 +43,17 @@ def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -
         raise UnreadableError("the text of a token depends on those around it")
     text = whole[len(known) :]
     ends = [max(0, end - len(known)) for end in reached[len(lead) :]]
-    # Bytes of a character that several tokens hold are shown as marks where they stand alone. Between two such tokens
-    # a character may end; it is taken not to, so that spans are seldom longer and never wrong.
+    # A token with a part of a character's bytes decodes to a mark when alone. A character may end between two such
+    # tokens; assuming that none does makes some spans longer, and none wrong.
     marked = [alone(token).endswith(MARK) for token in tokens]
     after = [*(alone(token).startswith(MARK) for token in tokens[1:]), text.endswith(MARK)]
     return text, [CUT if a and b else end for end, a, b in zip(ends, marked, after, strict=False)]
 
 
 def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
-    """The shortest spans at whose ends both have read the same characters.
+    """Return the shortest spans at whose ends both have decoded the same characters.
 
-    Tokens without characters go with those behind them, and are of no span at the end.
+    A token without characters belongs to the span of the next token, and at the end to no span.
     """
     ends = [{end: i + 1 for i, end in reversed(list(enumerate(side))) if end > 0} for side in (mine, theirs)]
     spans, begun = [], (0, 0)
@@ -66,7 +66,7 @@ def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Aligned:
-    """A response as both read it."""
+    """A response in the tokens of both."""
 
     spans: list[Span]
     teacher: list[int]
@@ -74,33 +74,32 @@ class Aligned:
 
 
 def end_of_turn(tokenizer: Any, ends: set[int], template: str = "") -> int:
-    """Return the token that ends a response: of several, that by which the chat template ends an answer.
+    """Return the token with which the chat template ends an answer, or else the tokenizer's end token.
 
-    ends: all that may. template: instead of the tokenizer's own. Without one, or where it ends an answer by none of
-    them, it is the tokenizer's end token.
+    ends: all tokens that may end a response. template: replaces the tokenizer's own.
     """
     proved = end_of_turn_tokens(tokenizer, chosen_template(tokenizer, template))
     return next((token for token in proved if token in ends), tokenizer.eos_token_id)
 
 
 class Pair:
-    """Two tokenizers: reads a student's responses with its teacher's."""
+    """Two tokenizers: aligns a student's responses with its teacher's tokens."""
 
     def __init__(self, student: Any, teacher: Any, ends: set[int], teacher_ends: set[int], template: str = ""):
-        """Find the tokens by which both end a response.
+        """Find the tokens with which both end a response.
 
-        ends, teacher_ends: those of each that may. template: the student's, if not its tokenizer's.
+        ends, teacher_ends: all tokens that may. template: the student's, if not its tokenizer's.
         """
         self.student, self.teacher, self.ends = student, teacher, ends
         self.last = end_of_turn(student, ends, template), end_of_turn(teacher, teacher_ends)
-        """The two tokens by which student and teacher end a response."""
+        """The two tokens with which student and teacher end a response."""
         self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids) | teacher_ends
 
     def align(self, tokens: list[int], prompt: Sequence[int] = ()) -> Aligned:
-        """Read a response again, and find the spans; the token that ends it is the teacher's that does.
+        """Encode a response in the teacher's tokens, and find the spans; end tokens correspond to each other.
 
         Raises:
-            UnreadableError: it holds other control tokens, or text that one of the two does not give back.
+            UnreadableError: it holds other control tokens, or text that one of the two does not reproduce.
         """
         ended = bool(tokens) and tokens[-1] in self.ends
         body = tokens[: len(tokens) - ended]
@@ -111,7 +110,7 @@ class Pair:
             # A response may be cut off within a character.
             text = text[: max([0, *mine])]
         if MARK in text:
-            raise UnreadableError("it has bytes that are no text")
+            raise UnreadableError("it has bytes that are not text")
         theirs = list(self.teacher(text, add_special_tokens=False).input_ids)
         if odd := [token for token in theirs if token in self.control[1]]:
             raise UnreadableError(f"the teacher reads its control token {self.teacher.convert_ids_to_tokens(odd[0])!r}")
@@ -128,10 +127,10 @@ class Pair:
         return Aligned(spans, theirs)
 
     def both(self, sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens that both have, as the student and the teacher number them, int64 [M] each.
+        """Return the tokens that both have, in the student's and the teacher's numbers, int64 [M] each.
 
-        Tokens of the same string, and the two that end a response. sizes: tokens of the student's and the teacher's
-        model, which may be fewer than their tokenizers name.
+        These are tokens of the same string, and the two that end a response. sizes: vocabulary sizes of the student's
+        and the teacher's model, which may be smaller than those of their tokenizers.
         """
         mine, theirs = (
             {word: token for word, token in side.get_vocab().items() if token < size}

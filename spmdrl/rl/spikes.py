@@ -1,7 +1,7 @@
-"""Keeps the batch of an optimizer step that stands out, for `python -m spmdrl.tools.replay`.
+"""Keeps the batch of an anomalous optimizer step, for `python -m spmdrl.tools.replay`.
 
 RUN/spikes/step_000012/rank_00000.safetensors  each data position's sequences of the step, with every column
-RUN/spikes/step_000012/spike.json              what was seen, the weights it began with, the files that belong to it
+RUN/spikes/step_000012/spike.json              facts of the step, the version of the weights, names of the files
 """
 
 import json
@@ -25,11 +25,11 @@ from spmdrl.spmd.world import World
 FILE = "spike.json"
 """Facts of the step, as JSON."""
 NAMES = ("step", "model", "share", "updates_done", "on_policy", "algorithm")
-"""Names that it must hold, beside numbers and files."""
+"""Keys that it must have, beside `norm`, `median` and `files`."""
 
 
 class Spikes:
-    """Keeps optimizer steps that the guards of a run's models report, on every rank that trains."""
+    """Keeps the optimizer steps that the guards of a run's models report, on every rank that trains."""
 
     def __init__(
         self,
@@ -40,31 +40,31 @@ class Spikes:
         warn: Callable[[str], None],
         replays: bool = True,
     ):
-        """folder: the run folder. replays: `spmdrl.tools.replay` knows the losses of the run."""
+        """folder: the run folder. replays: True if `spmdrl.tools.replay` knows the losses of the run."""
         self.folder, self.world, self.algo, self.warn, self.replays = folder, world, algo, warn, replays
         self.step = 0
-        """Counted from 1, the caller moves it."""
+        """The current step, counted from 1; the caller sets it."""
         self.guards: dict[str, Guard] = {name: model.guard for name, model in models.learning().items()}
         for name, guard in self.guards.items():
             guard.store = partial(self.keep, name)
 
     def state(self) -> dict[str, dict]:
-        """State of the guards for a resumed run; JSON-able."""
+        """Return the state of the guards for a resumed run, as JSON values."""
         return {name: guard.state() for name, guard in self.guards.items()}
 
     def restore(self, state: dict[str, dict]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         for name, facts in state.items():
             if name in self.guards:
                 self.guards[name].restore(facts)
 
     def keep(self, model: str, seen: AnomalousStep) -> str:
-        """Write this rank's part and say how to look at it. Collective over the ranks that train."""
+        """Write this rank's part and return how to look at it. Collective over the ranks that train."""
         name = f"step_{self.step:06d}" + (f"_update_{seen.share}" if seen.share else "")
         place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
         holders = self.world.holders[:, 0].tolist()
         if self.world.rank == self.world.roles.trainers[0]:
-            # An earlier try of this step left them.
+            # A run that was stopped may have left files of this step.
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
         self._meet()
@@ -73,7 +73,7 @@ class Spikes:
             batch = seen.batch.to(torch.device("cpu"))
             tree = {"lengths": batch.lengths, "token": batch.token, "seq": batch.seq}
             treefile.write(place / rank_file(self.world.rank), tree)
-        # One that ends the job must not end it under a file that is being written.
+        # A guard that ends the job must not do so while a rank still writes its file.
         self._meet()
         look = f"python -m spmdrl.tools.replay {place}" if self.replays else f"the batch in {place}"
         if self.world.rank == self.world.roles.trainers[0]:
@@ -106,15 +106,15 @@ class Spikes:
 
 
 def read(place: Path) -> tuple[dict, Batch]:
-    """Facts of a kept step, and the sequences of all ranks in sample order.
+    """Return the facts of a kept step, and the sequences of all ranks in sample order.
 
     Raises:
-        ValueError: no such folder, or one that is not whole; says what is missing.
+        ValueError: the folder does not exist or is incomplete; the message names what is missing.
     """
     try:
         facts = json.loads((place / FILE).read_text(encoding="utf-8"))
         if "unmoved" in facts:
-            # As older runs call it.
+            # The name in older runs.
             facts["on_policy"] = facts.pop("unmoved")
         files = [str(name) for name in facts["files"]]
         facts |= {name: math.nan if facts[name] is None else float(facts[name]) for name in ("norm", "median")}
@@ -135,10 +135,10 @@ def read(place: Path) -> tuple[dict, Batch]:
 
 
 def rank_file(rank: int) -> str:
-    """Name of a rank's part."""
+    """Return the name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def plain(value: float) -> float | str | None:
-    """A number for JSON, which has no nan and no inf."""
+    """Return a number as JSON, which has no nan and no inf."""
     return value if math.isfinite(value) else None if math.isnan(value) else str(value)

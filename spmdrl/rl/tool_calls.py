@@ -1,8 +1,8 @@
-"""Calls of tools: the form in which a policy writes them, whether it can use an environment's tools at all, and the
-calls that stand in the turns of an episode, for samples.jsonl.
+"""Tool calls: the form in which a policy writes them, whether it can use an environment's tools, and the calls in the
+turns of an episode, for samples.jsonl.
 
-`CallReader` has no schemas of the tools. Forms that write arguments as plain text (`qwen3_coder`, `glm`) therefore give
-those that are no JSON as text.
+`CallReader` does not know the tools' schemas. In forms that write arguments as plain text (`qwen3_coder`, `glm`) it
+therefore returns arguments that are not JSON as text.
 """
 
 from collections.abc import Collection
@@ -34,7 +34,7 @@ class CallReader:
     ends: Collection[int]
     """Tokens that end a turn."""
     turn_tokens: int
-    """Most tokens of a turn, after which its environment hears it as it is; 0: no such limit."""
+    """Most tokens of a turn, after which its environment receives it as it is; 0: no limit."""
 
     def of(self, episode: Episode) -> dict[int, Calls]:
         """Return the calls of each turn that has any, by the index of the last sampled segment of the turn."""
@@ -47,7 +47,7 @@ class CallReader:
             made = [token for i in indices for token in episode.segments[i].tokens.tolist()]
             ended = bool(made) and made[-1] in self.ends
             whole = ended or (self.turn_tokens and len(made) >= self.turn_tokens)
-            # A turn that the limit of the episode cut was not shown to the environment.
+            # The environment did not receive a turn that was cut by the limit of the episode.
             if turn < episode.turns - 1 or episode.finish != "length" or whole:
                 calls = parse(self.conversation.text_of(made, ended), self.format)[1]
                 if calls:
@@ -60,26 +60,27 @@ def _row(call: Call) -> dict[str, Any]:
 
 
 def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
-    """Return the reader for the episodes of a run; None where it has no environment.
-
-    Raises:
-        ValueError: nobody can tell how the model writes calls.
-    """
+    """Return the reader for the episodes of a run; None without an environment. Raises ValueError as `form_of`."""
     if not cfg.env:
         return None
-    found = read_environment(cfg.env)
-    template, more = template_text(cfg.data.chat_template), template_kwargs(cfg.data)
-    conversation = Conversation(tokenizer, template, found.history, more)
+    found, conversation = conversation_of(cfg, tokenizer)
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     ends = stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
     return CallReader(conversation, form_of(found, conversation), ends, found.turn_tokens)
 
 
+def conversation_of(cfg: Config, tokenizer: Any) -> tuple[EnvironmentConfig, Conversation]:
+    """Return the settings of a run's environment, and the renderer of its conversations. Raises ValueError."""
+    found = read_environment(cfg.env)
+    template, more = template_text(cfg.data.chat_template), template_kwargs(cfg.data)
+    return found, Conversation(tokenizer, template, found.history, more)
+
+
 def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
-    """Returns the form that the user named or that the chat template shows; `none` where it shows none.
+    """Return the form of calls that the user named or that the chat template shows; `none` if it shows none.
 
     Raises:
-        ValueError: there is no such form, or the template shows one that no reader reads.
+        ValueError: the form is unknown.
     """
     form = format_of(conversation.render.template) if found.calls == "auto" else found.calls
     if form not in FORMATS:
@@ -88,10 +89,10 @@ def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
 
 
 def unfit(found: EnvironmentConfig, conversation: Conversation, form: str, tools: Collection) -> str:
-    """Returns the reason for which the policy cannot use an environment's tools; empty where it can.
+    """Return why the policy cannot use an environment's tools; empty if it can.
 
-    form: as `form_of` returned it. A template may show no tools where the user named the form: the policy then knows
-    them from elsewhere.
+    form: as returned by `form_of`. If the user named the form, the template need not show the tools: the policy then
+    knows them from elsewhere.
     """
     if not tools or found.calls != "auto":
         return ""

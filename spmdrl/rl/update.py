@@ -37,16 +37,16 @@ def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int
 
 
 def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -> None:
-    """Move the reference to the policy where that is due after a step, counted from 0. Collective.
+    """Move the reference to the policy if that is due after a step, counted from 0. Collective.
 
-    every: 0: never. mix: share of the policy in it.
+    every: steps between two moves; 0: never. mix: share of the policy in it.
     """
     if models.reference is not None and every and (step + 1) % every == 0:
         models.reference.take_over(models.policy, mix)
 
 
 def adapt_coefficients(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
-    """Move the KL coefficient and the Lagrange multiplier by a step's reduced metrics, alike on every rank."""
+    """Adapt the KL coefficient and the Lagrange multiplier to a step's reduced metrics, alike on every rank."""
     if cfg.algo.kl_target is not None and "kl/mean" in values:
         algo.state["kl_coef"] = adaptive_coef(
             algo.state["kl_coef"], values["kl/mean"], cfg.algo.kl_target, cfg.algo.kl_horizon, samples

@@ -8,7 +8,7 @@ import random
 import torch
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
@@ -23,7 +23,7 @@ def seed_for(*key: int) -> int:
     """Return a 63-bit seed for a key such as (seed, step, prompt, sample, turn)."""
     state = 0
     for part in key:
-        state = _mix((state + _GOLDEN + (int(part) & _MASK)) & _MASK)
+        state = _mix((state + GOLDEN + (int(part) & _MASK)) & _MASK)
     return state >> 1
 
 
@@ -32,7 +32,9 @@ def generator_for(*key: int) -> random.Random:
     return random.Random(seed_for(*key))
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
+    """Return the lowest 64 bits of x as a signed integer."""
+    x &= _MASK
     return x - (1 << 64) if x >> 63 else x
 
 
@@ -46,9 +48,9 @@ def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
 
     seeds_B, position_B: int64 [B].
     """
-    x = seeds_B + (position_B + 1) * _signed(_GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
+    x = seeds_B + (position_B + 1) * signed(GOLDEN)
+    x = (x ^ _shift(x, 30)) * signed(_MIX1)
+    x = (x ^ _shift(x, 27)) * signed(_MIX2)
     x = x ^ _shift(x, 31)
     # 52 bits plus one half are exact in float64; with 53 bits the largest number would round to 1.
     return (_shift(x, 12).double() + 0.5) * 2.0**-52

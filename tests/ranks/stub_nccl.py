@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.engines.vllm.world import Overridden
+from spmdrl.engines.vllm.start import Overridden
 from spmdrl.health import flight_record as flight
 from spmdrl.spmd import lockstep
 

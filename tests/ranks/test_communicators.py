@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spmdrl.engines.sglang.engine import SGLangEngine
 from spmdrl.engines.sglang.process import Broadcast
-from spmdrl.engines.vllm.world import world_of
+from spmdrl.engines.vllm.start import world_of
 from tests.ranks.cases import config
 from tests.ranks.harness import run_ranks
 

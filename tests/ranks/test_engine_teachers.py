@@ -74,7 +74,7 @@ def read(world, folder: str, teacher: str, sections: dict, sequences: list) -> l
     teachers = Distillation(run).on_engine
     engine = run.memory.engine
     with run.memory.rollout_phase():
-        (tensors,) = teachers.folders.values()
+        (tensors,) = teachers.models.folders.values()
         with pytest.raises(StaleEngineError):
             engine.likeliest([ScoreRequest(*sequences[0])], 8, 1.0, -2)
         run.memory.lend(tensors, -2, "teacher")

@@ -59,7 +59,7 @@ def sampled(world, folder: str, sections: dict) -> list:
     with run.memory.rollout_phase():
         done = run.experience(0)
     with run.memory.training_phase():
-        batch = run.pack(done.episodes, 0)
+        batch = run.method.pack(done.episodes, 0)
         logp_T, _ = run.models.policy.logprobs(batch, 1.0)
     mask_T = batch.token["mask"]
     gap = (logp_T.double() - batch.token["rollout_logp"].double())[mask_T].abs().max().item()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.engines.engine import Request, StaleEngineError
 from spmdrl.engines.hf.decode import Decoder
 from spmdrl.engines.hf.engine import Group, HFEngine, nucleus, sample
-from spmdrl.engines.hf.quantize import quantize
+from spmdrl.engines.hf.start import quantize
 from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.resolve import resolve

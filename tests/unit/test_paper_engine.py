@@ -12,7 +12,7 @@ from transformers import Qwen2Config
 
 from benchmarks._models import config_of, published
 from spmdrl.config.schema import Config
-from spmdrl.engines.hf.quantize import quantize
+from spmdrl.engines.hf.start import quantize
 from spmdrl.plan.engine import PaperEngine
 from spmdrl.plan.engine_boxes import EngineLayout
 from spmdrl.plan.engine_weights import Model, model_of

@@ -28,7 +28,7 @@ from spmdrl.data.turns import sequences_of
 from spmdrl.env.messages import prompt_of
 from spmdrl.plan.dry_data import data_lines, with_data
 from spmdrl.rl.conversation_state import opening_of
-from spmdrl.rl.teacher_prompts import teacher_prompts
+from spmdrl.rl.teachers import teacher_prompts
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import preview
 from spmdrl.supervised.rows import Rows, encoded, open_mixture
@@ -233,7 +233,7 @@ def test_ordinary_columns_with_the_names_of_a_templates_are_left_to_rewards(tmp_
 
 
 def test_a_teacher_without_a_template_is_refused_where_the_students_prompts_have_a_column(tmp_path, monkeypatch):
-    monkeypatch.setattr("spmdrl.rl.teacher_prompts.room", lambda cfg: 9999)
+    monkeypatch.setattr("spmdrl.rl.teachers.room", lambda cfg: 9999)
     cfg, rows = DistillationConfig(), [{"prompt": "q", "answer": "a", "system": "s"}]
     student, same = prompts(tmp_path, rows), prompts(tmp_path, rows, "")
     cfg.data.train = str(tmp_path / "rows.jsonl")

@@ -1,14 +1,25 @@
-"""Builds the HF engine's model without values: divided, quantized and with adapters, by the settings."""
+"""Builds a rank's part of the HF engine's model without values: divided, quantized and with adapters, by the settings.
 
+Layers are divided by the plan that transformers keeps with each architecture (https://arxiv.org/abs/1909.08053):
+`colwise` layers keep a range of their outputs; `rowwise` layers keep a range of their inputs and sum over the ranks.
+Every rank holds and computes whole the modules that the plan does not name (embeddings, norms, the head) or calls
+replicated (norms of a head's queries and keys).
+
+8-bit linear layers have one scale per output, rounded to nearest. Only weights are quantized, as in
+https://arxiv.org/abs/2208.07339 without its outliers (int8), or in E4M3 (https://arxiv.org/abs/2209.05433). Samples
+then come from other weights than the trainer's, so use it with the rollout correction.
+"""
+
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
-from spmdrl.engines.hf.quantize import QuantizedLinear, quantize
-from spmdrl.engines.hf.tp import divide
 from spmdrl.hub.build import DTYPES, empty_model, give_memory
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.lora import attach
@@ -16,6 +27,9 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Box
 from spmdrl_kernels.host import use_host_linear
+
+FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Format -> torch type, and the largest magnitude in use."""
 
 
 @dataclass
@@ -27,7 +41,7 @@ class Started:
     """Ranks over which layers are divided; None if layers are whole."""
     boxes: dict[str, Box] = field(default_factory=dict)
     """This rank's box of each divided parameter."""
-    quantized: dict[str, QuantizedLinear] = field(default_factory=dict)
+    quantized: "dict[str, QuantizedLinear]" = field(default_factory=dict)
     """8-bit layers, by the name of their weight."""
 
 
@@ -51,4 +65,113 @@ def start(cfg: Config, world: World) -> Started:
     use_host_linear(out.model)
     # After the division, so that a rank never allocates more than its own part.
     give_memory(out.model, world.device)
+    return out
+
+
+def plan_of(config: Any, ranks: int) -> dict[str, str]:
+    """Return `colwise` or `rowwise` for each linear layer divided over `ranks`; `*` stands for a layer number.
+
+    config: transformers' config of a language model.
+
+    Raises:
+        ValueError: the plan names more than linear layers (experts, fused projections), or there is no plan.
+    """
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    # transformers' replicated styles differ only in their treatment of gradients, which do not exist here.
+    plan = {n: s for n, s in plan.items() if n.startswith("layers.") and not s.startswith("replicated")}
+    strange = sorted({style for style in plan.values() if style not in ("colwise", "rowwise")})
+    if strange or not plan:
+        name = (getattr(config, "architectures", None) or [config.model_type])[0]
+        raise ValueError(
+            f"--rollout.tp {ranks}: the hf engine cannot divide {name} ({', '.join(strange) or 'no plan'}); "
+            "take --rollout.engine vllm, or --rollout.tp 1"
+        )
+    return plan
+
+
+def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
+    """Cut a model's layers to this rank's part; return the box of each cut parameter.
+
+    Raises:
+        ValueError: the model cannot be divided (`plan_of`).
+    """
+    ranks, boxes = dist.get_world_size(group), {}
+    plan = plan_of(model.config, ranks)
+    prefix = f"{model.base_model_prefix}."
+    for name, module in model.base_model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))
+        if style is None:
+            continue
+        assert isinstance(module, nn.Linear), name
+        dim = 0 if style == "colwise" else 1
+        boxes[f"{prefix}{name}.weight"] = _keep(module, "weight", dim, rank, ranks)
+        if style == "colwise" and module.bias is not None:
+            boxes[f"{prefix}{name}.bias"] = _keep(module, "bias", 0, rank, ranks)
+        if style == "rowwise":
+            module.register_forward_hook(_summed(group))
+    return boxes
+
+
+def _keep(module: nn.Linear, name: str, dim: int, rank: int, ranks: int) -> Box:
+    whole = getattr(module, name).detach()
+    size = whole.shape[dim] // ranks
+    assert size * ranks == whole.shape[dim], f"{name} {tuple(whole.shape)} over {ranks} ranks"
+    part = whole.narrow(dim, rank * size, size).contiguous().clone()
+    setattr(module, name, nn.Parameter(part, requires_grad=False))
+    return tuple((rank * size, (rank + 1) * size) if d == dim else (0, n) for d, n in enumerate(whole.shape))
+
+
+def _summed(group: dist.ProcessGroup):
+    def hook(module: nn.Linear, _, output: torch.Tensor) -> torch.Tensor:
+        if module.bias is not None:
+            # Every rank has added the bias; the sum over ranks must contain it once.
+            output = output - module.bias
+        dist.all_reduce(output, group=group)
+        return output if module.bias is None else output + module.bias
+
+    return hook
+
+
+class QuantizedLinear(nn.Module):
+    """Computes y = (x Q^T) s + b with 8-bit Q [out, in] and float32 s [out]."""
+
+    bias: torch.Tensor | None
+
+    def __init__(self, linear: nn.Linear, kind: str):
+        """Quantize a layer's weights, if it has any values. kind: `int8` or `fp8`."""
+        super().__init__()
+        self.kind = kind
+        dtype = FORMATS[kind][0]
+        weight = linear.weight
+        # A parameter, so that its memory is moved and counted with that of the others.
+        self.weight = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=weight.device), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(len(weight), 1, device=weight.device), requires_grad=False)
+        self.bias = linear.bias
+        if not weight.is_meta:
+            self.take(weight.detach())
+
+    @torch.no_grad()
+    def take(self, weight: torch.Tensor) -> None:
+        """Replace the weights by the quantized `weight`, [out, in] in any floating type."""
+        dtype, most = FORMATS[self.kind]
+        weight = weight.float()
+        self.scale.copy_((weight.abs().amax(1, keepdim=True) / most).clamp_min(1e-12))
+        scaled = weight / self.scale
+        self.weight.copy_((scaled.round() if dtype == torch.int8 else scaled).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., in] to [..., out]."""
+        y = nn.functional.linear(x, self.weight.to(x.dtype)) * self.scale[:, 0].to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def quantize(model: Any, kind: str) -> dict[str, QuantizedLinear]:
+    """Quantize the linear layers of a HF model's blocks (not its head); return them by the name of their weight."""
+    out, prefix = {}, f"{model.base_model_prefix}."
+    for name, module in list(model.base_model.named_modules()):
+        for child, linear in list(module.named_children()):
+            if type(linear) is nn.Linear:
+                quantized = QuantizedLinear(linear, kind)
+                setattr(module, child, quantized)
+                out[f"{prefix}{name + '.' if name else ''}{child}.weight"] = quantized
     return out

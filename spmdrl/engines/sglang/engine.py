@@ -33,7 +33,7 @@ from spmdrl.engines.sglang.options import options
 from spmdrl.engines.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.resolve import resolve
-from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.exchange import all_gather_text, broadcast_text
 from spmdrl.spmd.groups import apart_from_default
 from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry
@@ -110,15 +110,8 @@ class SGLangEngine:
         return cast(dist.ProcessGroup, mine)
 
     def _share(self, value: Any) -> Any:
-        """Broadcast the first rank's value to all ranks: JSON in a tensor of bytes. Collective over the engine."""
-        if self.group is None:
-            return value
-        data = bytearray(json.dumps(value).encode())
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, group=self.group, group_src=0)
-        raw = torch.frombuffer(data, dtype=torch.uint8) if self.process else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(raw, group=self.group, group_src=0)
-        return json.loads(raw.numpy().tobytes())
+        """Broadcast the first rank's value to all ranks, as JSON. Collective over the engine."""
+        return value if self.group is None else json.loads(broadcast_text(json.dumps(value), self.group))
 
     def _answer(self, answer: list[int] | None) -> list[int]:
         """Return the answer of this rank's own engine process. Collective over the engine."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmdrl.config.engines import sleep_level, starts_empty
 from spmdrl.config.schema import Config
-from spmdrl.engines.engine import kv_bytes_per_token, longest_sequence, without_quantization
+from spmdrl.engines.engine import kv_bytes_per_token, longest_sequence, model_config, without_quantization
 from spmdrl.spmd.world import World
 
 CPU_KV_BYTES = 256 << 20
@@ -17,10 +17,7 @@ SPARE_TOKENS = 8
 
 def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
     """Return the arguments of SGLang's Engine."""
-    from transformers import AutoConfig
-
-    rollout = cfg.rollout
-    whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    rollout, whole = cfg.rollout, model_config(cfg)
     config = whole.get_text_config()
     longest = longest_sequence(cfg) + SPARE_TOKENS
     values: dict[str, Any] = {

@@ -20,11 +20,11 @@ from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.health.failure import named_exit
+from spmdrl.spmd.checksum import digest
 from spmdrl.spmd.groups import apart_from_default
 from spmdrl.weights.reshard import Box, inside
 
@@ -51,11 +51,6 @@ def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
         out.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "at": at, "bytes": tensor.nbytes})
         at += -(-tensor.nbytes // ALIGN) * ALIGN
     return out
-
-
-def hash_of(tensor: torch.Tensor) -> int:
-    """Return the 64-bit xxh3 of a tensor's bytes, which the engine's processes compare with the bytes they read."""
-    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def answers(flat: list[int]) -> list[list[int]]:
@@ -88,7 +83,7 @@ class SharedMemory:
             there = flat[entry["at"] : entry["at"] + entry["bytes"]].view(tensor.dtype).view(tensor.shape)
             for box in parts[name]:
                 inside(there, box).copy_(inside(tensor, box))
-            entry["parts"] = [[box, hash_of(inside(tensor, box))] for box in parts[name]]
+            entry["parts"] = [[box, int(digest(inside(tensor, box).cpu()))] for box in parts[name]]
         return {"file": f"/proc/{os.getpid()}/fd/{self.fd}", "entries": layout}
 
     def done(self) -> None:
@@ -126,7 +121,7 @@ class Broadcast:
         self.group = self.group or self._join(process)
         layout = entries(tensors)
         for entry, tensor in zip(layout, tensors.values(), strict=True):
-            entry["hash"] = hash_of(tensor)
+            entry["hash"] = int(digest(tensor.cpu()))
         process.send("receive", entries=layout)
         options = dist.BroadcastOptions()
         options.rootRank = 0

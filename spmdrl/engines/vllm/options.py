@@ -11,7 +11,7 @@ import torch
 
 from spmdrl.config.engines import pushed_parts, sleep_level, starts_empty
 from spmdrl.config.schema import Config
-from spmdrl.engines.engine import longest_sequence, without_quantization
+from spmdrl.engines.engine import longest_sequence, model_config, without_quantization
 from spmdrl.engines.vllm.cpu import CPU_BLOCK, CPU_KV_BYTES, cpu_kv_bytes
 from spmdrl.engines.vllm.lora import lora_options
 from spmdrl.hub.resolve import resolve
@@ -168,12 +168,11 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     Raises:
         RuntimeError: vLLM refused to start; the message tells which settings to change.
     """
-    from transformers import AutoConfig
     from vllm import LLM
 
     capacity, longest = cfg.rollout.max_sequences, longest_sequence(cfg)
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-    whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    whole = model_config(cfg)
     config = whole.get_text_config()
     options = _cpu_options(cfg, config, folder, longest) if on_cpu else _gpu_options(cfg, config)
     if kv_bytes := int(cfg.rollout.kv_cache_gib * 2**30):

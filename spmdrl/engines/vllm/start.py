@@ -1,19 +1,30 @@
-"""Starts vLLM inside a rank's process, restores what it changes there, and limits it to the ranks of engines."""
+"""Starts vLLM inside a rank's process, restores what it changes there, and limits it to the ranks of engines.
+
+vLLM creates its groups in `parallel_state`, from its own count of ranks 0 .. n - 1, each by all ranks of the default
+group. Under split placement the training ranks take no part: vLLM then gets a world of the other ranks only.
+
+It builds some families from transformers' own modules (its Transformers backend: Olmo2, Olmo3, SmolLM3, Starcoder2) and
+changes their classes for `torch.compile`. The trainer's model has the same classes, and its forward would then fail, so
+the changes are limited to the engine's own model.
+"""
 
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from spmdrl.config.schema import Config
-from spmdrl.engines.vllm.classes import restored_classes
 from spmdrl.engines.vllm.copies import rank_within_engine
 from spmdrl.engines.vllm.cpu import Packed, name_shared_memory
 from spmdrl.engines.vllm.options import build_llm, set_environment
-from spmdrl.engines.vllm.world import world_of
 from spmdrl.spmd.exchange import broadcast_text
+from spmdrl.spmd.groups import apart_from_default
 from spmdrl.spmd.world import World
 
 PROMPTS = (3, 20)
@@ -81,3 +92,102 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
     if local_world is not None:
         os.environ["LOCAL_WORLD_SIZE"] = local_world
     return llm, packed
+
+
+class Overridden:
+    """Replaces a module and overrides some of its names."""
+
+    def __init__(self, module: Any, **replaced: Any):
+        self._module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@contextmanager
+def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Give vLLM a world of `ranks` inside this context, in which it is built.
+
+    Collective over `ranks`: the ranks with an engine, ascending. None of vLLM's groups, 2n - 1 for n ranks, is split
+    off the run's NCCL communicator.
+    """
+    if len(ranks) == dist.get_world_size():
+        with apart_from_default():
+            yield
+        return
+    from vllm.distributed import parallel_state
+
+    def new_group(members=None, **options):
+        chosen = list(ranks) if members is None else [ranks[i] for i in members]
+        with apart_from_default():
+            return dist.new_group(chosen, use_local_synchronization=True, **options)
+
+    patched = Overridden(
+        dist,
+        get_world_size=lambda group=None: dist.get_world_size(group) if group else len(ranks),
+        get_rank=lambda group=None: dist.get_rank(group) if group else ranks.index(dist.get_rank()),
+        new_group=new_group,
+    )
+    parallel_state.torch = Overridden(torch, distributed=patched)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        parallel_state.torch = torch  # type: ignore[attr-defined]
+    # From here on senders and receivers need their true ranks.
+    for reference in parallel_state._groups.values():
+        group = reference()
+        if group is not None:
+            group.rank, group.ranks = dist.get_rank(), [ranks[i] for i in group.ranks]
+            group.group_ranks = [[ranks[i] for i in members] for members in group.group_ranks]
+
+
+@dataclass
+class _Changed:
+    """A class before vLLM changed it."""
+
+    cls: type
+    bases: tuple[type, ...]
+    names: dict[str, Any]
+
+    def restore(self) -> type:
+        """Restore the class, and return a subclass with vLLM's changes."""
+        added = tuple(base for base in self.cls.__bases__ if base not in self.bases)
+        changed = {name: x for name, x in vars(self.cls).items() if self.names.get(name) is not x}
+        for name in ("__dict__", "__weakref__", "__bases__"):
+            changed.pop(name, None)
+        for name in changed:
+            if name in self.names:
+                setattr(self.cls, name, self.names[name])
+            else:
+                delattr(self.cls, name)
+        self.cls.__bases__ = self.bases
+        # vLLM finds the class's source by its name and module.
+        return type(self.cls.__name__, (self.cls, *added), {**changed, "__module__": self.cls.__module__})
+
+
+@contextmanager
+def restored_classes() -> Iterator[Callable[[torch.nn.Module], None]]:
+    """Record the classes outside vLLM that it changes inside this context, and restore them at the end.
+
+    Yields a function to call there with the model that vLLM built: modules of a changed class get a subclass of it with
+    vLLM's changes.
+    """
+    from vllm.compilation import decorators
+
+    change, found, built = decorators._support_torch_compile, [], []
+
+    def recorded(cls: type, *args: Any, **kwargs: Any) -> type:
+        if not cls.__module__.startswith("vllm.") and cls not in [each.cls for each in found]:
+            found.append(_Changed(cls, cls.__bases__, dict(vars(cls))))
+        return change(cls, *args, **kwargs)
+
+    decorators._support_torch_compile = recorded
+    try:
+        yield built.append
+    finally:
+        decorators._support_torch_compile = change
+        own = {each.cls: each.restore() for each in found}
+        for module in (module for model in built for module in model.modules()):
+            if type(module) in own:
+                module.__class__ = own[type(module)]

@@ -2,7 +2,7 @@
 
     .venv-sglang/bin/python spmdrl/engines/sglang/server '{"options": {...}, "stop": [2], "parent": 123}'
 
-It imports nothing of spmdrl, because its interpreter may have another torch. All accesses to SGLang's internals are in
-this folder: `draws.py`, `inside.py` and `layout.py` change its scheduler processes, `__main__.py` runs them and answers
-the rank. Written for SGLang 0.5.23.
+It imports no package of spmdrl, because its interpreter may have another torch. All accesses to SGLang's internals are
+in this folder: `draws.py` and `inside.py` change its scheduler processes, `__main__.py` runs them and answers the rank.
+Written for SGLang 0.5.23.
 """

@@ -1,31 +1,24 @@
 """Draws tokens like the HF engine, from seeds that depend on data (law 3)."""
 
 import math
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
 
-GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""SplitMix64's constants, as in `spmd/seeds.py`."""
+
+def shared(file: str) -> Any:
+    """Load a module of spmdrl that needs only torch and xxhash, by its path."""
+    path = Path(__file__).parents[3] / file
+    spec = spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def signed(x: int) -> int:
-    """Return the lowest 64 bits of x as a signed integer."""
-    x &= (1 << 64) - 1
-    return x - (1 << 64) if x >> 63 else x
-
-
-def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """Twin of `spmd.seeds.uniform`: one float64 in (0, 1) per row, from its own int64 seed and position."""
-
-    def shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = seeds_B + (position_B + 1) * signed(GOLDEN)
-    x = (x ^ shift(x, 30)) * signed(MIX1)
-    x = (x ^ shift(x, 27)) * signed(MIX2)
-    x = x ^ shift(x, 31)
-    return (shift(x, 12).double() + 0.5) * 2.0**-52
+seeds = shared("spmd/seeds.py")
 
 
 def seed_at(seed: int, prompt_length: int) -> int:
@@ -33,7 +26,7 @@ def seed_at(seed: int, prompt_length: int) -> int:
 
     SGLang counts positions from the start of the sequence, the other engines from the first new token.
     """
-    return signed(seed - (prompt_length - 1) * GOLDEN)
+    return seeds.signed(seed - (prompt_length - 1) * seeds.GOLDEN)
 
 
 def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +44,7 @@ def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[
         dropped = torch.zeros_like(dropped).scatter(1, index, dropped)
         logp_BV = torch.log_softmax(logp_BV.masked_fill(dropped, -math.inf), -1)
     cumulative = logp_BV.double().exp().cumsum(-1)
-    u = uniform(info.sampling_seed, position_B.long())[:, None] * cumulative[:, -1:]
+    u = seeds.uniform(info.sampling_seed, position_B.long())[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, u, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
     return torch.where(greedy_B, logits_BV.argmax(-1), drawn), logp_BV
 

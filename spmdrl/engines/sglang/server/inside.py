@@ -1,24 +1,20 @@
-"""Changes SGLang's scheduler processes: where weights come from, and how memory is freed on a CPU."""
+"""Changes SGLang's scheduler processes: the source of weights, freeing memory on a CPU, experts and copies.
+
+T tokens, D hidden, K experts of a token.
+"""
 
 import json
 import mmap
 import re
 from functools import lru_cache
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
-from draws import install_sampler
-from layout import install_copies, install_experts, install_naps
+from draws import install_sampler, shared
 
-# Loaded by path, because other files in its folder have the names of packages.
-_spec = spec_from_file_location("needs", Path(__file__).parents[2] / "needs.py")
-assert _spec and _spec.loader
-_needs = module_from_spec(_spec)
-_spec.loader.exec_module(_needs)
-watched_load, unfilled = _needs.watched_load, _needs.unfilled
+checksum, loader = shared("spmd/checksum.py"), shared("engines/needs.py")
+NAP_MS = 5
+"""Milliseconds between two looks of an idle scheduler for work."""
 
 
 def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
@@ -30,11 +26,6 @@ def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
         (e["name"], flat[e["at"] : e["at"] + e["bytes"]].view(getattr(torch, e["dtype"])).view(e["shape"]))
         for e in entries
     ]
-
-
-def hash_of(tensor: torch.Tensor) -> int:
-    """Return the 64-bit xxh3 of a tensor's bytes."""
-    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def of_all(mine: list[float], group) -> list[list[float]]:
@@ -54,24 +45,10 @@ def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
 
     parts: name, the part that this process reads, and the sender's hash of it. Collective over `group`.
     """
-    wrong = next((name for name, tensor, sent in parts if hash_of(tensor) != sent), "")
+    wrong = next((name for name, tensor, sent in parts if int(checksum.digest(tensor.cpu())) != sent), "")
     names = (bytes(map(int, name)).decode() for name in of_all([float(b) for b in wrong.encode()], group))
     first = next((name for name in names if name), "")
     return f"{first} arrived with other bytes than were sent" if first else ""
-
-
-def word_sum(model: torch.nn.Module, uncounted: frozenset[str]) -> int:
-    """Twin of `spmd.checksum.word_sum` over all parameters except the uncounted ones."""
-    total = 0
-    for name, p in model.named_parameters():
-        if name in uncounted:
-            continue
-        flat = p.detach().contiguous().reshape(-1).view(torch.uint8)
-        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            if flat.numel() % dtype.itemsize == 0:
-                total += int(flat.view(dtype).sum(dtype=torch.int64))
-                break
-    return total % (1 << 64)
 
 
 def storages(tensors) -> list[torch.UntypedStorage]:
@@ -102,7 +79,7 @@ class Held:
 
     def words(self) -> list[float]:
         """Return the word sum in two halves, which floats represent exactly."""
-        words = word_sum(self.runner.model, self.uncounted)
+        words = checksum.word_sum(p for n, p in self.runner.model.named_parameters() if n not in self.uncounted)
         return [words >> 32, words & 0xFFFFFFFF]
 
     def needs(self, request: dict) -> list[float]:
@@ -113,10 +90,10 @@ class Held:
         dimensions, box.
         """
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in request["tensors"]]
-        found = watched_load(self.runner.model.load_weights, tensors)
+        found = loader.watched_load(self.runner.model.load_weights, tensors)
         named = self.runner.model.named_parameters()
         self.uncounted = frozenset(n for n, p in named if p.untyped_storage().data_ptr() in found.uncounted)
-        text = "\n".join(unfilled(self.runner.model, found, request["kinds"])).encode()
+        text = "\n".join(loader.unfilled(self.runner.model, found, request["kinds"])).encode()
         rows: list[float] = [len(text), *text, found.exact]
         for (index, box), counted in zip(found.boxes, found.counted, strict=True):
             rows += [index, counted, len(box), *(x for pair in box for x in pair)]
@@ -173,13 +150,13 @@ def install_zeros() -> None:
 
     Its random numbers would stay in the padding of weights and in constants, which no push writes.
     """
-    from sglang.srt.model_loader import loader
+    from sglang.srt import model_loader
 
     def initialize_dummy_weights(model, *_, **__):
         for parameter in model.parameters():
             parameter.data.zero_()
 
-    loader.initialize_dummy_weights = initialize_dummy_weights
+    model_loader.loader.initialize_dummy_weights = initialize_dummy_weights
 
 
 def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
@@ -219,6 +196,74 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
     if on_cpu:
         Manager.release_memory_occupation = release_memory_occupation
         Manager.resume_memory_occupation = resume_memory_occupation
+
+
+def install_experts() -> None:
+    """Make the forward of experts on a CPU skip the id -1, SGLang's mark for an expert of another process.
+
+    A copy of the attention without tokens computes nothing.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    native = fused_moe_native.moe_forward_native
+
+    def moe_forward_native(layer, x_TD, topk_output, config):
+        ids_TK, weights_TK = topk_output.topk_ids, topk_output.topk_weights
+        token, place = (ids_TK >= 0).nonzero(as_tuple=True)
+        if len(token) == ids_TK.numel() > 0:
+            return native(layer, x_TD, topk_output, config)
+        out_TD = torch.zeros_like(x_TD)
+        if len(token):
+            # One row for each pair of a token and a local expert, because SGLang counts an expert once per row.
+            ids, weights = ids_TK[token, place, None], weights_TK[token, place, None]
+            pairs = topk_output._replace(topk_ids=ids, topk_weights=weights)
+            out_TD.index_add_(0, token, native(layer, x_TD[token], pairs, config))
+        return out_TD
+
+    fused_moe_native.moe_forward_native = moe_forward_native
+
+
+def install_copies() -> None:
+    """Add the two collectives and the fill value that copies of the attention need to SGLang on a CPU.
+
+    SGLang's own collectives are NCCL's. Parts have different lengths (`sizes`) and are padded to the longest.
+    """
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def all_gatherv(self, input_, sizes=None, output=None):
+        if not isinstance(input_, torch.Tensor):
+            return [all_gatherv(self, x, sizes) for x in input_]
+        counts = sizes or [len(input_)] * self.world_size
+        padded = input_.new_zeros(max(counts), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in counts]
+        torch.distributed.all_gather(parts, padded, group=self.device_group)
+        whole = torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
+        return whole if output is None else output.copy_(whole)
+
+    def reduce_scatterv(self, input_, output=None, sizes=None):
+        counts = sizes or [len(input_) // self.world_size] * self.world_size
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        part = total.split(counts)[self.rank_in_group]
+        return part.clone() if output is None else output.copy_(part)
+
+    GroupCoordinator.all_gatherv = all_gatherv
+    GroupCoordinator.reduce_scatterv = reduce_scatterv
+    # SGLang's backend for CPUs has no such method.
+    backend: Any = TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def install_naps() -> None:
+    """Make idle schedulers of copies of the attention poll for work every few milliseconds.
+
+    They take every step together, but a message wakes only one of them; the others would sleep for up to a second.
+    """
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+
+    IdleSleeper.maybe_sleep = lambda self: self.poller.poll(NAP_MS)
 
 
 def run_scheduler(server_args, port_args, *rest) -> None:

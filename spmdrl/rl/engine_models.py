@@ -1,0 +1,90 @@
+"""Frozen models whose weights take the policy's place in the run's engine, for judges and teachers.
+
+The policy's weights come back before anything is sampled again. All ranks of an engine make the same requests; engines
+work on their own.
+"""
+
+from pathlib import Path
+
+from spmdrl.config.schema import Config
+from spmdrl.hub.folder import plain_errors, read_config
+from spmdrl.hub.quantized import fp8_blocks
+from spmdrl.hub.resolve import named, resolve
+from spmdrl.hub.tokenizer import check_same_tokens
+from spmdrl.policy.contract import Policy
+from spmdrl.session.device_table import Memory
+from spmdrl.weights.folder import Tensors
+
+UNSEEN = frozenset(
+    {
+        *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "auto_map"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings"),
+        *("attention_dropout", "max_window_layers", "quantization_config", "id2label", "label2id"),
+    }
+)
+"""Settings of a model's config on which the engine's forward does not depend."""
+
+
+class EngineModels:
+    """Models of the policy's architecture, by name."""
+
+    def __init__(self, cfg: Config, first: int, advice: str):
+        """first: version of the first model; later ones count down. advice: what to do about a model that is refused.
+
+        The versions are negative, so no policy has them.
+        """
+        self.cfg, self.first, self.advice = cfg, first, advice
+        self.folders: dict[str, Tensors] = {}
+        self.versions: dict[str, int] = {}
+        self.prefixes: dict[str, str] = {}
+        """Beginnings of error messages: the setting and the path of each model."""
+
+    def open(self, name: str, path: str, setting: str) -> None:
+        """Open a model's folder. setting: the one that names the path.
+
+        Raises:
+            ValueError: the model reads other tokens than the policy, or its config describes another forward.
+        """
+        trust, prefix = self.cfg.model.trust_remote_code, f"{setting} {path}"
+        with named(setting):
+            folder = resolve(path, trust)
+            check_same_tokens(path, self.cfg.model.path, setting, trust)
+            self._check_config(folder, resolve(self.cfg.model.path, trust), prefix)
+            with plain_errors(folder):
+                self.folders[name] = Tensors(folder, fp8_blocks(folder))
+        self.prefixes[name], self.versions[name] = prefix, self.first - len(self.versions)
+
+    def _check_config(self, folder: Path, policy: Path, prefix: str) -> None:
+        trust = self.cfg.model.trust_remote_code
+        mine, theirs = (
+            {k: v for k, v in read_config(f, trust).to_dict().items() if k not in UNSEEN} for f in (folder, policy)
+        )
+        if odd := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
+            raise ValueError(
+                f"{prefix}: its config.json has {odd[0]} {mine.get(odd[0])!r}, the policy's {theirs.get(odd[0])!r}; "
+                f"{self.advice}"
+            )
+
+    def check_policy(self, policy: Policy) -> None:
+        """Check that all models have the policy's tensors.
+
+        Raises:
+            ValueError: one lacks some, or has them in another shape.
+        """
+        for name, tensors in self.folders.items():
+            pieces = policy.pieces()
+            with plain_errors(tensors.folder):
+                odd = [p.name for p in pieces if p.name not in tensors or tensors.shape(p.name) != tuple(p.shape)]
+            if odd:
+                raise ValueError(
+                    f"{self.prefixes[name]}: {len(odd)} of the policy's tensors are not in it or have another shape "
+                    f"(such as {odd[0]}); {self.advice}"
+                )
+
+    def load(self, name: str, memory: Memory, role: str) -> int:
+        """Load a model into the engine unless it is there; return its version. Collective over the engine."""
+        assert memory.engine
+        version = self.versions[name]
+        if memory.engine.version != version:
+            memory.lend(self.folders[name], version, role)
+        return version

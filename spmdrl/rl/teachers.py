@@ -1,0 +1,118 @@
+"""Teachers of a distillation: the prompts as they read them, and teachers in the run's own engine."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+import torch
+
+from spmdrl.config.distillation import DistillationConfig
+from spmdrl.config.judge import frozen_judges
+from spmdrl.data.batch import Batch
+from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.engines.build import context_length
+from spmdrl.engines.engine import ReadingEngine, ScoreRequest
+from spmdrl.hub.resolve import resolve
+from spmdrl.policy.objectives.distillation import TargetReader
+from spmdrl.rl.engine_models import EngineModels
+from spmdrl.rl.run import Run
+from spmdrl.spmd.exchange import broadcast_text
+
+
+def room(cfg: DistillationConfig) -> int:
+    """Return the length in tokens of the longest sequence that all teachers accept."""
+    trust = cfg.model.trust_remote_code
+    paths = [cfg.reference.path, *(each.path for each in cfg.further_teachers().values())]
+    return min(*(context_length(resolve(path, trust), trust) for path in paths), cfg.policy.max_tokens_per_microbatch)
+
+
+def teacher_prompts(
+    cfg: DistillationConfig, tokenizer: Any, chat_template: str, student: PromptSet
+) -> dict[int, list[int]]:
+    """Return the tokens of the prompts by the index of their row; `--distill.teacher-template` renders them if set.
+
+    tokenizer: the teacher's. chat_template: as `--data.chat-template`; empty: the tokenizer's, and plain text if it has
+    none. student: the student's prompts.
+
+    Raises:
+        ValueError: the template does not fit the rows, the teacher's prompts lack a column that the student's have, or
+            a prompt is longer than there is room for.
+    """
+    wanted = {prompt.index for prompt in student.prompts}
+    template = cfg.distill.teacher_template
+    left = room(cfg) - cfg.rollout.max_new_tokens
+    chat = cfg.data.chat if chat_template or getattr(tokenizer, "chat_template", None) else "off"
+    data = replace(cfg.data, template=template or cfg.data.template, chat_template=chat_template, chat=chat)
+    found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit, teacher=True)
+    odd = [line for line in found.left if line not in student.left]
+    if odd and chat != cfg.data.chat:
+        raise ValueError(
+            f"--reference.path {cfg.reference.path}: in the teacher's prompts {odd[0]}; the student's have it, so take "
+            "a teacher with a chat template, or leave the column out of the rows"
+        )
+    tokens = {prompt.index: prompt.tokens for prompt in found.prompts if prompt.index in wanted}
+    if long := sum(len(each) > left for each in tokens.values()):
+        flag = "--distill.teacher-template: with it" if template else "--distill.align: as the teacher reads them"
+        shorten = "shorten it, or leave" if template else "leave"
+        raise ValueError(
+            f"{flag} {long} of {len(tokens)} prompts of --data.train are longer than the {left} tokens that the "
+            f"teachers' contexts and --policy.max-tokens-per-microbatch leave room for; {shorten} those rows out"
+        )
+    return tokens
+
+
+class EngineTeachers:
+    """Teachers in this rank's engine: their weights take the student's place once a step is sampled."""
+
+    def __init__(self, run: Run):
+        """Open the folders.
+
+        Raises:
+            ValueError: a teacher cannot run in the engine; the message names the setting to change.
+        """
+        cfg = cast(DistillationConfig, run.cfg)
+        self.run, self.temperature = run, cfg.rollout.temperature
+        advice = "a teacher in the engine has the student's architecture; leave --distill.on-engine out for others"
+        # Versions of judges come first.
+        self.models = EngineModels(cfg, -2 - len(frozen_judges(cfg)), advice)
+        for name, path in cfg.engine_teachers().items():
+            self.models.open(name, path, "--reference.path" if name == "reference" else "--distill.more-teachers")
+        self.models.check_policy(run.models.policy)
+
+    def read(self, batch: Batch, reader: TargetReader, shares: dict[str, torch.Tensor]) -> None:
+        """Add the columns of all teachers to the batch that a rank has sampled. Collective over the engine.
+
+        shares: weight of each teacher in each sequence; a teacher does not read sequences in which it has none.
+        """
+        world, memory = self.run.world, self.run.memory
+        engine = cast(ReadingEngine, memory.engine)
+        for name in self.models.folders:
+            read_B = shares[name] > 0
+            # The engine's other ranks have no samples, and take those of the first one.
+            rows = broadcast_text(
+                json.dumps([asdict(each) for each in _requests(batch, read_B)]), world.engine_group, world.device
+            )
+            requests = [ScoreRequest(**row) for row in json.loads(rows)]
+            columns = [x.new_zeros(batch.n_tokens, *x.shape[1:]) for x in reader.empty]
+            if requests:
+                version = self.models.load(name, memory, "teacher")
+                with self.run.timer("logp"):
+                    found = engine.likeliest(requests, reader.top_k, self.temperature, version)
+                at_T = batch.token["mask"] & batch.per_token(read_B)
+                if len(batch):
+                    for column, parts in zip(columns, zip(*found, strict=True), strict=True):
+                        column[at_T] = torch.cat(parts).to(column.dtype)
+            batch.token |= dict(zip(reader.names(name), columns, strict=True))
+
+
+def _requests(batch: Batch, read_B: torch.Tensor) -> list[ScoreRequest]:
+    """Return the chosen sequences of a batch that have trained tokens, which are their last ones."""
+    lengths, out = batch.lengths.tolist(), []
+    rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), read_B.tolist(), strict=True)
+    for tokens_L, mask_L, wanted in rows:
+        count = int(mask_L.sum())
+        if wanted and count:
+            assert bool(mask_L[-count:].all()), "a response ends its sequence"
+            out.append(ScoreRequest(tokens_L.tolist(), count))
+    return out
