@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from spmdrl.data.batch import Batch
 from spmdrl.data.tree import plan_tree
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.packing import Packing, over
@@ -145,6 +146,12 @@ class Packed(nn.Module):
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
         """Compare the head's numbers for these states with the HF model's logits of all tokens or of the last one."""
         raise NotImplementedError
+
+
+def stand_in() -> Batch:
+    """Return a dummy batch for a rank without sequences, because others wait for it in the layers; its loss is 0."""
+    token = {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.tensor([False, True])}
+    return Batch(torch.tensor([2]), token)
 
 
 def at_rows(rows: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tensor:

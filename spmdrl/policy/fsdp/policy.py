@@ -31,7 +31,7 @@ from spmdrl.policy.fsdp.checkpoint import load, saving
 from spmdrl.policy.fsdp.loading import fill_model
 from spmdrl.policy.fsdp.sharding import recompute, sharded, use_liger
 from spmdrl.policy.grad_guard import scaled
-from spmdrl.policy.heads import Form
+from spmdrl.policy.heads import Form, stand_in
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.exchange import all_reduce
@@ -119,22 +119,21 @@ class FsdpPolicy(Learner):
         assert not self.away, "offloaded: memory.training_phase brings it back"
         tick()
         device, real = self.world.device, len(batch) > 0
-        tokens_T = batch.token["tokens"] if real else torch.zeros(2, dtype=torch.int64)
-        lengths_B = batch.lengths if real else torch.tensor([2])
-        mask_T = batch.token["mask"] if real else torch.tensor([False, True])
+        run = batch if real else stand_in()
         more: dict[str, Any] = {} if token_loss is None else {"token_loss": token_loss}
         if self.share and batch.branches:
             more["begins_B"] = batch.begins
         if self.form == "apart":
             # Each sequence is a forward, in which ranks all-gather each other's shards.
-            count = torch.tensor([len(lengths_B)], device=device)
+            count = torch.tensor([len(run)], device=device)
             more["runs"] = int(all_reduce(count, "max", self.world.data_group))
         if self.routers and real:
             more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
         if real and "noise" in batch.token:
             more["noise"] = (batch.token["noise"], batch.token["noise_scale"])
         # One line for both cases: the lockstep recorder then sees ranks that run it together at the same line.
-        found = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature, second, **more)
+        pack = run.token["tokens"].to(device), run.lengths, run.token["mask"].to(device)
+        found = self.model(*pack, temperature, second, **more)
         # Zero times the sum keeps the graph, and with it FSDP's backward.
         return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
 

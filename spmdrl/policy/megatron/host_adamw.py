@@ -73,13 +73,12 @@ class HostAdamW(torch.optim.AdamW):
         return [self]
 
     def _all(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Return every parameter with its group."""
         return [(p, group) for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def fill(self) -> None:
         """Create the state from the parameters' values, unless it exists."""
-        for p in (p for group in self.param_groups for p in group["params"] if p not in self.state):
+        for p in (p for p, _ in self._all() if p not in self.state):
             master = p.detach().to("cpu", torch.float32, copy=True)
             self.state[p] = {"master_param": master} | new_state(master)
 
@@ -88,7 +87,9 @@ class HostAdamW(torch.optim.AdamW):
         """Take one step with the gradients that Megatron stored on the parameters."""
         self.fill()
         todo = self._all()
-        pair = [buffers for p, _ in todo[:1] for buffers in self._buffers(p)]
+        most = max((p.numel() for p, _ in todo), default=0)
+        types = [(torch.float32, p.dtype) for p, _ in todo[:1]] * 2
+        pair = [HostBuffers(*(torch.empty(most, dtype=t, pin_memory=todo[0][0].is_cuda) for t in x)) for x in types]
         for i, (p, group) in enumerate(todo):
             buffers, state = pair[i % 2], self.state[p]
             if not i:
@@ -98,36 +99,17 @@ class HostAdamW(torch.optim.AdamW):
                 pair[(i + 1) % 2].fetch(todo[i + 1][0])
             if buffers.arrived is not None:
                 buffers.arrived.synchronize()
-            beta1, beta2 = group["betas"]
-            adamw(
-                [state["master_param"]],
-                [buffers.gradient[: p.numel()].view_as(p)],
-                [state["exp_avg"]],
-                [state["exp_avg_sq"]],
-                [],
-                [state["step"]],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            gradient = buffers.gradient[: p.numel()].view_as(p)
+            moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+            settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            settings |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+            flags = dict(fused=True, amsgrad=False, maximize=False)
+            adamw([state["master_param"]], [gradient], *moments, [], [state["step"]], **flags, **settings)
             buffers.send(p, state["master_param"])
         for buffers in pair:
             if buffers.left is not None:
                 # The buffers are freed after this.
                 buffers.left.synchronize()
-
-    def _buffers(self, p: torch.Tensor) -> list[HostBuffers]:
-        most, pin = max(p.numel() for p, _ in self._all()), p.is_cuda
-
-        def empty(dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(most, dtype=dtype, pin_memory=pin)
-
-        return [HostBuffers(empty(torch.float32), empty(p.dtype)) for _ in range(2)]
 
     @torch.no_grad()
     def take(self, p: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
@@ -156,31 +138,7 @@ class HostAdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does, but copy values without casting them to the parameters' type or moving them."""
-        params = [p for group in self.param_groups for p in group["params"]]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for index, tensors in state_dict["state"].items():
-            self.take(params[index], tensors)
-
-
-def install() -> None:
-    """Replace Megatron's optimizer by this one. May be called again."""
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    made: Any = distrib_optimizer.DistributedOptimizer
-    for module in (optimizer, distrib_optimizer):
-        module.HybridDeviceOptimizer = HostAdamW  # type: ignore[attr-defined]
-    inner = made._set_main_param_and_optimizer_states
-    if getattr(inner, "_copies", False):
-        return
-
-    def take(self, model_param, tensors):
-        # Megatron would replace the state by parts of the tensors it read, on whatever device.
-        if not isinstance(self.optimizer, HostAdamW):
-            return inner(self, model_param, tensors)
-        group, place = self.model_param_group_index_map[model_param]
-        self.optimizer.take(self.optimizer.param_groups[group]["params"][place], tensors)
-
-    take._copies = True  # type: ignore[attr-defined]
-    made._set_main_param_and_optimizer_states = take
+            self.take(self._all()[index][0], tensors)

@@ -26,6 +26,8 @@ from spmdrl.spmd.devices import kind_of
 log = logging.getLogger("spmdrl")
 SEED = 1
 """Seed of Megatron's random states; training here never draws from them."""
+FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
+"""Fused operations of Megatron, which are switched off."""
 TESTED = "0.16."
 """Prefix of the megatron-core versions that are accepted without a warning, from 0.16.1 on."""
 
@@ -91,6 +93,8 @@ def transformer_config(
     """Return Megatron's config of a model. more: keyword arguments of TransformerConfig that take precedence."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    # Of two stages the last one's number fixes both; if both are set, Megatron divides by its count of stages between.
+    first = 0 if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers
     make: Any = MLATransformerConfig if arch.settings.get("multi_latent_attention") else TransformerConfig
     settings = arch.settings | dict(
         params_dtype=dtype,
@@ -101,16 +105,14 @@ def transformer_config(
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
-        num_layers_in_first_pipeline_stage=_first_stage(layout),
+        num_layers_in_first_pipeline_stage=first or None,
         num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         # Losses are sums over tokens, already divided by global counts; gradients are summed over ranks.
         calculate_per_token_loss=True,
         # Weights come from files.
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
         use_cpu_initialization=kind_of(device) == "cpu",
         # Micro-batches of packed sequences differ in length, except where `attention.make_packs` pads them alike.
         variable_seq_lengths=layout.pp > 1 and layout.virtual_stages == 1,
@@ -118,19 +120,10 @@ def transformer_config(
         batch_p2p_comm=kind_of(device) != "cpu",
         attention_softmax_in_fp32=True,
         moe_grouped_gemm=_has_engine(device) and bool(arch.settings.get("num_moe_experts")),
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        **{f"{name}_fusion": False for name in FUSED},
     )
     return make(**settings | more)
-
-
-def _first_stage(layout: Layout) -> int | None:
-    # Of two stages the last one's number fixes both; if both are set, Megatron divides by its count of stages between.
-    return None if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers or None
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,4 @@
-"""Fixes of Megatron-core for every machine; further ones for CPUs are in `cpu.py`.
-
-_steps         its distributed optimizer reads a saved state into torch's AdamW, but the state lacks step counts
-_engine        routers and latent attention use names that only TransformerEngine provides
-host_adamw.py  its optimizer on the host cannot resume and is replaced
-NOISE          suppresses warnings on which no user can act
-"""
+"""Fixes of Megatron-core for every machine; further ones for CPUs are in `cpu.py`."""
 
 import contextlib
 import importlib
@@ -15,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from spmdrl.policy.megatron import host_adamw
+from spmdrl.policy.megatron.host_adamw import HostAdamW
 
 MODULES = (
     "models.gpt.gpt_layer_specs",
@@ -75,8 +69,7 @@ def install() -> None:
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
     _engine(load())
-    _steps()
-    host_adamw.install()
+    _states()
 
 
 def _engine(loaded: dict[str, Any]) -> None:
@@ -89,22 +82,30 @@ def _engine(loaded: dict[str, Any]) -> None:
     mla.HAVE_TE = isinstance(mla.TELinear, type)
 
 
-def _steps() -> None:
-    """Restore AdamW's step count of each parameter after a load, because saved states lack it."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+def _states() -> None:
+    """Restore a saved state of AdamW on the host or with step counts, which Megatron does not."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
 
-    inner = DistributedOptimizer._set_main_param_and_optimizer_states
-    if getattr(inner, "_counts_steps", False):
+    made: Any = distrib_optimizer.DistributedOptimizer
+    for module in (optimizer, distrib_optimizer):
+        module.HybridDeviceOptimizer = HostAdamW  # type: ignore[attr-defined]
+    inner = made._set_main_param_and_optimizer_states
+    if getattr(inner, "_repaired", False):
         return
 
     @torch.no_grad()
     def restore(self, model_param, tensors):
-        # torch's AdamW counts steps per parameter; saved states have one count per group.
         group, place = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        p = self.optimizer.param_groups[group]["params"][place]
+        if isinstance(self.optimizer, HostAdamW):
+            # Megatron would replace the state by parts of the tensors it read, on whatever device.
+            return self.optimizer.take(p, tensors)
+        # torch's AdamW counts steps per parameter; saved states have one count per group.
+        state = self.optimizer.state[p]
         if "step" not in tensors and "step" in state:
             tensors = {**tensors, "step": state["step"].clone()}
         return inner(self, model_param, tensors)
 
-    restore._counts_steps = True  # type: ignore[attr-defined]
-    DistributedOptimizer._set_main_param_and_optimizer_states = restore
+    restore._repaired = True  # type: ignore[attr-defined]
+    made._set_main_param_and_optimizer_states = restore

@@ -15,7 +15,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
 from spmdrl.policy.attention.ulysses import total
 from spmdrl.policy.contract import Objective, Second, Shared
-from spmdrl.policy.heads import at_rows, sampled
+from spmdrl.policy.heads import at_rows, sampled, stand_in
 from spmdrl.policy.megatron.attention import Pack, make_packs
 from spmdrl.policy.megatron.convert import unwrapped
 from spmdrl.policy.megatron.layout import Layout
@@ -25,12 +25,6 @@ from spmdrl.tracking.metrics import Metrics
 
 Numbers = tuple[torch.Tensor, torch.Tensor]
 """The head's two numbers for each token of a micro-batch: two tensors [T], or [T, L] for a head with L > 1 labels."""
-
-
-def stand_in() -> Batch:
-    """Return a dummy batch for a rank without sequences, because others wait for it in the layers; its loss is 0."""
-    token = {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.tensor([False, True])}
-    return Batch(torch.tensor([2]), token)
 
 
 class Pipeline:
