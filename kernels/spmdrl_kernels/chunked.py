@@ -53,23 +53,15 @@ def chunked_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum the caller's loss over tokens, with gradients computed in forward: 3 matmuls instead of 4.
 
-    Args:
-        hidden_TD: as in `linear_logprob`, like all arguments without a description here.
-        weight_VD: as there.
-        targets_T: as there.
-        loss_fn: see `LossFn`. Each token's loss has its final weight (such as 1 / global count), does not depend on
-            other tokens, and gets a gradient through logp and entropy only. It is also called without tokens.
-        inputs: tensors [T, ...] without gradient (advantages, old logp, weights), of which `loss_fn` gets the chunk's
-            rows.
-        temperature: as there.
-        entropy: whether `loss_fn` gets the entropy.
-        top: whether to return `top`, as there.
-        softcap: as there.
-        mask: as there.
-        group: as there; a few collectives in each chunk, so `chunk_tokens` must be the same on its ranks.
-        valid_vocab: as there.
-        chunk_tokens: rows of logits held at a time, with all columns.
-        backend: `triton` or `torch`, as there.
+    Arguments are those of `linear_logprob`, but for these:
+
+    - loss_fn: see `LossFn`. Each token's loss has its final weight (such as 1 / global count), does not depend on other
+      tokens, and gets a gradient through logp and entropy only. It is also called without tokens.
+    - inputs: tensors [T, ...] without gradient (advantages, old logp), of which `loss_fn` gets the chunk's rows.
+    - entropy: whether `loss_fn` gets the entropy.
+    - group: a few collectives in each chunk, so `chunk_tokens` must be the same on its ranks.
+    - chunk_tokens: rows of logits held at a time, with all columns.
+    - backend: `triton` or `torch`.
 
     Returns:
         The sum (a scalar in the loss's dtype, summed in fp64) and a dict of detached [T] tensors, 0 outside the mask:

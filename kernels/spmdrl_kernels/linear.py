@@ -38,8 +38,7 @@ def linear_logprob(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probability of each target and the entropy, from hidden states and the output weight.
 
-    The distribution is softmax(logits / temperature) with logits = hidden @ weight.T, soft-capped to
-    softcap * tanh(logits / softcap) if softcap is given (gemma2's final_logit_softcapping), before the temperature.
+    The distribution is softmax(logits / temperature) with logits = hidden @ weight.T.
 
     Args:
         hidden_TD: float16, bfloat16, float32 or float64.
@@ -47,9 +46,8 @@ def linear_logprob(
         targets_T: int64 in [0, vocabulary).
         temperature: a number, or floats [T]; without gradient.
         entropy: whether to return the entropy.
-        top: return, instead of the entropy and without gradient, 1 if no token has a larger logit than the target, else
-            0.
-        softcap: logits stay within +-softcap; None for no cap.
+        top: return, instead of the entropy and without gradient, whether the target is the likeliest token, 1 or 0.
+        softcap: logits become softcap * tanh(logits / softcap) (gemma2's final_logit_softcapping); None for no cap.
         mask: bool [T]. Rows with False are dropped before any work: their results are 0, their targets arbitrary.
         group: ranks that divide the vocabulary. `weight_VD` is then this rank's consecutive rows, in the order of the
             group's ranks and of any number, 0 included; targets are global; hidden, targets, temperature, mask and the

@@ -36,7 +36,6 @@ class SummedLoss:
         return getattr(self.objective, name)
 
     def loss(self, *inputs: Any) -> LossResult:
-        """See the contract."""
         result = self.objective.loss(*inputs)
         self.total = self.total + result.loss.detach().double()
         return result
@@ -123,7 +122,6 @@ class Learner:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the contract."""
         shape = (batch.n_tokens,) if self.labels == 1 else (batch.n_tokens, self.labels)
         out = torch.zeros(2, *shape, dtype=self.master)
         micros = self._placed(batch)
@@ -134,7 +132,6 @@ class Learner:
 
     @torch.no_grad()
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """See the contract."""
         micros, out = self._placed(batch), []
         for micro, numbers in zip(micros, self.numbers(micros, temperature, function=function), strict=True):
             out = out or [torch.zeros(batch.n_tokens, *x.shape[1:], dtype=x.dtype) for x in numbers]
@@ -143,15 +140,13 @@ class Learner:
         return tuple(out)
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """See the contract."""
         return self.logprobs(batch, 1.0)[0]
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
-        """See the contract.
+        """Skip and count steps whose loss or gradient is not finite (`updates_nonfinite`); see the contract.
 
-        A step whose loss or gradient is not finite is skipped and counted (`updates_nonfinite`); only its loss,
-        grad_norm and lr are logged. In float16 an infinite gradient that a lower loss scale may cure is skipped and
-        counted separately (`updates_overflowed`), and the scale is lowered.
+        Only their loss, grad_norm and lr are logged. In float16 an infinite gradient that a lower loss scale may cure
+        is skipped and counted separately (`updates_overflowed`), and the scale is lowered.
 
         Raises:
             NonFiniteError: on every rank, after `--optimizer.bad-steps` such steps in a row.
@@ -161,8 +156,8 @@ class Learner:
         for index in range(steps):
             share = batch.select(torch.nonzero(batch.seq["update"] == index).flatten())
             shared = objective.prepare(share, index)
-            active = shared.active
-            micros = self.microbatches(share if active is None else share.select(torch.nonzero(active).flatten()))
+            runs = share if shared.active is None else share.select(torch.nonzero(shared.active).flatten())
+            micros = self.microbatches(runs)
             summed: Any = SummedLoss(objective, torch.zeros((), dtype=torch.float64, device=self.world.device))
             stats = self.gradient(micros, summed, shared)
             finite = self._optimizer_step(metrics, share, index, summed.total, shared.on_policy)
@@ -178,13 +173,13 @@ class Learner:
         return metrics
 
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
-        """Take one guarded optimizer step; return False if it was skipped. loss: the loss of this rank's sequences."""
+        """Take one guarded optimizer step; return False if it was skipped. loss: of this rank's sequences."""
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
         bad = bool(all_reduce(bad, "max", self.world.training_group))
-        median = self.guard.median
-        step = AnomalousStep(share, index, self.updates_done, self.version, norm, not bad, median, on_policy)
+        now = self.updates_done, self.version, norm, not bad, self.guard.median
+        step = AnomalousStep(share, index, *now, on_policy)
         overflowed, scale = False, self.loss_scale
         if scale is not None and not bad:
             # A lower scale may make the gradient finite.
@@ -209,7 +204,6 @@ class Learner:
     # ── memory ───────────────────────────────────────────────────────────────
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract."""
         return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self.held().items()}
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
@@ -225,7 +219,6 @@ class Learner:
                     self.parameters_away |= kind == "parameters"
 
     def onload(self) -> None:
-        """See the contract."""
         while self.away:
             self.away[-1].bring_back()
             self.away.pop()
@@ -235,18 +228,14 @@ class Learner:
 
     @cached_property
     def fixed(self) -> dict[str, bytes]:
-        """See the contract."""
-        if not self.world.is_first:
-            return {}
-        return fixed_files(self.folder, self.hf_config, self.compute, self.cfg, self.head)
+        parts = self.folder, self.hf_config, self.compute, self.cfg, self.head
+        return fixed_files(*parts) if self.world.is_first else {}
 
     def save(self, folder: Path) -> None:
-        """See the contract."""
         self.saving()(folder, self.world)
 
     @torch.no_grad()
     def take_over(self, other: Any, share: float = 1.0) -> None:
-        """See the contract."""
         for mine, theirs in zip(self.pieces(), other.pieces(), strict=True):
             if (mine.name, mine.box) != (theirs.name, theirs.box):
                 raise ValueError(
@@ -274,11 +263,9 @@ class Learner:
         raise NotImplementedError
 
     def pieces(self, part: Part = "model") -> list[Piece]:
-        """See the contract."""
         raise NotImplementedError
 
     def saving(self, copy: bool = False) -> Write:
-        """See the contract."""
         raise NotImplementedError
 
     def held(self) -> dict[str, list[torch.Tensor | None]]:

@@ -66,7 +66,6 @@ class RemotePolicy:
         return tuple(self._answer(request, list(answers)))
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """See the contract."""
         return self.logprobs(batch, 1.0)[0]
 
     def _request(self, batch: Batch) -> Batch:

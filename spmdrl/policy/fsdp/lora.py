@@ -39,17 +39,14 @@ class BaseOf:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the contract."""
         with self.policy.base():
             return self.policy.logprobs(batch, temperature, second)
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """See the contract."""
         with self.policy.base():
             return self.policy.read(batch, temperature, function)
 
     def output_head(self) -> OutputHead:
-        """See the contract."""
         return self.policy.output_head()
 
     def bytes_by_owner(self) -> dict[str, int]:
@@ -60,7 +57,7 @@ class BaseOf:
         """See the contract: does nothing, because the weights move with the policy."""
 
     def onload(self) -> None:
-        """See the contract."""
+        """See the contract: does nothing."""
 
 
 # ── pieces ───────────────────────────────────────────────────────────────────

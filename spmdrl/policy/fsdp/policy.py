@@ -140,11 +140,9 @@ class FsdpPolicy(Learner):
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Iterator[tuple]:
-        """See `Learner`."""
         return (self._forward(micro, temperature, second, function) for micro in micros)
 
     def output_head(self) -> OutputHead:
-        """See the contract."""
         assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
         self.reshard()
         weight: Any = self.model.hf.get_output_embeddings().weight
@@ -198,7 +196,6 @@ class FsdpPolicy(Learner):
         return math.sqrt(all_reduce(total, "sum", self.world.shard_group).item())
 
     def step(self, lr: float, norm: float) -> None:
-        """See `Learner`."""
         largest = self.settings.clip_grad_norm
         if largest and norm > largest:
             for p in self.model.parameters():
@@ -209,7 +206,6 @@ class FsdpPolicy(Learner):
         self.optimizer.step()
 
     def zero_grad(self) -> None:
-        """See `Learner`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     # ── weights, memory, checkpoints ─────────────────────────────────────────
@@ -226,7 +222,6 @@ class FsdpPolicy(Learner):
         return [x for x in named if not is_adapter(x[0])], [x for x in named if is_adapter(x[0])]
 
     def pieces(self, part: Part = "model") -> list[Piece]:
-        """See the contract."""
         base, adapters = self.parts()
         buffers = pieces_of(self.buffers, self.layout, exact=True)
         scale = self.adapters.lora_alpha / self.adapters.r if self.adapters else 1.0
@@ -237,7 +232,6 @@ class FsdpPolicy(Learner):
         return lora.merged_pieces(base, adapters, scale, self.layout, self.world) + buffers
 
     def held(self) -> dict[str, list[torch.Tensor | None]]:
-        """See `Learner`."""
         states = self.optimizer.state.values() if self.optimizer else []
         return {
             "parameters": list(self.shards),
@@ -251,9 +245,7 @@ class FsdpPolicy(Learner):
             module.reshard()
 
     def saving(self, copy: bool = False) -> Write:
-        """See the contract."""
         return saving(self, copy)
 
     def load(self, folder: Path) -> None:
-        """See the contract."""
         load(self, folder)

@@ -4,6 +4,7 @@ A family is a function that adds its settings to the common ones, with a table o
 its checkpoints; `FAMILIES` lists them. Nothing here imports Megatron.
 """
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -47,8 +48,7 @@ def _common(h: Any, tied: bool) -> Architecture:
     if getattr(h, "quantization_config", None):
         raise _refuse(h, "a quantized checkpoint")
     act = getattr(h, "hidden_activation", None) or getattr(h, "hidden_act", None)
-    missing = [n for n in ("rms_norm_eps", "intermediate_size") if not hasattr(h, n)]
-    missing += [] if act else ["hidden_act"]
+    missing = [n for n in ("rms_norm_eps", "intermediate_size") if not hasattr(h, n)] + ["hidden_act"] * (not act)
     if missing:
         raise ValueError(
             f"--policy.backend megatron needs RMSNorm and a gated MLP: the config of {h.model_type} has no "
@@ -190,7 +190,9 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
     _biased_experts(h, out)
     head, rope = h.qk_nope_head_dim + h.qk_rope_head_dim, h.rope_parameters
     # A factor on the rotary part alone would differ within a head.
-    if _rope(_RotaryHead(h), out) != 1.0:
+    rotary = copy(h)
+    rotary.head_dim = h.qk_rope_head_dim
+    if _rope(rotary, out) != 1.0:
         raise _refuse(h, "yarn with an mscale that differs from mscale_all_dim")
     out.settings |= dict(
         multi_latent_attention=True,
@@ -207,16 +209,6 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
         qk_layernorm=True,
     )
-
-
-class _RotaryHead:
-    """A latent-attention config in the form of transformers' rotary functions: only part of a head is rotated."""
-
-    def __init__(self, h: Any):
-        self.hf, self.head_dim = h, h.qk_rope_head_dim
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.hf, name)
 
 
 def _glm4_moe(h: Any, out: Architecture) -> None:

@@ -240,12 +240,6 @@ def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> Module
             experts = ModuleSpec(TEGroupedMLP, submodules=grouped)
         shared = ModuleSpec(SharedExpertMLP, submodules=forward)
         mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts, shared, router=Router))
-    parts = TransformerLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=attention,
-        self_attn_bda=join,
-        pre_mlp_layernorm=norm,
-        mlp=mlp,
-        mlp_bda=join,
-    )
+    norms, joins = dict(input_layernorm=norm, pre_mlp_layernorm=norm), dict(self_attn_bda=join, mlp_bda=join)
+    parts = TransformerLayerSubmodules(self_attention=attention, mlp=mlp, **norms, **joins)
     return ModuleSpec(TransformerLayer, submodules=parts)

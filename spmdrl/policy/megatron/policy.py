@@ -126,7 +126,6 @@ class MegatronPolicy(Learner):
         return self.pipeline.forward(micros, temperature, second)
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """See `Learner`."""
         self.trainer.zero()
         from spmdrl.policy.megatron.routing import mean_loss, routers
 
@@ -146,7 +145,6 @@ class MegatronPolicy(Learner):
         return self.trainer.norm()
 
     def step(self, lr: float, norm: float) -> None:
-        """See `Learner`."""
         from spmdrl.policy.megatron.routing import move_biases
 
         self.trainer.step(lr, norm, self.settings.clip_grad_norm)
@@ -156,11 +154,9 @@ class MegatronPolicy(Learner):
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
     def pieces(self, part: Part = "model") -> list[Piece]:
-        """See the contract."""
         return convert.pieces(self.chunks)
 
     def held(self) -> dict[str, list[torch.Tensor | None]]:
-        """See `Learner`."""
         parameters: list[torch.Tensor | None] = [p for chunk in self.chunks for p in chunk.parameters()]
         return {"parameters": parameters} | (self.trainer.held() if self.trainer else {})
 
@@ -176,7 +172,6 @@ class MegatronPolicy(Learner):
         return write
 
     def load(self, folder: Path) -> None:
-        """See the contract."""
         fill(self.pieces(), Tensors(folder / "model"))
         if self.trainer:
             self.trainer.take_weights()
