@@ -34,10 +34,11 @@ LIMITS = Limits(seconds=5.0)
 COLD, WARM, WAITS = 20.0, 100.0, 0.05
 """Targets: programs per second and core cold, programs per second warm, share of a step spent waiting for rewards."""
 REWARD = """
+from spmdrl.config.schema import SandboxConfig
 from spmdrl.rewards.base import RewardInput
-from spmdrl.rewards.code import CodeGrader, Settings
+from spmdrl.rewards.code import CodeGrader
 
-grader = CodeGrader(Settings(), True)
+grader = CodeGrader(SandboxConfig(), True)
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     reward = grader(RewardInput(data_source, "print(int(input()) + 1)", ground_truth))

@@ -12,7 +12,7 @@ from spmdrl.data.row_columns import unread_line
 from spmdrl.engines.build import prompt_limit
 from spmdrl.hub.resolve import MODELSCOPE, is_hub_name, resolve
 from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.rewards.truths import check_truths
+from spmdrl.rewards.load import check_truths
 from spmdrl.session.job import Job, ranks_of_job, show
 from spmdrl.tracking.console import clean
 

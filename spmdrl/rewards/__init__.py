@@ -1,24 +1,17 @@
 """Rewards: functions that score samples, and the processes that run them.
 
-base.py        types of a reward's inputs and result; the interface of a grader
-load.py        makes a grader from --reward.function
-pool.py        graders in processes that can be killed
-worker.py      the program that a worker runs
-combined_reward.py
-               several rewards as one: weights and gates
-forms.py       functions of users, in the forms of verl and TRL
-code.py        programs graded by tests in the sandbox; code_tests.py reads the tests of a row, programs.py the
-               program of a response, compare.py compares what is given with what is wanted
-trial.py       tries a reward on right and wrong answers, and trial_report.py says what that shows; __main__.py is the
-               command
-route.py       the reward `auto`: which one grades rows of a data_source
-prefilled.py   where a reply that the prompt begins opens the mark of an answer
-quick.py       built-in rewards that are called in the process itself, by the rows of config/builtin.py
-truths.py      finds rows whose truths a reward cannot compare with, before a run begins
-judge.py       a language model as a judge, and judge_pairs.py as one of pairs; judge_verdict.py is what is asked and
-               what is read from the answer, judge_asker.py how both ask; judge_server.py asks a server and counts,
-               judge_client.py is one request, judge_cache.py a folder of answers; judge_engine.py asks the engine
-symbolic.py    reads a mathematical answer whole or not at all; spelling.py: its LaTeX; units.py: its unit; names.py:
-               its names
-boxed.py  choice.py  dapo.py  gsm8k.py  math.py  numeric.py  qa.py  reasoning.py  text.py    built-in rewards
+base.py             types of a reward's inputs and result; what all graders share
+load.py             loads the grader of --reward.function; checks of rewards against rows, samples and costs
+combined_reward.py  several rewards as one: weights and gates
+forms.py            functions of built-in rewards and of users, in the forms of verl and TRL, as one form
+route.py            the reward `auto`: which reward grades rows of a data_source
+pool.py             grades in processes that can be killed; worker.py is their program
+judge.py            rewards by a language model as a judge; judge_verdict.py has its questions and reads its verdicts,
+                    judge_server.py asks a server by the requests of judge_client.py, judge_engine.py the run's engine
+code.py             rewards of programs by tests in the sandbox; code_tests.py reads the tests of a row and compares,
+                    programs.py finds the program of a response
+math.py             the reward of mathematical answers: finds, normalises and compares them; symbolic.py reads an answer
+                    as an expression, latex.py unites its spellings, units.py splits off its unit
+text.py boxed.py choice.py numeric.py qa.py    the other built-in rewards; text.py has what graders of text share
+trial.py            tries a reward on right and wrong answers; __main__.py is the command and its report
 """

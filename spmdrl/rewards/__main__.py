@@ -2,48 +2,58 @@
 
     python -m spmdrl.rewards try --config configs/gsm8k_grpo.yaml [--data SOURCE] [--rows 64] [--json]
 
-It grades right answers, none and wrong ones on rows of `--data.train` (or of SOURCE) and says which share of them
-scores what. Other flags are those of `spmdrl.train`. The exit code is 1 where right answers do not score best or
+It grades right answers, none and wrong ones on rows of `--data.train` (or of SOURCE) and shows the share of each that
+gets which score. Other flags are those of `spmdrl.train`. The exit code is 1 where right answers do not score best or
 something else is wrong with the reward, 2 after a mistake in the command line.
 """
 
+import argparse
+import json
 import logging
+import math
 import sys
 
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.judge import engine_judges, judge_file_problems
 from spmdrl.config.load import from_command_line
 from spmdrl.config.rewards import reward_problems, runs_programs
+from spmdrl.config.user_code import printable
 from spmdrl.data.prompts import load_prompts
+from spmdrl.data.scores import is_right
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.rewards.base import RewardError
 from spmdrl.rewards.load import load_reward
-from spmdrl.rewards.trial import trial
-from spmdrl.rewards.trial_report import as_json, notes, table, verdicts
+from spmdrl.rewards.trial import OTHER, Trial, trial
 
 PROG = "python -m spmdrl.rewards try"
-ROWS = 64
-"""Rows that are tried unless `--rows` says otherwise."""
+ROWS = "64"
+"""Rows that are tried without `--rows`."""
 LONGEST = 1 << 30
+ENOUGH = 0.95
+"""Least share of the rows of a source whose right answers should score best."""
+BY_CHANCE = 0.2
+"""Share of the rows for which another row's answer may be right: short truths are often the same in another form."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what answers get; returns the exit code."""
+    """Print what answers get; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] != "try" or {"-h", "--help"} & set(words):
         print(__doc__)
         return 0 if {"-h", "--help"} & set(words) else 2
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        as_text, rows, rest = _own_flags(words[1:])
-        cfg = from_command_line(rest, PROG).config
+        own, rest = _own_flags().parse_known_args(words[1:])
+        if not own.rows.isdigit() or not int(own.rows):
+            raise ConfigError(f"--rows {own.rows}: a number above 0 is wanted")
+        cfg = from_command_line(rest + ["--data.train", own.data] * (own.data is not None), PROG).config
         if wrong := reward_problems(cfg) + judge_file_problems(cfg.reward):
             raise ConfigError("\n".join(wrong))
-        if asked := engine_judges(cfg):
-            raise ConfigError(f"{asked[0][0]} judges on the engine of a run, and none runs here: try it with a url")
+        if judges := engine_judges(cfg):
+            raise ConfigError(f"{judges[0][0]} judges on the engine of a run, and none runs here: try it with a url")
         tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
-        prompts = load_prompts(cfg.data.train, cfg.data, tokenizer, LONGEST, rows)
+        prompts = load_prompts(cfg.data.train, cfg.data, tokenizer, LONGEST, int(own.rows))
         grader = load_reward(
             cfg.reward, cfg.sandbox, cfg.filter.bad_sample == "stop", {p.data_source for p in prompts.prompts}
         )
@@ -57,39 +67,121 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     finally:
         grader.close()
-    problems = verdicts(found)
-    if as_text:
+    problems = _problems(found)
+    if not own.json:
         print(f"{grader.name} on {len(prompts)} rows of {prompts.source}")
-        print(table(found.rows))
+        print(_table(found))
         if cfg.reward.model:
             print(f"note: the score of --reward.model {cfg.reward.model} is not in it, as no model runs here")
-        for each in notes(found):
+        for each in _notes(found):
             print(f"note: {each}")
         print("\n".join(f"problem: {each}" for each in problems) or "nothing is wrong with what was tried")
     else:
-        print(as_json(found))
+        kinds = [
+            {"answers": sort, "written": row.kind, "tried": len(row.rewards), "right": row.right}
+            | ({} if row.by_prompt else {"right": None})
+            for sort, row in found.rows
+        ]
+        print(json.dumps({"ok": not problems, "problems": problems, "notes": _notes(found), "kinds": kinds}))
     return int(bool(problems))
 
 
-def _own_flags(words: list[str]) -> tuple[bool, int, list[str]]:
-    """Return (text or JSON, rows, the flags of a run)."""
-    text, rows, rest = True, ROWS, []
-    given = iter(words)
-    for word in given:
-        name, equals, value = word.partition("=")
-        if name == "--json":
-            text = False
-        elif name in ("--rows", "--data"):
-            value = value if equals else next(given, "")
-            if name == "--data":
-                rest += ["--data.train", value]
-            elif not value.isdigit() or not int(value):
-                raise ConfigError(f"--rows {value}: a number above 0 is wanted")
-            else:
-                rows = int(value)
-        else:
-            rest.append(word)
-    return text, rows, rest
+def _own_flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rows", nargs="?", default=ROWS, const="")
+    parser.add_argument("--data", nargs="?", const="")
+    return parser
+
+
+def _problems(found: Trial) -> list[str]:
+    """Return what is wrong with a reward, by the rewards of each kind of answer."""
+    out = [*_not_best(found), *_undeserving(found)]
+    rewards = [r for _, row in found.rows for r in row.rewards.values()]
+    if left_out := [(i, r.ungraded) for _, row in found.rows for i, r in row.rewards.items() if r.ungraded]:
+        index, why = left_out[0]
+        rows = f"in {len(dict(left_out))} of {len(found.sources)} rows"
+        out.append(
+            f"{len(left_out)} of {len(rewards)} answers could not be graded, {rows}, the first (prompt {index}) "
+            f"because {printable(why)}"
+        )
+    if odd := sum(not r.ungraded and not math.isfinite(r.score) for r in rewards):
+        out.append(f"{odd} of {len(rewards)} answers get a score that is not finite, and such samples are left out")
+    if late := sum(r.timed_out for r in rewards):
+        out.append(f"{late} of {len(rewards)} gradings took too long (--reward.timeout)")
+    return out
+
+
+def _not_best(found: Trial) -> list[str]:
+    """Return a line for each source whose right answers do not score best."""
+    best, most, out = found.best(), found.undeserved(), []
+    if not best:
+        if any(row.rewards for row in found.gold):
+            return ["none of the right answers could be graded: nothing is known of them"]
+        return ["no row holds an answer that can be tried: nothing is known of right answers"]
+    for source, (count, share) in found.best_shares().items():
+        if not count or share >= ENOUGH:
+            continue
+        its = [i for i, name in found.sources.items() if name == source and i in best]
+        right, wrong = (sum(x.get(i, 0.0) for i in its) / count for x in (best, most))
+        of = f" of {source}" if len(set(found.sources.values())) > 1 else ""
+        out.append(
+            f"right answers score best in {share:.1%} of the rows{of} (in their best form they get {right:.3g} on "
+            f"average, and the best of those that deserve nothing {wrong:.3g}): the reward does not find the truth "
+            "(--reward.function, --data.answer-column) or rewards something else, or rows are wrong"
+        )
+    return out
+
+
+def _undeserving(found: Trial) -> list[str]:
+    """Return a line about answers that deserve nothing and score as much as right ones, if there are any."""
+    best, least, named = found.best(), {}, []
+    for _, row in found.rows:
+        least |= {i: min(score, least.get(i, score)) for i, score in row.by_prompt.items()}
+
+    def as_much(i: int, score: float) -> bool:
+        # A right answer with the least score of its row is in `_not_best`.
+        return score >= best.get(i, 1.0) and (is_right(score) or score > least[i])
+
+    for row in found.garbage:
+        scores = row.by_prompt
+        share = sum(as_much(i, score) for i, score in scores.items()) / len(scores) if scores else 0.0
+        if share > (BY_CHANCE if row.kind.startswith(OTHER) else 0.0):
+            named.append(f"`{row.kind}` ({share:.1%} of the rows)")
+    return [f"wrong and empty answers score as much as right ones: {', '.join(named)}"] if named else []
+
+
+def _notes(found: Trial) -> list[str]:
+    """Return facts that are no problem, and good to know."""
+    best, out = found.best(), []
+    if best and len(best) < len(found.sources):
+        out.append(
+            f"{len(found.sources) - len(best)} of {len(found.sources)} rows have no right answer that was graded"
+        )
+    if best and (full := sum(is_right(x) for x in best.values()) / len(best)) < ENOUGH:
+        out.append(f"right answers get 1 or more in {full:.1%} of the rows, and eval/accuracy counts such scores alone")
+    most = found.undeserved()
+    if count := sum(is_right(x) and x < best.get(i, x) for i, x in most.items()):
+        out.append(
+            f"answers that deserve nothing get 1 or more in {count / len(most):.1%} of the rows, if less than right"
+            " ones, and eval/accuracy counts them as right"
+        )
+    shares = found.best_shares()
+    for source, (count, share) in shares.items() if len(shares) > 1 else ():
+        result = f"right answers score best in {share:.1%} of {count}" if count else "no right answer was graded"
+        out.append(f"rows of {source}: {result}")
+    return out
+
+
+def _table(found: Trial) -> str:
+    lines = [f"{'answers':8} {'written':40} {'tried':>6} {'score >= 1':>10} {'mean':>8} {'least':>8} {'most':>8}"]
+    for sort, row in found.rows:
+        scores = row.by_prompt.values()
+        numbers = "not graded"
+        if scores:
+            numbers = f"{row.right:10.1%} {sum(scores) / len(scores):8.3f} {min(scores):8.3f} {max(scores):8.3f}"
+        lines.append(f"{sort:8} {row.kind:40} {len(row.rewards):6} {numbers:>10}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Types that every reward takes and returns, and the interface of a grader."""
+"""Types that every reward takes and returns, and what all graders share."""
 
 import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from spmdrl.config.user_code import printable
 from spmdrl.data.keys import describe
 from spmdrl.data.scores import as_score
 
 NAMED = 10
-"""Responses that could not be graded, of each rank, that the log names."""
+"""Ungraded responses that the log of each rank names."""
 log = logging.getLogger("spmdrl")
 
 
@@ -28,23 +27,23 @@ class RewardInput:
     prompt: str | list = ""
     """The prompt as its row has it: text, or chat messages."""
     prefill: str = ""
-    """The start of the reply in front of `solution`, which the prompt gave (`--data.prefill`)."""
+    """The start of the reply before `solution`, which the prompt gave (`--data.prefill`)."""
     group: int = 1
-    """Responses to this prompt that are graded together, where the grader wants whole groups."""
+    """Responses to this prompt that are graded together, if the grader wants whole groups."""
     given: float | None = None
     """The rewards that an environment gave the episode, added up; None without an environment (`--env`)."""
     given_parts: dict[str, float] = field(default_factory=dict)
     """Parts of its final reward."""
     dialogue: list[tuple[bool, str]] = field(default_factory=list)
-    """With an environment: all that stood before this response, the last of the policy's turns, in order: whether the
-    policy wrote a piece, and its text with the marks of the chat template. The first piece is the prompt. Empty without
+    """The conversation with an environment before this response, the last of the policy's turns: for each piece whether
+    the policy wrote it, and its text with the marks of the chat template. The first piece is the prompt. Empty without
     an environment."""
     tools: list | None = None
-    """JSON schemas of the tools that the chat template showed with the prompt, if its row gives any."""
+    """JSON schemas of the tools of the prompt's row, if it has any, as the chat template showed them."""
 
     @property
     def reply(self) -> str:
-        """The whole reply, as functions in files and judges read it: the prefill and the response."""
+        """The prefill and the response, as functions in files and judges read them."""
         return self.prefill + self.solution
 
 
@@ -57,22 +56,22 @@ class Reward:
     timed_out: bool = False
     """The grading was stopped: the score is 0, and so is every part that other samples have."""
     applies: bool = True
-    """False: the function says nothing of this row (TRL's None), and the score is 0."""
+    """False: the function does not apply to this row (TRL's None), and the score is 0."""
     ungraded: str = ""
-    """Why the response could not be graded, through no fault of its own: the score is nan, and the sample is left out.
+    """Why the response could not be graded, for a reason outside of it: the score is nan, and the sample is left out.
     Empty: it was graded."""
     shut: bool = False
     """A gate failed: the score and all rewards of turns are 0."""
 
 
 class RewardError(ValueError):
-    """A grading that gave no usable score. The message names the function, the prompt and what to change."""
+    """A grading gave no usable score. The message names the function, the prompt and what to change."""
 
 
 class UngradedError(Exception):
-    """A response cannot be graded, and that says nothing about it: its row, the sandbox or the judge is at fault.
+    """A response cannot be graded because of its row, the sandbox or the judge.
 
-    The sample is left out and counted; a job in which there are many stops (`--reward.max-ungraded`).
+    The sample is left out and counted; a job with many such samples stops (`--reward.max-ungraded`).
     """
 
 
@@ -92,61 +91,67 @@ def warn_left_out(what: str, why: str, count: int) -> None:
         log.warning("%s: %s%s", what, printable(why), rest)
 
 
-class Grader(Protocol):
-    """Grades in any order; `key` is the caller's and comes back with the result."""
+class Grader:
+    """Grades responses in any order. Use it from one thread; after a RewardError only `close` may be called."""
 
-    name: str
+    wants_groups = False
+    """True: the responses of a group are submitted one after another, in the order of samples, when all are there."""
+    on_engine = False
+    """True: the run's engine does a part of the grading, in `drain` alone."""
 
-    @property
-    def wants_groups(self) -> bool:
-        """True: the responses of a group are submitted one after another, in the order of their samples, when all are
-        there.
-        """
-        ...
-
-    @property
-    def on_engine(self) -> bool:
-        """True: the run's engine does a part of the grading, in `drain` alone."""
-        ...
-
-    @property
-    def timeouts(self) -> int:
+    def __init__(self, name: str):
+        """name: of the reward, in messages."""
+        self.name = name
+        self.timeouts = 0
         """Gradings that ran out of time and were scored 0."""
-        ...
-
-    @property
-    def ungraded(self) -> int:
+        self.ungraded = 0
         """Gradings without a score."""
-        ...
+        self._done: list[tuple[object, Reward]] = []
 
     @property
     def pending(self) -> int:
-        """Gradings submitted and not yet answered."""
-        ...
+        """Responses submitted and not yet answered."""
+        return 0
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Take one response to grade. Never blocks on the grading."""
-        ...
+        """Take one response to grade, without waiting. key: comes back with its result. Raises RewardError."""
+        raise NotImplementedError
 
     def poll(self) -> list[tuple[object, Reward]]:
-        """Results since the last call, without waiting. Raises RewardError."""
-        ...
+        """Return results since the last call, without waiting. Raises RewardError."""
+        self._turn(0.0)
+        return self._results()
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """Wait for all that was submitted, or until `stop()`; results since the last call. Raises RewardError."""
-        ...
+        """Wait for all that was submitted, or until `stop()`, which is called once a second; return results since the
+        last call. Raises RewardError.
+        """
+        while self.pending and not (stop and stop()):
+            self._turn(1.0)
+        return self._results()
 
     def close(self) -> None:
-        """End every process. May be called twice."""
-        ...
+        """End all processes and requests. May be called twice."""
+
+    def _turn(self, wait: float) -> None:
+        """Take results, waiting up to so many seconds for the first."""
+
+    def _results(self) -> list[tuple[object, Reward]]:
+        done, self._done = self._done, []
+        return done
+
+    def _leave_out(self, key: object, why: str) -> None:
+        """Answer that a response cannot be graded."""
+        self.ungraded += 1
+        self._done.append((key, left_out(self.name, key, why, self.ungraded)))
 
 
 def as_reward(value: object, finite: bool = True) -> Reward:
     """Check and convert the result of a reward function: a number, `{"score": number, ...}` or a Reward.
 
     Other numeric entries of a dict become parts; entries that are not finite numbers (verl's `pred` texts) are left
-    out. Raises TypeError for another type, ValueError for a part named `score` beside the score, and for a score that
-    is not finite, where `finite` asks for one.
+    out. Raises TypeError for another type, ValueError for a part named `score`, and for a score that is not finite
+    unless `finite` is False.
     """
     applies = True
     if isinstance(value, Reward):

@@ -1,29 +1,47 @@
-r"""The last `\boxed{...}`, compared as text in a normal form: the test of equality of the MATH data set.
+r"""Competition maths, compared as text in a normal form. Nothing is computed; the reward `math` does that.
 
-The normal form has the rules of Hendrycks et al. 2021 (https://arxiv.org/abs/2103.03874, `is_equiv` of
-https://github.com/hendrycks/math), which verl's `math_reward` keeps: docs/rewards.md lists them, and the differences.
-Nothing is computed: `2/4` is not `\frac{1}{2}`, and `1,000` is not `1000`. The reward `math` does that.
+`boxed` compares the last `\boxed{...}` by the test of equality of the MATH data set (Hendrycks et al. 2021,
+https://arxiv.org/abs/2103.03874, `is_equiv` of https://github.com/hendrycks/math), which verl's `math_reward` keeps:
+docs/rewards.md lists its rules, and the differences. `2/4` is not `\frac{1}{2}`, and `1,000` is not `1000`.
+
+`math_dapo` and `math_dapo_boxed` grade as DAPO does (https://arxiv.org/abs/2503.14476): 1 or -1, from the end of a
+response. The first, verl's default, compares the last `Answer: ...` line after the normalisation of Minerva (Lewkowycz
+et al. 2022, https://arxiv.org/abs/2206.14858, appendix D.1); the second compares a box to the letter.
 """
 
 import re
 
 from spmdrl.rewards.base import Reward, RewardInput
-from spmdrl.rewards.text import SIGNS, truth_text
+from spmdrl.rewards.text import SIGNS, closing, truth_text
 
 LONGEST = 4096
 """Characters of the longest box that is read."""
-_TOKEN = re.compile(r"\\.|[{}]", re.DOTALL)
+TAIL, BOX_TAIL = 300, 100
+"""Characters at the end of a response in which DAPO looks for an answer line, and for a box."""
 _OPEN = re.compile(r"\s{0,9}\{")
-_REMOVED = ("\n", r"\!"), (r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$")
+_FORMATTING = (r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$")
 _SLASH = re.compile(r"(-?[1-9][0-9]*|0)/(-?[1-9][0-9]*|0)")
+_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
+    *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
+)
+"""Applied one after the other, before `_REMOVED`."""
+_REMOVED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
+    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+_UNWRAPPED = tuple(re.compile(rf"\\{name}\{{([^}}]*)\}}") for name in ("text", "textbf", "overline"))
 
 
 class _MalformedError(ValueError):
-    """LaTeX for which the rules have no normal form."""
+    """LaTeX without a normal form."""
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}`, or of `\boxed x` up to a `$`. None: there is none, or it is never closed.
+    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`; None where no box is closed.
 
     An escaped brace is a character of the answer: it neither opens nor closes anything.
     """
@@ -34,12 +52,8 @@ def last_box(text: str) -> str | None:
     opened = _OPEN.match(rest)
     if opened is None:
         return rest.partition("$")[0] if rest.startswith(" ") else None
-    depth = 1
-    for token in _TOKEN.finditer(rest, opened.end()):
-        depth += {"{": 1, "}": -1}.get(token.group(), 0)
-        if depth == 0:
-            return rest[opened.end() : token.start()]
-    return None
+    end = closing(rest, opened.end())
+    return None if end is None else rest[opened.end() : end]
 
 
 def _roots(text: str) -> str:
@@ -67,13 +81,10 @@ def _fractions(text: str) -> str:
     return r"\frac".join(made)
 
 
-def normal_form(text: str) -> str:
-    """The form in which answers are compared. Raises ValueError for a text that has none."""
-    text = text.translate(SIGNS)
-    for each in _REMOVED[0]:
-        text = text.replace(each, "")
+def _math_form(text: str) -> str:
+    text = text.translate(SIGNS).replace("\n", "").replace(r"\!", "")
     text = text.replace(r"\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
-    for each in _REMOVED[1]:
+    for each in _FORMATTING:
         text = text.replace(each, "")
     text, *units = text.split(r"\text{ ")
     if len(units) > 1:
@@ -91,10 +102,9 @@ def normal_form(text: str) -> str:
     return rf"\frac{{{slash[1]}}}{{{slash[2]}}}" if slash else text
 
 
-def same(answer: str, truth: str) -> bool:
-    """Tells whether two answers have one normal form; where one of them has none, whether they are the same text."""
+def _same(answer: str, truth: str) -> bool:
     try:
-        return normal_form(answer) == normal_form(truth)
+        return _math_form(answer) == _math_form(truth)
     except _MalformedError:
         return answer == truth
 
@@ -107,4 +117,55 @@ def boxed(item: RewardInput) -> Reward:
     answer = last_box(item.solution)
     if answer is None:
         return Reward(0.0, {"format": 0.0})
-    return Reward(float(same(answer, truth)), {"format": 1.0})
+    return Reward(float(_same(answer, truth)), {"format": 1.0})
+
+
+def _line(text: str) -> str:
+    """Return the inside of the first `$...$` of a line, without boxes and commands around texts."""
+    dollars = text.split("$", 2)
+    if len(dollars) == 3:
+        # The signs stay until braces are given, which they may stand in.
+        text = f"${dollars[1]}$"
+    for command in _UNWRAPPED:
+        end = text.rfind("}") + 1  # beyond it nothing is closed, and a search from each command would be quadratic
+        text = command.sub(r"\1", text[:end]) + text[end:]
+    before, box, inside = text.partition(r"\boxed{")
+    if box and "}" in inside:
+        inside, _, after = inside.rpartition("}")
+        text = before + inside + after
+    return text
+
+
+def _dapo_form(text: str) -> str:
+    """Return the text behind the last `=`, without units, articles and spaces."""
+    text = text.translate(SIGNS).rpartition("=")[2]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for each in _REMOVED:
+        text = text.replace(each, "")
+    text = "\n".join(_line(line) for line in text.split("\n"))
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
+    digits = text.replace(",", "")
+    return digits if digits.isdigit() else re.sub(r"^(-?)\.(?=\d)", r"\g<1>0.", text.strip())
+
+
+def math_dapo(item: RewardInput) -> Reward:
+    """1 if the last line `Answer: ...` within the last 300 characters has the truth's normal form, else -1. Parts:
+    `acc`, 1 or 0; `format`, there is such a line.
+    """
+    truth = _dapo_form(truth_text(item.ground_truth))
+    answers = _ANSWER.findall(item.solution[-TAIL:])
+    right = bool(answers) and _dapo_form(answers[-1]) == truth
+    return Reward(1.0 if right else -1.0, {"acc": float(right), "format": float(bool(answers))})
+
+
+def math_dapo_boxed(item: RewardInput) -> Reward:
+    r"""1 if the last `\boxed{...}` within the last 100 characters is the truth to the letter (any minus), else -1.
+    Parts: `acc`, 1 or 0; `format`, there is a box.
+    """
+    truth = truth_text(item.ground_truth).translate(SIGNS)
+    answer = last_box(item.solution[-BOX_TAIL:].translate(SIGNS))
+    return Reward(
+        1.0 if answer == truth else -1.0, {"acc": float(answer == truth), "format": float(answer is not None)}
+    )

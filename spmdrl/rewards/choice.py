@@ -1,14 +1,14 @@
 r"""Multiple choice: one letter, as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or as the whole response.
 
-A marked answer (the first three) counts before a letter in parentheses, and of several the last one. An answer that
-lists other letters is none, so that naming all of them does not pay.
+A marked answer (the first three) counts before a letter in parentheses, and the last of several. An answer that lists
+other letters gives no letter, so that naming all of them does not pay.
 """
 
 import re
 
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.boxed import last_box
-from spmdrl.rewards.text import truth_text
+from spmdrl.rewards.text import ADVICE, truth_text
 
 TAIL = 2000
 """Characters at the end of a response that are read."""
@@ -34,23 +34,23 @@ _GOES_ON = (
     "|obviously|once|only|overall|perhaps|precisely|presumably|probably|really|simply|specifically|still|surely|then"
     "|therefore|thus|too|undoubtedly|yet"
 )
-"""Words that may follow a chosen letter: before a noun, an adjective or another verb it may be the article A or the
-pronoun I, and so that no letter is graded harder than another, all are held to that."""
+"""Words that may follow a chosen letter. Before other words A may be the article and I the pronoun; the rule is for all
+letters, so that none is graded harder than another."""
 _REFUSED = re.compile(
     r",?\s*\b(?:and |but )?(?:not|rather than|instead of|as opposed to|unlike)\s+(?:option |choice )?\(?[A-Z]\)?"
     r"(?:(?:\s*,\s*(?:or |nor |and )?|\s+(?:or|nor|and)\s+)(?:option |choice )?\(?[A-Z]\)?(?![A-Za-z0-9']))*"
     r"(?![A-Za-z0-9'])"
 )
-"""Letters that an answer names as the ones not meant, as in `B, not A or C` and `B rather than C`."""
+"""Letters that an answer excludes, as in `B, not A or C` and `B rather than C`."""
 _ASIDE = re.compile(r",?\s+I (?:think|believe|guess|suppose|assume|would|am|know|feel|say)\b")
-"""Words of the one who answers, behind the letter."""
+"""Words behind the letter in which the model speaks of itself."""
 _OTHER = re.compile(
     r"(?:(?<![A-Za-z0-9' ])|(?<![A-Za-z0-9'] )(?<= )|(?<=\b[A-Za-z] )|(?<=\bor )|(?<=\band )|(?<=option )|(?<=choice ))"
     r"[A-Z](?![A-Za-z0-9'])"
 )
-"""A letter that stands alone, and behind no word: `Vitamin C` names none."""
+"""A letter that stands alone and not behind a word: `Vitamin C` names no choice."""
 _WORD = re.compile(r"(?<![A-Za-z])(?<!or )(?<!and )(?<!, )(?<!/ )[A-Z](?= [a-z])(?! (?:or|and)\b)")
-"""A letter of which something is said, as in `because B is wrong`, the article and the pronoun."""
+"""A letter as the subject of a clause, as in `because B is wrong`, the article and the pronoun."""
 _LISTED = re.compile(r"(?:[,/&|+;]|\b(?:or|and)\b)\s{0,3}\(?(?!a [a-z]|I [a-z])([A-Za-z])(?![A-Za-z0-9'])")
 _LABELLED = re.compile(r"(?:[,/&|+;]|\b(?:or|and)\b)\s{0,3}\(?([A-Za-z])\s?[):]")
 _PARENTHESISED = re.compile(r"\(([A-Za-z])\)")
@@ -58,7 +58,7 @@ _TRUTH = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 
 
 def _others(text: str, letter: str) -> bool:
-    """Tells whether a text behind a letter names another choice than it."""
+    """Tell whether the text behind a letter names another choice."""
     text = _REFUSED.sub("", _ASIDE.sub("", text))
     if re.match(r" (?:because|since|as|for|given|due)\b", text):
         named = []  # `because A and C are wrong`
@@ -75,7 +75,7 @@ def _begins(text: str) -> bool:
 
 
 def _letter(text: str) -> str | None:
-    """The one letter with which an answer begins; None where it begins otherwise or names several."""
+    """Return the one letter with which an answer begins; None where it begins otherwise or names several."""
     text = _WRAPPING.sub("", text).strip()
     head, *rest = _SENTENCE.split(text, maxsplit=1)
     first = _FIRST.match(head)
@@ -96,7 +96,7 @@ def _letter(text: str) -> str | None:
 
 
 def chosen(solution: str) -> tuple[str | None, bool]:
-    """The letter that a response gives, or None, and whether an answer was marked."""
+    """Return the letter that a response gives, or None, and whether an answer was marked."""
     tail = solution[-TAIL:]
     # `The answer is clear` gives none; `Answer: none` gives none of the letters.
     marks = [m.end() for m in _MARK.finditer(tail) if ":" in m.group() or _begins(tail[m.end() :][:40])]
@@ -122,9 +122,6 @@ def choice(item: RewardInput) -> Reward:
     text = truth_text(item.ground_truth).strip()
     truth = _TRUTH.fullmatch(text)
     if truth is None:
-        raise ValueError(
-            f"choice compares with one letter and the truth is {text[:60]!r}: "
-            "change --data.answer-column or --reward.function"
-        )
+        raise ValueError(f"choice compares with one letter and the truth is {text[:60]!r}: {ADVICE}")
     letter, marked = chosen(item.solution)
     return Reward(float(letter == truth[1].upper()), {"format": float(marked)})

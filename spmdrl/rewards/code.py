@@ -1,18 +1,17 @@
 """Programs of a model, graded by tests that they cannot see, in the sandbox (docs/rewards.md, docs/sandbox.md).
 
-`code` is 1 if all tests pass, `code_partial` the part that does. Everything hostile runs in the sandbox; this process
-sends inputs in, takes outputs, and compares.
+`code` is 1 if all tests pass, `code_partial` the share that passes. Everything hostile runs in the sandbox; this
+process sends inputs, receives outputs, and compares.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config.rewards import is_service
+from spmdrl.config.schema import SandboxConfig
 from spmdrl.rewards.base import Reward, RewardInput, UngradedError
-from spmdrl.rewards.code_tests import Case, Tests, read_tests
-from spmdrl.rewards.compare import same_answer, same_text
+from spmdrl.rewards.code_tests import Case, Tests, read_tests, same_answer, same_text
 from spmdrl.rewards.programs import completed, defines, program_of
 from spmdrl_sandbox.base import Limits, Program, SandboxError
 from spmdrl_sandbox.fusion import Fusion
@@ -22,7 +21,7 @@ from spmdrl_sandbox.tests import run_tests
 from spmdrl_sandbox.warm import Warm
 
 RETRIES = 2
-"""Times that a grading starts again, in fresh sandboxes, after one that failed."""
+"""Further attempts of a grading, in fresh sandboxes, after a sandbox failed."""
 RESTARTS = 30.0
 """Seconds beyond the time of its programs that a grading may take."""
 LEAST_OUTPUT_KIB = 256
@@ -41,16 +40,6 @@ from typing import *
 """Imports that a function may leave out, as on the sites that such tasks come from."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the sandbox that a grading reads; see `config.schema.SandboxConfig`."""
-
-    provider: str = "auto"
-    seconds: float = 5.0
-    total_seconds: float = 30.0
-    memory_mib: int = 512
-
-
 class CodeGrader:
     """`code`: 1 if the last Python block, else the response, passes all tests of its row (docs/programs.md);
     `code_partial`: the share of the tests that it passes. Parts: `passed`, `wrong`, `error`, `timeout`, `memory` and
@@ -59,7 +48,7 @@ class CodeGrader:
     Programs are graded one after another, in sandboxes that stay open.
     """
 
-    def __init__(self, settings: Settings, partial_credit: bool):
+    def __init__(self, settings: SandboxConfig, partial_credit: bool):
         """Open the sandboxes.
 
         Raises:
@@ -67,19 +56,14 @@ class CodeGrader:
         """
         self.settings, self.partial_credit = settings, partial_credit
         self.sandboxes: list[Warm] = []
-        self.service: Fusion | None = None
+        self.service = Fusion(settings.provider) if is_service(settings.provider) else None
         self.output_kib = LEAST_OUTPUT_KIB
         self.open()
 
     def open(self) -> None:
-        """Open fresh sandboxes in place of those that there are: one for programs, one for tests."""
-        self.close()
-        provider = self.settings.provider
-        if is_service(provider):
-            self.service = Fusion(provider)
-            return
-        while len(self.sandboxes) < 2:
-            self.sandboxes.append(open_for(provider))
+        """Open sandboxes unless they are there: one for programs, one for tests."""
+        while len(self.sandboxes) < 2 and not self.service:
+            self.sandboxes.append(open_for(self.settings.provider))
 
     def close(self) -> None:
         """End the sandboxes. May be called twice."""
@@ -98,9 +82,6 @@ class CodeGrader:
     def __call__(self, item: RewardInput) -> Reward:
         """Grade a response.
 
-        The score is 0 or 1, or the share of the tests that pass. Parts: RESULTS, shares of the tests, and `format` (1
-        where the program stands in a fenced block).
-
         Raises:
             UngradedError: the row has no tests that can be read, or the sandbox failed.
         """
@@ -115,7 +96,7 @@ class CodeGrader:
         return Reward(share if self.partial_credit else float(share == 1.0), parts)
 
     def results(self, source: str, tests: Tests) -> list[str]:
-        """Return what each test came to, of RESULTS.
+        """Return the result of each test, of RESULTS.
 
         Raises:
             UngradedError: the sandbox failed, and failed again.
@@ -123,8 +104,7 @@ class CodeGrader:
         why = ""
         for _ in range(1 + RETRIES):
             try:
-                if not self.sandboxes and not self.service:
-                    self.open()
+                self.open()
                 return self._graded(source, tests)
             except SandboxError as error:
                 why = str(error)
@@ -139,7 +119,7 @@ class CodeGrader:
         self.output_kib = LEAST_OUTPUT_KIB
         if tests.suite:
             return self._by_suite(source, tests)
-        # What is wanted has to fit, and as much again for what is wrong.
+        # The wanted output must fit, and a wrong one of several times its size.
         wanted = sum(len(repr(case.wanted)) for case in tests.cases)
         self.output_kib = LEAST_OUTPUT_KIB + wanted * 4 // 1024
         until = time.monotonic() + self.settings.total_seconds
@@ -165,9 +145,9 @@ class CodeGrader:
         return "passed" if same_text(ended.stdout, case.wanted) else "wrong"
 
     def _by_calls(self, source: str, tests: Tests, until: float) -> Iterator[str]:
-        """Call a function with each test's arguments and compare what it returns.
+        """Call a function with each test's arguments and compare its values.
 
-        One process answers all calls, and another takes its place where it ended.
+        One process answers all calls, and another takes its place when it ends.
         """
         session: Session | None = None
         try:
@@ -176,15 +156,14 @@ class CodeGrader:
                 if left <= 0:
                     yield "timeout"
                     continue
-                seconds = min(self.settings.seconds, left)
-                answer = None
+                seconds, loads = min(self.settings.seconds, left), True
                 if session is None:
                     session = Session(self.sandboxes[0], self.limits(left))
                     session.load(PRELUDE, seconds)
-                    loaded = session.load(source, seconds)
-                    answer = None if loaded.verdict == "ok" else loaded
-                loads = answer is None
-                answer = answer or session.call(tests.name, case.given, {}, seconds)
+                    answer = session.load(source, seconds)
+                    loads = answer.verdict == "ok"
+                if loads:
+                    answer = session.call(tests.name, case.given, {}, seconds)
                 if answer.verdict == "ok":
                     yield "passed" if same_answer(answer.value, case.wanted) else "wrong"
                     continue
@@ -197,14 +176,13 @@ class CodeGrader:
                 session.close()
 
     def _by_suite(self, source: str, tests: Tests) -> list[str]:
-        """Run tests that are Python."""
+        """Run tests in Python."""
         suite = tests.suite
         assert suite is not None
         seconds = min(self.settings.total_seconds, self.settings.seconds * len(suite.tests))
         found = run_tests(source, suite, self.sandboxes[0], self.sandboxes[1], self.limits(seconds))
         if found.verdict == "failure":
             raise SandboxError(found.why)
-
         if fault := next((each for each in found.failures if each and each.startswith("RowError: ")), ""):
             raise UngradedError(fault.removeprefix("RowError: "))
 
@@ -225,12 +203,12 @@ def _result(verdict: str) -> str:
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Give the reward `code` or `code_partial` with open sandboxes. settings: see `Settings`.
+    """Return the reward `code` or `code_partial` with open sandboxes. settings: of `SandboxConfig`.
 
     Raises:
         ValueError: no sandbox works here.
     """
     try:
-        return CodeGrader(Settings(**settings), name == "code_partial")
+        return CodeGrader(SandboxConfig(**settings), name == "code_partial")
     except SandboxError as error:
         raise ValueError(f"--sandbox.provider {settings.get('provider', 'auto')}: {error}") from None

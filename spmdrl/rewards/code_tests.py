@@ -1,4 +1,4 @@
-"""Tests of programming tasks, in the forms that data sets have, as one form.
+"""Tests of programming tasks: read from the forms that data sets have, and compared with what a program gives.
 
     {"inputs": [...], "outputs": [...], "fn_name": name}     APPS, TACO, PRIME and verl (`fn_name`: tests are calls)
     [{"input": ..., "output": ..., "testtype": "stdin" or "functional"}, ...]     LiveCodeBench
@@ -15,8 +15,11 @@ https://github.com/volcengine/verl (verl/utils/reward_score).
 
 import ast
 import json
+import math
 import re
+import sys
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from spmdrl.rewards.base import UngradedError
@@ -26,25 +29,33 @@ from spmdrl_sandbox.tests import Suite
 KEYS = ("inputs", "outputs", "fn_name", "test", "tests", "entry_point", "prompt", "test_list", "test_setup_code")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 FORM_KEYS = ("inputs", "outputs", "test_list", "test", "tests")
+BAD_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""Errors of the parser."""
 FORMS = 'inputs and outputs, test_list, assert_case, test with entry_point, or a list of {"input", "output"}'
+TOLERANCE = 1e-6
+"""A number that is not whole may be missed by this, relative to the larger one and to 1."""
+_DIGITS = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
+LONGEST_NUMBER = 400
+"""Characters of a number that is not whole, at most."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test: what a program gets, and what it must give."""
+    """One test."""
 
     given: Any
     """Text of standard input, or a list of arguments."""
     wanted: Any
-    """Text of standard output, or a value."""
+    """Text of standard output, or the value of a call."""
 
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of one task: of one of three styles."""
+    """Tests of one task, of one of three styles."""
 
     cases: tuple[Case, ...] = ()
-    """Of standard input and output; where `name` is set, of calls."""
+    """Tests of standard input and output; if `name` is set, of calls."""
     name: str = ""
     """The function that is called: a function, or a method of a class `Solution`."""
     suite: Suite | None = None
@@ -52,17 +63,14 @@ class Tests:
     start: str = ""
     """The beginning of the program, which a completion may go on with."""
 
-    def __len__(self) -> int:
-        return len(self.suite.tests) if self.suite else len(self.cases)
-
 
 def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
     """Return the tests of a row.
 
-    truth: as the module says. extra: the row's other columns.
+    truth: in one of the module's forms. extra: the row's other columns.
 
     Raises:
-        UngradedError: it holds no tests; the message says what is wanted.
+        UngradedError: it holds no tests; the message lists the forms.
     """
     if isinstance(truth, str):
         truth = {"test": truth} if _asserts(truth) else _parsed(truth)
@@ -77,23 +85,19 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
     start = start if isinstance(start, str) else ""
     if "inputs" in row or "outputs" in row:
         return _from_pairs(row)
-    for key in ("test_list", "assert_case", "tests"):
+    for key in ("test_list", "assert_case", "tests", "test"):
         if key in row:
-            tests = _texts(row[key], key)
+            tests = _texts([row[key]] if key == "test" else row[key], key)
             return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code"), start), start=start)
-    if "test" in row:
-        tests = _texts([row["test"]], "test")
-        return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code"), start), start=start)
     raise UngradedError(f"tests have the keys {', '.join(map(str, truth)) or 'none'}: wanted are {FORMS}")
 
 
 def _asserts(text: str) -> bool:
-    """True for Python that asserts something."""
     if "assert" not in text:
         return False
     try:
         return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except BAD_PYTHON:
         return False
 
 
@@ -142,8 +146,13 @@ def _suite(tests: tuple[str, ...], entry: object, setup: object, start: str = ""
     before = _texts([setup], "test_setup_code")[0] if setup else ""
     name = entry if isinstance(entry, str) else ""
     if defines(start, name):
-        # Tests call the prompt's helpers, and not what a program calls so.
-        before = f"{_helpers(before_function(start, name))}\n{before}"
+        # Tests call the prompt's helpers, not functions of a program with their names.
+        helpers = before_function(start, name)
+        try:
+            ast.parse(helpers)
+        except BAD_PYTHON:
+            helpers = ""
+        before = f"{helpers}\n{before}"
     for text in tests:
         if not _runs(text, name):
             raise UngradedError(
@@ -153,20 +162,8 @@ def _suite(tests: tuple[str, ...], entry: object, setup: object, start: str = ""
     return Suite(tests, name, before)
 
 
-def _helpers(text: str) -> str:
-    """Return Python, or nothing where the beginning of a prompt is none."""
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
-    return text
-
-
 def _runs(text: str, entry: str) -> bool:
-    """True for a test that asserts something when it is executed, or whose `check` does when it is called.
-
-    Everything counts that may fail by itself but a definition, an import or an assignment of a constant.
-    """
+    """Tell whether a test asserts something when it is executed, or has a `check` to be called."""
     silent = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
     body = ast.parse(text).body
     if entry and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
@@ -182,7 +179,7 @@ def _texts(value: object, key: str) -> tuple[str, ...]:
     for text in value:
         try:
             ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        except BAD_PYTHON as error:
             raise UngradedError(f"a test of {key} is no Python ({error}): {text[:60]!r}") from None
     return tuple(value)
 
@@ -219,3 +216,60 @@ def _json_or_text(text: object) -> Any:
         return json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         return text
+
+
+def same_text(printed: str, wanted: str) -> bool:
+    """Tell whether two outputs have the same words on the same lines.
+
+    A number may be written otherwise, and may differ by TOLERANCE where the wanted one is not whole. Blank lines at the
+    ends and space around words do not count.
+    """
+    mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, wanted))
+    if [len(line) for line in mine] != [len(line) for line in theirs]:
+        return False
+    return all(a == b or _near(a, b) for x, y in zip(mine, theirs, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def _near(a: str, b: str) -> bool:
+    if _DIGITS.fullmatch(a) and _DIGITS.fullmatch(b):
+        return _without_zeros(a) == _without_zeros(b)
+    if max(len(a), len(b)) > LONGEST_NUMBER or not (_NUMBER.fullmatch(a) and _NUMBER.fullmatch(b)):
+        return False
+    x, y = float(a), float(b)
+    return Decimal(a) == Decimal(b) if _DIGITS.fullmatch(b) or math.isinf(x) or math.isinf(y) else _close(x, y)
+
+
+def _without_zeros(text: str) -> str:
+    digits = text.lstrip("+-").lstrip("0")
+    return f"-{digits}" if digits and text[0] == "-" else digits
+
+
+def _close(a: float, b: float) -> bool:
+    try:
+        return a == b or abs(a - b) <= TOLERANCE * min(max(1.0, abs(a), abs(b)), sys.float_info.max)
+    except OverflowError:
+        return False
+
+
+def same_answer(found: Any, wanted: Any) -> bool:
+    """Tell whether a call returned the wanted value, or the only item of a wanted list: APPS wraps some values."""
+    return _same_value(found, wanted) or (
+        isinstance(wanted, list) and len(wanted) == 1 and _same_value(found, wanted[0])
+    )
+
+
+def _same_value(found: Any, wanted: Any) -> bool:
+    """Tell whether two values are equal: tuples as lists, numbers within TOLERANCE if the wanted one is not whole."""
+    if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
+        return len(found) == len(wanted) and all(map(_same_value, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        # Keys of JSON are texts.
+        mine, theirs = ({_key(key): value for key, value in x.items()} for x in (found, wanted))
+        return mine.keys() == theirs.keys() and all(_same_value(mine[key], theirs[key]) for key in mine)
+    if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):
+        return _close(found, wanted) if isinstance(wanted, float) else found == wanted
+    return type(found) is type(wanted) and found == wanted
+
+
+def _key(key: Any) -> Any:
+    return str(key) if type(key) is int and abs(key) < 1 << 64 else key

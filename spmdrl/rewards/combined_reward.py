@@ -14,47 +14,29 @@ TURN = 0.02
 
 @dataclass(frozen=True)
 class Term:
-    """One of several rewards."""
+    """A reward of several."""
 
     name: str
-    """Its score is the part of this name; its own parts are `name/part`, those of the first reward `part`."""
+    """The score is the part of this name; parts of the reward are `name/part`, and of the first reward `part`."""
     grader: Grader
     weight: float
 
 
-class CombinedReward:
-    """Grader that asks several. The score is sum(weight * score) of those that apply to the row."""
+class CombinedReward(Grader):
+    """Grader whose score is sum(weight * score) of those of several graders that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
         """gates: parts that must be above 0, or the score is 0 at most."""
+        super().__init__(" + ".join(term.name for term in terms))
         self.terms, self.gates = terms, gates
-        self.name = " + ".join(term.name for term in terms)
+        self.wants_groups = any(term.grader.wants_groups for term in terms)
+        self.on_engine = any(term.grader.on_engine for term in terms)
         self._open: dict[object, dict[str, Reward]] = {}
-        self._without = 0  # responses to which none applies
-
-    @property
-    def wants_groups(self) -> bool:
-        """True where one of the rewards wants whole groups."""
-        return any(term.grader.wants_groups for term in self.terms)
-
-    @property
-    def on_engine(self) -> bool:
-        """True where one of the rewards asks the run's engine."""
-        return any(term.grader.on_engine for term in self.terms)
-
-    @property
-    def timeouts(self) -> int:
-        """Gradings that ran out of time and were scored 0."""
-        return sum(term.grader.timeouts for term in self.terms)
-
-    @property
-    def ungraded(self) -> int:
-        """Gradings without a score."""
-        return self._without + sum(term.grader.ungraded for term in self.terms)
+        self._without = 0  # responses to which no reward applies
 
     @property
     def pending(self) -> int:
-        """Responses submitted and not yet answered."""
+        """See `Grader`."""
         return len(self._open)
 
     def submit(self, key: object, item: RewardInput) -> None:
@@ -63,44 +45,43 @@ class CombinedReward:
         for term in self.terms:
             term.grader.submit(key, item)
 
-    def poll(self) -> list[tuple[object, Reward]]:
-        """Results since the last call, without waiting. Raises RewardError."""
-        return [each for term in self.terms for each in self._hear(term, term.grader.poll())]
+    def _turn(self, wait: float) -> None:
+        for term in self.terms:
+            self._take(term, term.grader.poll())
 
-    def _hear(self, term: Term, results: list[tuple[object, Reward]]) -> list[tuple[object, Reward]]:
-        """Take what one of them found; results that are whole with it."""
-        done = []
+    def _take(self, term: Term, results: list[tuple[object, Reward]]) -> None:
         for key, reward in results:
             rewards = self._open[key]
             rewards[term.name] = reward
             if len(rewards) == len(self.terms):
                 del self._open[key]
-                done.append((key, self._combined(key, rewards)))
-        return done
+                self._done.append((key, self._combined(key, rewards)))
+        self.timeouts = sum(each.grader.timeouts for each in self.terms)
+        self.ungraded = self._without + sum(each.grader.ungraded for each in self.terms)
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """Wait for all that was submitted, or until `stop()`; results since the last call. Raises RewardError."""
-        done = self.poll()
+        """See `Grader`."""
+        self._turn(0.0)
 
         def others() -> bool:
-            done.extend(self.poll())
+            self._turn(0.0)
             return False
 
         # The engine works for one at a time, and whatever the others do: all of its ranks come here.
         for term in self.terms:
             if term.grader.on_engine:
-                done += self._hear(term, term.grader.drain(others))
+                self._take(term, term.grader.drain(others))
                 if term.grader.pending:
                     # The rollout was abandoned, by all ranks of the engine: none waits for anything else.
-                    return done
+                    return self._results()
         # All in turn: to wait for one of them would keep the others from their work.
         while self._open and not (stop and stop()):
             time.sleep(TURN)
-            done += self.poll()
-        return done
+            self._turn(0.0)
+        return self._results()
 
     def close(self) -> None:
-        """End every process. May be called twice."""
+        """See `Grader`."""
         for term in self.terms:
             term.grader.close()
 
@@ -110,7 +91,7 @@ class CombinedReward:
                 return Reward(math.nan, ungraded=f"{name}: {reward.ungraded}")
         applies = [term for term in self.terms if rewards[term.name].applies]
         if not any(term.weight for term in applies):
-            # Rewards of weight 0 are there to be looked at: they give no score.
+            # Rewards of weight 0 are logged only: they give no score.
             self._without += 1
             return left_out(self.name, key, "none of the rewards applies to the row", self._without)
         score, parts = 0.0, {}
@@ -126,12 +107,12 @@ class CombinedReward:
             parts |= named | {term.name: reward.score}
         timed_out = any(reward.timed_out for reward in rewards.values())
         holds = all([self._holds(gate, parts, rewards, key) for gate in self.gates])
-        # What is below 0 stays, with the rewards of turns that it is made of.
+        # A score below 0 stays, with the rewards of turns that it is made of.
         shut = not holds and score >= 0.0
         return Reward(0.0 if shut else score, parts, timed_out=timed_out, shut=shut)
 
     def _holds(self, gate: str, parts: dict[str, float], rewards: dict[str, Reward], key: object) -> bool:
-        """True for a gate that holds, or whose reward does not apply to the row."""
+        """Tell whether a gate holds, or its reward does not apply to the row."""
         if gate in parts:
             return parts[gate] > 0.0
         names = [term.name for term in self.terms]

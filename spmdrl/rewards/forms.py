@@ -1,27 +1,45 @@
-"""Reward functions of users, in the forms that other trainers call them in, as one form.
+"""Reward functions as functions of one response: built-in ones, and those of users in the forms of other trainers.
 
 verl:        compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
 verl, batch: compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list
 TRL:         reward(prompts, completions, **columns) -> list, None for a row to which it does not apply
 
-The names of the parameters tell the form. Any may be `async`. Functions of lists get lists of one: responses are graded
-as they end, and each by itself, so that a score depends on no other response.
+The names of the parameters show the form. Any function may be `async`. Functions of lists get lists of one: each
+response is graded by itself when it ends, so that a score depends on no other response.
 """
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from spmdrl.config.builtin import REWARDS
+from spmdrl.config.user_code import function_of
 from spmdrl.rewards.base import Reward, RewardInput
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = tuple(f"{name}s" for name in VERL)
 TRUTHS = ("ground_truth", "answer", "solution")
-"""Columns that hold the truth in data sets of TRL's users: each that a row lacks is its truth."""
+"""Columns of the truth in data sets of TRL's users; a row's truth stands in those that it lacks."""
 OF_TRL = ("prompts", "completions", "data_source", *TRUTHS)
 """Arguments that a function in TRL's form gets of every row."""
+
+
+def load_builtin(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Any]:
+    """Return the function of a built-in reward. Raises ValueError where it cannot be loaded."""
+    row = REWARDS[name]
+    module = import_module(f"spmdrl.rewards.{row.module}")
+    return module.load(name, settings) if row.pooled else getattr(module, name)
+
+
+def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput], object]:
+    """Return the function that is named by `builtin:name` or `/path/file.py:name`. Raises ValueError."""
+    if spec.startswith("builtin:"):
+        return load_builtin(spec.removeprefix("builtin:"), settings)
+    path, _, name = spec.rpartition(":")
+    return adapted(function_of(Path(path), name, ahead=True), f"{name} in {path}", settings)
 
 
 def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
@@ -31,14 +49,10 @@ def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> 
         ValueError: its parameters have none of the forms, or do not take `kwargs`; the message says what is wanted.
     """
     parameters = _parameters(function)
-    named = set(parameters)
-    if "completions" in named and not set(VERL) <= named:
-        call, result = _trl(function, name, parameters, kwargs), partial(only, none=True)
-    elif named & set(BATCH):
-        call, result = _batch(function, name, kwargs), partial(only, none=False)
-    else:
-        call, result = _verl(function, name, kwargs), _itself
-    # One loop for all gradings, since clients that a function keeps belong to it; made for the first that is awaited.
+    trl = "completions" in parameters and not set(VERL) <= parameters.keys()
+    batch = not trl and bool(parameters.keys() & set(BATCH))
+    call = _trl(function, name, parameters, kwargs) if trl else _verl(function, name, batch, kwargs)
+    # One loop for all gradings, since clients that a function keeps belong to it; opened for the first that is awaited.
     runners: list[asyncio.Runner] = []
 
     def grade(item: RewardInput) -> object:
@@ -46,17 +60,13 @@ def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> 
         if inspect.isawaitable(value):
             runners[:] = runners or [asyncio.Runner()]
             value = runners[0].run(_awaited(value))
-        return result(value)
+        return _only(value, none=trl) if trl or batch else value
 
     return grade
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -67,10 +77,9 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def _check(function: Callable[..., Any], name: str, keywords: tuple[str, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a function that cannot be called with these keywords and `kwargs`."""
-    if both := [key for key in kwargs if key in keywords]:
-        raise ValueError(f"--reward.kwargs {both[0]}: {name} gets {both[0]} of each response; give it another name")
+def _verl(function: Callable[..., Any], name: str, batch: bool, kwargs: dict[str, Any]) -> Callable[[RewardInput], Any]:
+    keywords = BATCH if batch else VERL
+    _check_names(name, keywords, kwargs)
     try:
         inspect.signature(function).bind(**dict.fromkeys(keywords), **kwargs)
     except TypeError as e:
@@ -82,25 +91,16 @@ def _check(function: Callable[..., Any], name: str, keywords: tuple[str, ...], k
     except ValueError:
         pass  # some builtins show no signature
 
-
-def _verl(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Callable[[RewardInput], Any]:
-    _check(function, name, VERL, kwargs)
-
     def call(item: RewardInput) -> Any:
         values = (item.data_source, item.reply, item.ground_truth, item.extra)
-        return function(**dict(zip(VERL, values, strict=True)), **kwargs)
+        return function(**{key: [x] if batch else x for key, x in zip(keywords, values, strict=True)}, **kwargs)
 
     return call
 
 
-def _batch(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Callable[[RewardInput], Any]:
-    _check(function, name, BATCH, kwargs)
-
-    def call(item: RewardInput) -> Any:
-        values = ([item.data_source], [item.reply], [item.ground_truth], [item.extra])
-        return function(**dict(zip(BATCH, values, strict=True)), **kwargs)
-
-    return call
+def _check_names(name: str, keywords: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+    if both := [key for key in kwargs if key in keywords]:
+        raise ValueError(f"--reward.kwargs {both[0]}: {name} gets {both[0]} of each response; give it another name")
 
 
 def _trl(
@@ -110,8 +110,7 @@ def _trl(
     nameless = [key for key, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
     if nameless:
         raise ValueError(f"{name} is called with keywords, and takes {', '.join(nameless)} by position: remove the /")
-    if both := [key for key in kwargs if key in OF_TRL]:
-        raise ValueError(f"--reward.kwargs {both[0]}: {name} gets {both[0]} of each response; give it another name")
+    _check_names(name, OF_TRL, kwargs)
     if unknown := [key for key in kwargs if not takes_more and key not in parameters]:
         raise ValueError(
             f"--reward.kwargs {unknown[0]}: {name} has no such parameter (it has: {', '.join(parameters)}); **kwargs "
@@ -139,7 +138,7 @@ def _trl(
     return call
 
 
-def only(value: Any, none: bool) -> object:
+def _only(value: Any, none: bool) -> object:
     """Return the one score of a list. none: None stands for a row to which the function does not apply."""
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -1,7 +1,7 @@
 """One request to a server of chat completions, and what its failures mean.
 
-The API key is in the header of a request and nowhere else: texts of servers and of errors are shown without it, and no
-redirection is followed, as that would take the key elsewhere.
+The API key is in the header of a request and nowhere else: messages show texts of servers and of errors without it, and
+no redirection is followed, which would take the key elsewhere.
 """
 
 import email.utils
@@ -26,7 +26,7 @@ LONGEST_ANSWER = 4 << 20
 LONGEST_WAIT = 120.0
 """Seconds of the longest `Retry-After` that is followed."""
 UNKNOWN_FORM = (400, 422)
-"""Answers of a server that does not know the way in which JSON is asked for, or that cannot take the text."""
+"""Status of a server that does not know a way to ask for JSON, or that cannot take the text."""
 _PASSING = {408, 409, 425, 429}
 _FIX = {
     401: "set the API key in the environment variable that the judge's key_env names ({key_env}, which is {is_set})",
@@ -85,18 +85,18 @@ class Client:
         status, after, answer = self._exchange(json.dumps(body).encode())
         if status == 200:
             return answer
-        said = self._said(answer)
+        text = self._shown(answer)
         if status in _PASSING or status >= 500:
-            raise TryAgainError(f"the server answered {status}{said}", seconds_of(after))
+            raise TryAgainError(f"the server answered {status}{text}", seconds_of(after))
         if status in UNKNOWN_FORM:
-            raise UnknownFormError(f"the server answered {status}{said}")
+            raise UnknownFormError(f"the server answered {status}{text}")
         if status == 413:
-            raise UngradedError(f"the server answered 413{said}; the judge's max_chars bounds the response")
+            raise UngradedError(f"the server answered 413{text}; the judge's max_chars bounds the response")
         fix = _FIX.get(status, "is that a server of chat completions? Change the judge's url")
         if 300 <= status < 400:
             fix = "it points to another address, where no key is sent: change the judge's url to that"
         fix = fix.format(key_env=self.key_env, is_set="set" if self._key else "not set")
-        raise RewardError(f"the judge at {self.address} answered {status}{said}: {fix}")
+        raise RewardError(f"the judge at {self.address} answered {status}{text}: {fix}")
 
     @property
     def address(self) -> str:
@@ -108,8 +108,8 @@ class Client:
         """Cut the requests that are under way. May be called twice."""
         with self._lock:
             self._closed = True
-            for held in self._under_way:
-                _cut(held)
+            for sock in self._under_way:
+                _cut(sock)
 
     def without_key(self, text: str) -> str:
         """Return text without the key and whatever else looks like a secret."""
@@ -121,19 +121,19 @@ class Client:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         connection, until = self._connection(), time.monotonic() + self.timeout
-        held: socket.socket | None = None
+        sock: socket.socket | None = None
         clock: threading.Timer | None = None
         try:
             connection.connect()
-            # The connection forgets its socket where the server closes after the answer, while the answer is read.
-            held = connection.sock
-            assert held is not None, "it is connected"
+            # The connection drops its socket if the server closes after the answer, while the answer is read.
+            sock = connection.sock
+            assert sock is not None, "it is connected"
             with self._lock:
                 if self._closed:
                     raise TryAgainError("the judge was closed")
-                self._under_way.add(held)
+                self._under_way.add(sock)
             # A socket's own time-out begins anew with every byte that comes.
-            clock = threading.Timer(max(0.0, until - time.monotonic()), _cut, [held])
+            clock = threading.Timer(max(0.0, until - time.monotonic()), _cut, [sock])
             clock.daemon = True
             clock.start()
             connection.request("POST", self._target, body, headers)
@@ -148,12 +148,12 @@ class Client:
         finally:
             if clock:
                 clock.cancel()
-            if held:
+            if sock:
                 with self._lock:
-                    self._under_way.discard(held)
+                    self._under_way.discard(sock)
             connection.close()
         if time.monotonic() >= until:
-            # What came before the cut may look whole.
+            # A part that came before the cut may look whole.
             raise TryAgainError(self._late)
         if len(answer) > LONGEST_ANSWER:
             raise TryAgainError(f"the server's answer has more than {LONGEST_ANSWER:,} bytes")
@@ -175,8 +175,8 @@ class Client:
         connection.set_tunnel(host, port)
         return connection
 
-    def _said(self, answer: bytes) -> str:
-        """Return the server's own words, in one line."""
+    def _shown(self, answer: bytes) -> str:
+        """Return the server's own words for a message, in one line."""
         # JSON may write a slash as \/, and so a key with one.
         text = answer.decode("utf-8", "replace").replace("\\/", "/")
         with suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -186,11 +186,11 @@ class Client:
         return f" ({text[:300]})" if text else ""
 
 
-def _cut(held: socket.socket) -> None:
+def _cut(sock: socket.socket) -> None:
     """End a connection that another thread waits for."""
     with suppress(OSError):
         # Of the plain socket: TLS would first change what the other thread reads through.
-        socket.socket.shutdown(held, socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def seconds_of(after: str) -> float | None:

@@ -1,53 +1,48 @@
-"""Questions to a judge behind a URL: attempts, votes, costs.
+"""A judge behind a URL, and a folder of its answers by a hash of the question, so that none is paid for twice.
 
-Requests wait for the network and for nothing else, so threads send them. What they find goes through a queue to the one
-thread that asks, which alone puts answers together.
+Requests only wait for the network, so threads send them. Their verdicts go through a queue to the one thread that asks,
+which alone completes cases. Ranks and jobs may share the folder: a file appears whole or not at all, and holds the
+judge's own words, which are read as strictly as when they came.
 """
 
-import logging
 import os
 import queue
 import random
+import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from spmdrl.config.judge import JudgeConfig
 from spmdrl.data.keys import describe
 from spmdrl.health.status import tick
 from spmdrl.rewards.base import RewardError, UngradedError
-from spmdrl.rewards.judge_asker import Answer, Case, Counters
-from spmdrl.rewards.judge_cache import Cache
+from spmdrl.rewards.judge import Answer, Asker, Case
 from spmdrl.rewards.judge_client import Client, TryAgainError, UnknownFormError
-from spmdrl.rewards.judge_verdict import FORMATS, BadVerdictError, Question, Verdict, content_of, new_nonce, tokens_of
+from spmdrl.rewards.judge_verdict import FORMATS, BadVerdictError, Question, Verdict, content_of, tokens_of
 
 FIRST_PAUSE = 1.0
 """Seconds before the second attempt, on average; each further pause is twice as long."""
 LONGEST_PAUSE = 60.0
-log = logging.getLogger("spmdrl")
+LONGEST_FILE = 1 << 20
+"""Bytes of the longest file of a cache that is read."""
 
 
-class Server:
-    """Asks a server of chat completions. Use it from one thread.
-
-    After a RewardError nothing but `close` has a meaning.
-    """
-
-    on_engine = False
+class Server(Asker):
+    """Asks a server of chat completions. After a RewardError only `close` may be called."""
 
     def __init__(self, cfg: JudgeConfig, name: str):
-        """Nothing is sent before the first question. name: what messages call the judge.
+        """Nothing is sent before the first question.
 
         Raises:
             ValueError: a cache or a key that cannot be used; the message names the setting.
         """
-        self.name = name
-        self.spent = Counters()
-        self._cfg = cfg
+        super().__init__(cfg, name)
         self._client = Client(cfg.url, os.environ.get(cfg.key_env, ""), cfg.key_env, cfg.timeout)
-        self._cache = Cache(cfg.cache) if cfg.cache else None
-        self._open: set[Case] = set()
-        self._done: list[tuple[object, Answer]] = []
+        self._cache = _Cache(cfg.cache) if cfg.cache else None
         self._failure = ""
         self._work: queue.SimpleQueue[tuple[Case, int, int] | None] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[Case, int, int, Verdict | Exception]] = queue.SimpleQueue()
@@ -60,37 +55,13 @@ class Server:
         self._form = 0
         self._not_before = 0.0
 
-    @property
-    def pending(self) -> int:
-        """Cases submitted and not yet answered."""
-        return len(self._open)
-
-    def submit(self, key: object, *questions: Question, response: object = None) -> None:
-        """Take questions that are of use only together, without waiting.
-
-        key: comes back with the answer. response: key by which messages name it, if that is another.
-        """
-        case = Case(key, key if response is None else response, questions)
-        self._open.add(case)
-        for i in range(len(questions)):
-            for vote in range(self._cfg.votes):
-                self._work.put((case, i, vote))
-                if len(self._threads) < self._cfg.concurrency:
-                    # A request that hangs must not keep a job from ending.
-                    self._threads.append(threading.Thread(target=self._serve, name="judge", daemon=True))
-                    self._threads[-1].start()
-
     def poll(self) -> list[tuple[object, Answer]]:
-        """Answers since the last call, without waiting. Raises RewardError."""
+        """See `Asker`."""
         self._take(0.0)
-        done, self._done = self._done, []
-        return done
+        return super().poll()
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Answer]]:
-        """Wait for all that was submitted, or until `stop()`, asked once a second; answers since the last call.
-
-        Raises RewardError.
-        """
+        """See `Asker`. stop: called once a second."""
         while self._open and not (stop and stop()):
             self._take(1.0)
         return self.poll()
@@ -98,7 +69,7 @@ class Server:
     def close(self) -> None:
         """Cut all requests and end the threads. May be called twice."""
         if self._threads:
-            log.info("%s: %s", self.name, ", ".join(f"{name} {n:,}" for name, n in vars(self.spent).items()))
+            self.log_costs()
         self._ended.set()
         self._client.close()
         for _ in self._threads:
@@ -108,25 +79,34 @@ class Server:
     # -- the caller's thread --------------------------------------------------------------------------------------
 
     def _take(self, patience: float) -> None:
-        """Take what the threads have found, waiting for the first of it for so many seconds."""
+        """Take verdicts of the threads, waiting up to so many seconds for the first."""
         # A sign of life: a request that hangs is ended by its own clock.
         tick()
         until = time.monotonic() + patience
         while not self._failure:
             try:
-                self._hear(*self._found.get(timeout=max(0.0, until - time.monotonic())))
+                self._note(*self._found.get(timeout=max(0.0, until - time.monotonic())))
             except queue.Empty:
                 return
             until = 0.0
         raise RewardError(self._failure)
 
-    def _hear(self, case: Case, question: int, vote: int, found: Verdict | Exception) -> None:
-        if case.over:
+    def _begin(self, case: Case) -> None:
+        for i in range(len(case.questions)):
+            for vote in range(self.cfg.votes):
+                self._work.put((case, i, vote))
+                if len(self._threads) < self.cfg.concurrency:
+                    # A request that hangs must not keep a job from ending.
+                    self._threads.append(threading.Thread(target=self._serve, name="judge", daemon=True))
+                    self._threads[-1].start()
+
+    def _note(self, case: Case, question: int, vote: int, found: Verdict | Exception) -> None:
+        if case not in self._open:
             return
         if isinstance(found, Verdict):
             case.verdicts[question, vote] = found
-            if len(case.verdicts) == len(case.questions) * self._cfg.votes:
-                self._answer(case, case.answer(self._cfg.votes))
+            if grades := self._grades(case):
+                self._answer(case, grades)
         elif isinstance(found, UngradedError):
             self._answer(case, str(found))
         else:
@@ -134,11 +114,6 @@ class Server:
             self._failure = (
                 f"reward function {self.name} failed on {describe(case.response)}: {self._client.without_key(what)}"
             )
-
-    def _answer(self, case: Case, answer: Answer) -> None:
-        case.over = True
-        self._open.discard(case)
-        self._done.append((case.key, answer))
 
     # -- the threads ----------------------------------------------------------------------------------------------
 
@@ -155,25 +130,25 @@ class Server:
                 # The job ends: nothing more is to be paid for.
                 self._ended.set()
 
-    def _verdict(self, case: Case, asked: Question, vote: int) -> Verdict:
+    def _verdict(self, case: Case, question: Question, vote: int) -> Verdict:
         """Return a verdict, from the cache or from as many attempts as there may be.
 
         Raises:
             UngradedError: none of them gave one.
             RewardError: no request can succeed, or the budget is spent.
         """
-        place = asked.digest(vote) if self._cache else ""
-        if self._cache and (known := self._cache.read(place, asked.read)):
+        place = question.digest(vote) if self._cache else ""
+        if self._cache and (known := self._cache.read(place, question.read)):
             self._count(cached=1)
             return known
         why = ""
-        for attempt in range(1 + self._cfg.retries):
+        for attempt in range(1 + self.cfg.retries):
             if case.failed:
                 break
             after = None
             try:
-                content = self._asked(asked, attempt)
-                verdict = asked.read(content)
+                content = self._content(question, attempt)
+                verdict = question.read(content)
                 if self._cache:
                     self._cache.write(place, content)
                 return verdict
@@ -182,18 +157,17 @@ class Server:
                 why = str(error)
             except TryAgainError as error:
                 why, after = str(error), error.after
-            if attempt < self._cfg.retries:
+            if attempt < self.cfg.retries:
                 self._pause(attempt, after)
-        why = why or "another of its votes failed"
-        raise UngradedError(f"the judge gave no verdict in {1 + self._cfg.retries} attempts, at last because {why}")
+        raise UngradedError(self._no_verdict(why or "another of its votes failed"))
 
-    def _asked(self, asked: Question, attempt: int) -> str:
-        """Return the judge's own words; where the server does not know a way to ask for JSON, the next one is taken."""
+    def _content(self, question: Question, attempt: int) -> str:
+        """Return the judge's own words, asked for in the first way to ask for JSON that the server knows."""
         for form in range(self._form, len(FORMATS)):
             self._wait()
             self._spend(repeated=int(attempt > 0 or form > self._form))
             try:
-                answer = self._client.ask(asked.body(new_nonce(), form))
+                answer = self._client.ask(question.body(secrets.token_hex(16), form))
             except UnknownFormError as error:
                 if form == len(FORMATS) - 1:
                     # Not for the way it asks: the text itself is refused, too long as a rule.
@@ -207,9 +181,9 @@ class Server:
 
     def _spend(self, repeated: int) -> None:
         with self._lock:
-            if self._cfg.budget and self.spent.calls >= self._cfg.budget:
+            if self.cfg.budget and self.spent.calls >= self.cfg.budget:
                 raise RewardError(
-                    f"the {self._cfg.budget:,} calls of the judge's budget are spent: raise it (0: no bound), lower "
+                    f"the {self.cfg.budget:,} calls of the judge's budget are spent: raise it (0: no bound), lower "
                     "its votes, or keep answers in its cache; the run goes on from its last checkpoint"
                 )
             self.spent.calls += 1
@@ -234,3 +208,44 @@ class Server:
             pass
         if self._ended.is_set():
             raise UngradedError("the judge was closed")
+
+
+class _Cache:
+    """A folder of answers. May be called from several threads."""
+
+    def __init__(self, folder: str):
+        """Raises ValueError for a folder that cannot be made or written."""
+        self._folder = Path(folder).expanduser()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"the judge's cache {folder}: cannot be written ({error.strerror}); name another"
+            ) from None
+
+    def read(self, place: str, parse: Callable[[str], Verdict]) -> Verdict | None:
+        """Return the verdict of a question that was answered before; a file without one counts as absent.
+
+        parse: reads an answer, and raises BadVerdictError.
+        """
+        with suppress(OSError, UnicodeDecodeError, BadVerdictError), open(self._file(place), "rb") as file:
+            return parse(file.read(LONGEST_FILE).decode())
+        return None
+
+    def write(self, place: str, content: str) -> None:
+        """Write an answer; on a full disk do nothing."""
+        file = self._file(place)
+        with suppress(OSError):
+            file.parent.mkdir(exist_ok=True)
+            handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as out:
+                    out.write(content)
+                os.replace(part, file)
+            except (OSError, UnicodeEncodeError):
+                Path(part).unlink(missing_ok=True)
+
+    def _file(self, place: str) -> Path:
+        return self._folder / place[:2] / f"{place}.json"

@@ -1,4 +1,4 @@
-"""Makes a grader from `--reward.function`."""
+"""Loads the grader of `--reward.function` and checks rewards against rows, samples and costs."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -10,27 +10,29 @@ from spmdrl.config.rewards import functions, kwargs_of, same_names, short_name, 
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.data.keys import describe
+from spmdrl.data.prompts import PromptSet
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward
 from spmdrl.rewards.combined_reward import CombinedReward, Term
+from spmdrl.rewards.forms import load_builtin
 from spmdrl.rewards.judge import Judge
 from spmdrl.rewards.judge_engine import EngineAsker
-from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.judge_server import Server
 from spmdrl.rewards.pool import Pool
-from spmdrl.rewards.quick import QUICK
+from spmdrl.rewards.text import truth_text
 
 DEFAULT_FUNCTION = "compute_score"
+QUICK: dict[str, Callable[[RewardInput], Reward]] = {
+    name: load_builtin(name, {}) for name, row in REWARDS.items() if not row.pooled
+}
+"""Built-in rewards that are quick and certain to end, whatever a response holds: the rank's own process calls them."""
 
 
-class Direct:
+class Direct(Grader):
     """Grader that calls a trusted, quick function at submit."""
 
-    wants_groups = on_engine = False
-
     def __init__(self, name: str, function: Callable[[RewardInput], object], finite: bool = True):
-        self.name, self._function, self._finite = name, function, finite
-        self.timeouts = self.ungraded = self.pending = 0
-        self._done: list[tuple[object, Reward]] = []
+        super().__init__(name)
+        self._function, self._finite = function, finite
 
     def submit(self, key: object, item: RewardInput) -> None:
         """Grade one response. Raises RewardError."""
@@ -39,23 +41,11 @@ class Direct:
         except Exception as e:
             raise RewardError(f"reward function {self.name} failed on {describe(key)}: {type(e).__name__}: {e}") from e
 
-    def poll(self) -> list[tuple[object, Reward]]:
-        """Results since the last call."""
-        done, self._done = self._done, []
-        return done
-
-    def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """Results since the last call; every response was graded at submit."""
-        return self.poll()
-
-    def close(self) -> None:
-        """Do nothing: there is no process to end."""
-
 
 def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, sources: Iterable[str] = ()) -> Grader:
-    """The grader that a run's settings name, ready to take work.
+    """Return the grader that a run's settings name, ready to take work.
 
-    sandbox: where it runs programs, if it runs any. finite: False lets scores pass that are not finite, for a caller
+    sandbox: where it runs programs, if it does. finite: False lets scores pass that are not finite, for a caller
     that leaves such samples out. sources: the `data_source` of rows that will come, as far as they are known.
 
     Raises ValueError naming `--reward.function` or `--reward.more` for an unknown built-in, a missing file or function,
@@ -65,13 +55,12 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
         return _load(cfg.function, "--reward.function", cfg, sandbox, finite, sources, alone=True)
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
-    names = [short_name(function) for function, _, _ in wanted]
     if problems := same_names(cfg):
         raise ValueError(problems[0])
     terms: list[Term] = []
     try:
-        for name, (function, weight, flag) in zip(names, wanted, strict=True):
-            terms.append(Term(name, _load(function, flag, cfg, sandbox, finite, sources), weight))
+        for function, weight, flag in wanted:
+            terms.append(Term(short_name(function), _load(function, flag, cfg, sandbox, finite, sources), weight))
     except ValueError:
         for term in terms:
             term.grader.close()
@@ -80,7 +69,7 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
 
 
 def on_engine(grader: Grader) -> list[Grader]:
-    """Return the graders among one or several that ask the run's engine."""
+    """Return the graders among the terms of a grader, or the grader itself, that use the run's engine."""
     each = [term.grader for term in grader.terms] if isinstance(grader, CombinedReward) else [grader]
     return [one for one in each if one.on_engine]
 
@@ -99,7 +88,7 @@ def _load(
     if is_judge(name):
         judge, short = read_judge(name), short_name(name)
         asker = EngineAsker(judge, short) if judge.engine else Server(judge, short)
-        return (Pairs if judge.compare else Judge)(judge, short, asker)
+        return Judge(judge, short, asker)
     row = REWARDS.get(name)
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
     function = f"builtin:{name}" if row else _file_function(name, flag)
@@ -112,11 +101,11 @@ def _load(
 def check_ungraded(
     ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1, env: str = "", why: str = ""
 ) -> None:
-    """Let a few samples go without a score, which are left out.
+    """Refuse too many samples without a score, which are left out.
 
-    group: samples of a prompt: one row that cannot be read is no reason to end a small run, unless none is allowed.
-    env: `--env`; an environment may fail, or begin with a prompt that is too long. why: the reason for which
-    it left out the first sample, where this rank knows one.
+    group: samples of a prompt: one unreadable row does not end a small run, unless the setting is 0. env: `--env`; an
+    environment may fail, or begin with a prompt that is too long. why: the reason for which it left out the first
+    sample, where this rank knows one.
 
     Raises:
         RewardError: there are more than `--reward.max-ungraded` allows.
@@ -140,7 +129,7 @@ def check_ungraded(
 
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
-    """True where a grading that takes too long scores 0; else it ends the job, or no grading can take long."""
+    """Tell whether a grading that takes too long scores 0; else it ends the job, or no grading can take long."""
     return any(_scores_timeouts(name, cfg) for name in functions(cfg))
 
 
@@ -177,3 +166,26 @@ def _file_function(spec: str, flag: str) -> str:
     if not name.isidentifier():
         raise ValueError(f"{flag} {spec!r}: {name!r} is no function name; the form is path/to/file.py[:function]")
     return f"{path}:{name}"
+
+
+def check_truths(prompts: PromptSet, reward: RewardConfig) -> None:
+    """Have each quick built-in reward score some response to every row: rewards look at the truth first.
+
+    Raises:
+        ValueError: a reward cannot grade a row; the message has the first one, why, and how many there are.
+    """
+    checks = QUICK | {"math": lambda item: truth_text(item.ground_truth)}
+    for name in functions(reward):
+        # The reward of an environment is known in an episode alone.
+        if name == "environment" or not (score := checks.get(name)):
+            continue
+        found: list[tuple[int, str]] = []
+        for prompt in prompts.prompts:
+            try:
+                score(RewardInput(prompt.data_source, "0", prompt.ground_truth, prompt.extra, prompt.content))
+            except ValueError as error:
+                found.append((prompt.index, str(error)))
+        if found:
+            index, why = found[0]
+            more = f" ({len(found)} rows of {len(prompts)} are so)" if len(found) > 1 else ""
+            raise ValueError(f"{prompts.place(index)}: {name} cannot grade this row: {why}{more}")

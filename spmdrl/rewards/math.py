@@ -1,8 +1,8 @@
-r"""Mathematical answers: `\boxed{...}`, or a last line `Answer: ...`, compared as text, as a number, then symbolically.
+r"""Mathematical answers: found in `\boxed{...}`, in a last line `Answer: ...` or in prose, normalised, and compared.
 
-The symbolic part is math-verify (https://github.com/huggingface/Math-Verify), which can burn seconds on `9^{9^{9^9}}`
-and whose own time limits want the main thread of a process that has no other alarm: they are off, and this runs in the
-pool, whose processes can be killed.
+They are compared as text, as numbers, then symbolically by math-verify (https://github.com/huggingface/Math-Verify),
+which can take seconds for `9^{9^{9^9}}`. Its own time limits need the main thread of a process without another alarm:
+they are off, and this runs in the pool, whose processes can be killed.
 """
 
 import logging
@@ -14,12 +14,13 @@ from typing import Any
 
 from spmdrl.rewards import symbolic
 from spmdrl.rewards.base import Reward, RewardInput
-from spmdrl.rewards.text import CURRENCY, SIGNS, truth_text
+from spmdrl.rewards.text import CURRENCY, SIGNS, closing, truth_text
 from spmdrl.rewards.units import differ, money
 
 _ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*(?:is)?\s*[*_]*:([*_`\s]*)([^\n]+)")
 _BOLD_END = re.compile(r"(?<=[^\s^*_`])(?:\*\*|__|`)[*_`]*(?=[\s.,;:!)]|$)")
 _ITALIC_END = re.compile(r"(?<=[^\s^*_`])[*_](?=[\s.,;:!)]|$)")
+_BARE_BRACES = re.compile(r"(?<!\\)[{}]")
 _DELIMITED = re.compile(r"\\\[(.*)\\\]|\\\((.*)\\\)|\$+([^$]*)\$+", re.DOTALL)
 _COMMAND = re.compile(r"\\(?:[dt]?frac|sqrt|cdot|times|div|pi|left|right|,|!|;|:)")
 _NUMBER = re.compile(r"(-?)(\d{1,100}|\d{1,3}(?:,\d{3}){1,30})?(\.\d{1,100})?")
@@ -31,41 +32,33 @@ _LOOKS = re.compile(r"\\(?:text|math(?!cal|frak|scr)|operatorname|mbox|bold|bm)[
 _WORD = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Z][a-z]{3,}|[A-Z]{4,}|(?i:yes|no|odd|dne|all|any|one|two|six|ten|red))(?![A-Za-z])"
 )
-"""A word, which is the same in either case: one of four letters and more, or one that is no product of letters."""
+"""A word, which is the same in either case: four letters and more, or no product of letters."""
 _TAIL = 1000
 """Characters at the end of a response without a marked answer in which math-verify looks for one."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last closed `\boxed{...}` or `\fbox{...}`, braces inside it balanced; None when there is none."""
-    end = len(text)
-    while True:
-        start = max(text.rfind(r"\boxed", 0, end), text.rfind(r"\fbox", 0, end))
-        if start < 0:
-            return None
-        opened = re.compile(r"\\(?:boxed|fbox)\s*\{").match(text, start)
-        depth = 1
-        for i in range(opened.end() if opened else len(text), len(text)):
-            if text[i] in "{}" and text[i - 1] != "\\":
-                depth += 1 if text[i] == "{" else -1
-                if depth == 0 and opened:
-                    return text[opened.end() : i].strip()
-        end = start
+    r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}`; None if there is none."""
+    for opened in reversed([*re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
+        end = closing(text, opened.end(), _BARE_BRACES)
+        if end is not None:
+            return text[opened.end() : end].strip()
+    return None
 
 
-def extract(solution: str) -> tuple[str, str]:
-    r"""The answer in a response, and where it stood: in the last `box`, the last answer `line`, or in `prose`."""
+def _extract(solution: str) -> tuple[str, str]:
+    r"""Return the answer in a response and its place: the last `box`, the last answer `line`, or `prose`."""
     boxed = last_boxed(solution)
     if boxed is not None:
         return boxed, "box"
     lines = _ANSWER_LINE.findall(solution)
     if lines:
-        return plain(*lines[-1]), "line"
+        return _plain(*lines[-1]), "line"
     return solution[-_TAIL:].strip(), "prose"
 
 
-def plain(opened: str, text: str) -> str:
-    """An answer line without Markdown emphasis and LaTeX delimiters around the whole of it.
+def _plain(opened: str, text: str) -> str:
+    """Return an answer line without Markdown emphasis and LaTeX delimiters around the whole of it.
 
     opened: marks that stood before it, as in `**540**` and in `**Answer:** 540`.
     """
@@ -77,8 +70,8 @@ def plain(opened: str, text: str) -> str:
     return next(part for part in inside.groups() if part is not None).strip() if inside else text
 
 
-def sides(text: str) -> list[str]:
-    """Sides of a chain of equations, `x = 2 * 270 = 540`; the text alone where it is no chain, or a list of several."""
+def _sides(text: str) -> list[str]:
+    """Return the sides of a chain of equations, `x = 2 * 270 = 540`; of another text, or a list, the text alone."""
     depth, parts = 0, [""]
     for before, char, after in zip(" " + text, text, text[1:] + " ", strict=False):
         depth += (char in "{([") - (char in "])}")
@@ -91,13 +84,13 @@ def sides(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def contradicts(text: str) -> bool:
-    """Tells whether a text is a chain of equations whose sides differ in value, as `539 = 540`, which is no answer.
+def _contradicts(text: str) -> bool:
+    """Tell whether sides of a chain of equations differ in value, as in `539 = 540`, which is no answer.
 
-    Only sides without names, units and number bases are looked at; a decimal equals what rounds to it.
+    Only sides without names, units and number bases count; a decimal equals a value that rounds to it.
     """
     values = []
-    for side in sides(text):
+    for side in _sides(text):
         if side and not re.search(r"[A-Za-z%$\\_]", _COMMAND.sub("", side)):
             value = symbolic.read(side)
             if value is None:
@@ -110,10 +103,10 @@ def contradicts(text: str) -> bool:
     return any(abs(a - b) > 1e-9 * max(abs(a), abs(b)) + max(r, s) for (a, r), (b, s) in pairwise(values))
 
 
-def simplify(text: str) -> str:
-    r"""Normal form of an answer with several spellings: no spaces, `$`, `\left`, `\dfrac`, `\text{}`, final dot.
+def _simplify(text: str) -> str:
+    r"""Return the text of an answer without spaces, `$`, `\left`, `\dfrac`, `\text{}` and a final dot.
 
-    Words are in lower case, letters of algebra in theirs.
+    Words are in lower case; letters of algebra keep their case.
     """
     text = text.translate(SIGNS).strip().strip("$").strip()
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", "", text)
@@ -128,8 +121,8 @@ def simplify(text: str) -> str:
     return re.sub(r"\s+", " ", text).rstrip(".")
 
 
-def to_number(text: str) -> Fraction | None:
-    """Exact value of a plain number, fraction or mixed number (in simplified text), else None."""
+def _to_number(text: str) -> Fraction | None:
+    """Return the exact value of a plain number, fraction or mixed number (in simplified text), else None."""
     if (m := _NUMBER.fullmatch(text)) and (m[2] or m[3]):
         return Fraction(m[1] + (m[2] or "0").replace(",", "") + (m[3] or ""))
     if m := _FRACTION.fullmatch(text):
@@ -142,17 +135,17 @@ def to_number(text: str) -> Fraction | None:
 
 
 def _equal(truth: str, answer: str, form: str) -> bool:
-    """Tells whether an answer has the value of a truth, which is compared as text where it cannot be read whole.
+    """Tell whether an answer has the value of a truth, or its text where one of them cannot be read whole.
 
     form: `box`, `line` (some prose may be in the answer) or `prose`.
     """
     gold = symbolic.read(truth)
     found = symbolic.read(answer) if form != "prose" else None
     if found is None and form != "box":
-        numbers = to_number(simplify(truth)) is not None
+        numbers = _to_number(_simplify(truth)) is not None
         answer = symbolic.mentioned(answer, numbers, form == "line")
         found = symbolic.read(answer)
-    return symbolic.same(gold, found) or simplify(answer) == simplify(truth)
+    return symbolic.same(gold, found) or _simplify(answer) == _simplify(truth)
 
 
 def math_reward(item: RewardInput) -> Reward:
@@ -162,28 +155,28 @@ def math_reward(item: RewardInput) -> Reward:
     whole = truth_text(item.ground_truth)
     boxed = last_boxed(whole)
     raw_truth = whole if boxed is None else boxed
-    truth = simplify(truth_text(raw_truth))
-    raw, form = extract(item.solution)
-    answer, parts = simplify(raw), {"format": float(form != "prose")}
+    truth = _simplify(truth_text(raw_truth))
+    raw, form = _extract(item.solution)
+    answer, parts = _simplify(raw), {"format": float(form != "prose")}
     if not answer or (form != "prose" and differ(money(raw), money(raw_truth))):
         return Reward(0.0, parts)
     if answer == truth:
         return Reward(1.0, parts)
-    if form != "prose" and contradicts(raw):
+    if form != "prose" and _contradicts(raw):
         return Reward(0.0, parts)
-    a, b = to_number(answer), to_number(truth)
+    a, b = _to_number(answer), _to_number(truth)
     if a is not None and b is not None:
         rounded = ("." in answer) != ("." in truth) and 1 not in (a.denominator, b.denominator)
         return Reward(float(abs(a - b) <= (symbolic.DECIMAL * max(abs(a), abs(b)) if rounded else 0)), parts)
     equal = _equal(raw_truth, raw, form)
-    if form != "prose" and not equal and "=" not in truth and len(chain := sides(raw)) > 1:
+    if form != "prose" and not equal and "=" not in truth and len(chain := _sides(raw)) > 1:
         # `45 \text{ ft} = 540 \text{ in}`
         equal = _equal(raw_truth, chain[-1], form)
     return Reward(float(equal), parts)
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Give the reward after its imports and first parse, which must not count as time of the first grading."""
+    """Return the reward after its imports and first parse, which must not count as time of the first grading."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one warning a call that its limits are off
     _equal(r"\frac{1}{2}", "x+1", "line")
     return math_reward

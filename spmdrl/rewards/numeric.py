@@ -1,8 +1,8 @@
 r"""A number within a tolerance of the truth: the last one in the last `\boxed{...}`, else the last of the response.
 
 Numbers are written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`; units behind them are not
-read, `%` included. The row says how near the truth is near enough: `tolerance` in its `extra_info` is relative to the
-truth, `absolute_tolerance` is not, and the wider of both counts.
+read, `%` included. The row's `extra_info` gives the tolerance: `tolerance` is relative to the truth,
+`absolute_tolerance` is not, and the wider of both counts.
 """
 
 import re
@@ -10,7 +10,7 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.boxed import last_box
-from spmdrl.rewards.text import SIGNS, truth_text
+from spmdrl.rewards.text import ADVICE, SIGNS, truth_text
 
 TOLERANCE = 1e-6
 """Relative tolerance of rows that give none."""
@@ -41,7 +41,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _value(m: re.Match) -> Decimal:
-    """Value of a match, nan where it has none. Call it in the context `_EXACT`."""
+    """Return the value of a match, or nan. The context must be `_EXACT`."""
     if m["over"]:
         value = _decimal(m["over"]) / _decimal(m["under"])
     else:
@@ -54,27 +54,24 @@ def _value(m: re.Match) -> Decimal:
     return -value if m["sign"].strip() == "-" else value
 
 
-def last_number(solution: str) -> Decimal | None:
-    """Value of the number that a response gives; nan where it is too large to have one, None where there is none."""
+def _last_number(solution: str) -> Decimal | None:
+    """Return the number that a response gives; nan if it is too large to be read, None without one."""
     box = last_box(solution)
     text = solution if box is None else box
-    if len(text) > TAIL:  # what is cut in two is no number
+    if len(text) > TAIL:  # a number that is cut in two does not count
         text = re.sub(r"^[\d.,]+", "", text[-TAIL:])
     found = list(_NUMBER.finditer(_clean(text)))
     return _value(found[-1]) if found else None
 
 
-def truth_of(ground_truth: object) -> Decimal:
-    """Value of a truth, which is a number alone, in a box or behind `####`. Raises ValueError when there is none."""
+def _truth_of(ground_truth: object) -> Decimal:
+    """Return the number of a truth, alone, in a box or behind `####`. Raises ValueError for another truth."""
     text = truth_text(ground_truth)
     box = last_box(text)
     m = _NUMBER.fullmatch(_clean(text.rpartition("####")[2] if box is None else box).strip(" $").rstrip(" $."))
     value = _value(m) if m else Decimal("nan")
     if not value.is_finite():
-        raise ValueError(
-            f"numeric compares with a number and the truth is {text[:60]!r}: "
-            "change --data.answer-column or --reward.function"
-        )
+        raise ValueError(f"numeric compares with a number and the truth is {text[:60]!r}: {ADVICE}")
     return value
 
 
@@ -91,7 +88,7 @@ def numeric(item: RewardInput) -> Reward:
     Part `format`: there is a number.
     """
     with localcontext(_EXACT):
-        truth, given = truth_of(item.ground_truth), last_number(item.solution)
+        truth, given = _truth_of(item.ground_truth), _last_number(item.solution)
         relative = _tolerance(item.extra, "tolerance", TOLERANCE) * abs(truth)
         allowed = max(relative, _tolerance(item.extra, "absolute_tolerance", 0.0))
         if given is None or not given.is_finite():

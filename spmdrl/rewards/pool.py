@@ -1,23 +1,22 @@
 """Graders in processes that can be killed: whatever a reward function does, the run goes on or ends with a clear line.
 
-No threads and no pickle: each worker is a plain child process, spoken to in JSON lines over pipes that never block the
-caller. A grading's time is taken by its worker, from the moment it starts, so a caller that polls late changes nothing.
+Each worker is a plain child process that exchanges JSON lines over pipes which never block the caller. The worker takes
+the time of a grading from its start, so a caller that polls late changes nothing.
 """
 
 import json
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.data.keys import describe
-from spmdrl.rewards.base import Reward, RewardError, RewardInput, left_out
+from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput
 from spmdrl.workers import processes
 from spmdrl.workers.processes import Process, Processes
 
 PREFETCH = 8
-"""Requests handed to a worker ahead of time, so that it works on while the caller is busy elsewhere."""
+"""Requests that a worker may have, so that it works on while the caller is busy elsewhere."""
 log = logging.getLogger("spmdrl")
 
 
@@ -33,13 +32,8 @@ class Worker(Process):
     """Seconds that it may take, where its reward has clocks of its own."""
 
 
-class Pool:
-    """Grader over `workers` processes. Use it from one thread (the workers die with the thread that started them).
-
-    After a RewardError nothing but `close` has a meaning.
-    """
-
-    wants_groups = on_engine = False
+class Pool(Grader):
+    """Grader over `workers` processes, which die with the thread that started them."""
 
     def __init__(
         self,
@@ -52,25 +46,24 @@ class Pool:
         settings: dict[str, Any] | None = None,
         alone: bool = False,
     ):
-        """function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`.
+        """Wait until every worker has loaded the function.
 
-        finite: a score that is not finite is an error. settings: of a built-in reward, or further
-        arguments of a function in a file, as JSON has them. alone: no other reward grades a row to which this one does
-        not apply.
+        function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`. finite: a score that is
+        not finite is an error. settings: of a built-in reward, or further arguments of a function in a file, as JSON.
+        alone: no other reward grades a row to which this one does not apply.
 
-        Waits until every worker has loaded the function. Raises ValueError when one cannot.
+        Raises:
+            ValueError: a worker cannot load the function.
         """
         assert on_timeout in ("error", "zero"), on_timeout
         if workers < 1 or not timeout > 0:
             raise ValueError(f"--reward.workers is {workers} and --reward.timeout {timeout}: both must be above 0")
-        self.name = name or function
-        self.timeouts = self.ungraded = 0
+        super().__init__(name or function)
         self._timeout, self._on_timeout = timeout, on_timeout
         self._note, self._alone = "", alone
         self._next = 0
         self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all unanswered requests
         self._waiting: deque[int] = deque()  # ids no worker has
-        self._done: list[tuple[object, Reward]] = []
         hello = {"function": function, "settings": settings or {}, "finite": finite}
         self._processes = Processes(workers, Worker, "spmdrl.rewards.worker", hello, self)
         try:
@@ -82,7 +75,7 @@ class Pool:
 
     @property
     def pending(self) -> int:
-        """Gradings submitted and not yet answered."""
+        """See `Grader`."""
         return len(self._items)
 
     def submit(self, key: object, item: RewardInput) -> None:
@@ -99,21 +92,8 @@ class Pool:
         self._next += 1
         self._hand_out()
 
-    def poll(self) -> list[tuple[object, Reward]]:
-        """Results since the last call, without waiting."""
-        self._turn(0.0)
-        done, self._done = self._done, []
-        return done
-
-    def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """Wait for all that was submitted, or until `stop()`, asked once a second; results since the last call."""
-        while self._items and not (stop and stop()):
-            self._turn(1.0)
-        done, self._done = self._done, []
-        return done
-
     def close(self) -> None:
-        """End the workers: those that work are killed. May be called twice."""
+        """End the workers; kill those that work. May be called twice."""
         for worker in self._processes.all:
             if worker.queue:
                 worker.kill()
@@ -137,7 +117,7 @@ class Pool:
             if worker.to_send:
                 worker.flush()
 
-    # -- what workers say and do ----------------------------------------------------------------------------------
+    # -- events of workers ------------------------------------------------------------------------------------------
 
     def hear(self, worker: Worker, message: dict) -> None:
         """Take a line of a worker."""
@@ -154,10 +134,10 @@ class Pool:
             request = worker.queue.popleft()
             assert request == message["id"], "a worker answers in order"
             worker.started = None
-            if message["seconds"] > (worker.may_take or self._timeout):  # as if it had been seen, and killed, in time
+            if message["seconds"] > (worker.may_take or self._timeout):  # as if it had been killed in time
                 self._timed_out(request, worker.may_take)
             elif "ungraded" in message:
-                self._left_out(request, message["ungraded"])
+                self._unanswerable(request, message["ungraded"])
             elif "error" in message:
                 error = RewardError(
                     f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
@@ -166,12 +146,12 @@ class Pool:
                 error.add_note(message["trace"])  # shown with the traceback; the message stays one line
                 raise error
             elif self._alone and not message["applies"]:
-                self._left_out(request, "the function returned None: it does not apply to the row")
+                self._unanswerable(request, "the function returned None: it does not apply to the row")
             else:
                 self._answer(request, Reward(message["score"], message["parts"], applies=message["applies"]))
 
     def deadline(self, worker: Worker) -> float:
-        """When a worker should have ended the grading under way."""
+        """Return when a worker should have ended the grading under way (time.monotonic())."""
         return float("inf") if worker.started is None else worker.started + (worker.may_take or self._timeout)
 
     def stuck(self, worker: Worker) -> None:
@@ -194,23 +174,21 @@ class Pool:
             "exit (--reward.function); its own output stands above, in this rank's log"
         )
 
-    def _answer(self, request: int, reward: Reward) -> None:
-        key, _ = self._items.pop(request)
-        self._done.append((key, reward))
-
     def _timed_out(self, request: int, may_take: float) -> None:
+        key = self._items[request][0]
         if may_take:
-            # Its own clocks should have ended it: the fault is not the response's.
-            return self._left_out(request, f"its grading did not end within {may_take:g} s")
+            # Its own clocks should have ended it, so the response is not the cause.
+            return self._unanswerable(request, f"its grading did not end within {may_take:g} s")
         if self._on_timeout == "error":
             raise RewardError(
-                f"reward function {self.name} took longer than {self._timeout:g} s on "
-                f"{describe(self._items[request][0])} and was stopped: make it faster, raise --reward.timeout, or "
-                "score such samples 0 with --reward.on-timeout zero"
+                f"reward function {self.name} took longer than {self._timeout:g} s on {describe(key)} and was stopped: "
+                "make it faster, raise --reward.timeout, or score such samples 0 with --reward.on-timeout zero"
             )
         self.timeouts += 1
         self._answer(request, Reward(0.0, timed_out=True))
 
-    def _left_out(self, request: int, why: str) -> None:
-        self.ungraded += 1
-        self._answer(request, left_out(self.name, self._items[request][0], why, self.ungraded))
+    def _answer(self, request: int, reward: Reward) -> None:
+        self._done.append((self._items.pop(request)[0], reward))
+
+    def _unanswerable(self, request: int, why: str) -> None:
+        self._leave_out(self._items.pop(request)[0], why)

@@ -1,4 +1,4 @@
-"""The program in a response: in a fenced block, as the response itself, or as what goes on where the prompt ends."""
+"""The program in a response: in a fenced block, the response itself, or the continuation of a program in the prompt."""
 
 import re
 
@@ -7,9 +7,9 @@ _FENCE = re.compile(
     r"(?P<item>(?:(?:[-*+]|\d{1,9}[.)])[ \t]{1,9}){0,9})(?P<mark>`{3,}|~{3,})"
     r"[ \t]*(?P<language>[\w+-]{0,20})"
 )
-"""A line that opens or closes a block, of a list's item and in a quote too."""
+"""A line that opens or closes a block, also in an item of a list and in a quote."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
-"""Ways in which a program begins that brings its own function."""
+"""Beginnings of a program that has the function itself."""
 _PYTHON = ("python", "python3", "py")
 
 
@@ -57,14 +57,11 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 def completed(prompt: str, name: str, text: str) -> str:
     """Return the program of a response to a prompt that begins a function.
 
-    A response that brings the function itself gets what precedes it in the prompt: imports and helpers. Another one
-    goes on where the prompt ends (it may be inside of a fence), and ends at a fence or at the next line that begins at
-    the margin, as HumanEval's completions do.
+    A response with the function itself gets the imports and helpers before it in the prompt. Another one goes on where
+    the prompt ends (it may be inside of a fence), and ends at a fence or at the next line that begins at the margin, as
+    HumanEval's completions do.
 
-    Args:
-        prompt: Python that ends in the middle of the function.
-        name: of the function.
-        text: the response.
+    prompt: Python that ends in the middle of the function. name: of the function. text: the response.
     """
     source, fenced = program_of(text)
     if defines(source, name) and (fenced or source.lstrip().startswith(BEGINNINGS)):
@@ -81,5 +78,5 @@ def before_function(prompt: str, name: str) -> str:
 
 
 def defines(source: str, name: str) -> bool:
-    """True where a program, or the beginning of one, defines a function of the name."""
+    """Tell whether a program, or the beginning of one, defines a function of the name."""
     return bool(name) and bool(re.search(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", source, re.MULTILINE))

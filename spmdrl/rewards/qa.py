@@ -1,15 +1,19 @@
-"""Questions with short answers: the text in the last `<answer>` tags, compared after the normalisation of SQuAD.
+"""Rewards of the text in the last `<answer>` tags: short answers to questions, and tasks of reasoning-gym.
 
-Numbers keep their minus and a point in front of them, which SQuAD leaves out, and those of one value are alike. A point
-between digits is left out as SQuAD and verl do: 4.2 is 42.
+Short answers are compared after the normalisation of SQuAD (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250):
+lower case, no punctuation, no articles, single spaces. Numbers keep their minus and a point in front of them, which
+SQuAD leaves out, and numbers of one value are equal. A point between digits is left out as SQuAD and verl do: 4.2 is
+42. The form of the response, and the quarter for many tags, are those of Search-R1 (https://arxiv.org/abs/2503.09516).
 
-Rajpurkar et al. 2016 (https://arxiv.org/abs/1606.05250): lower case, no punctuation, no articles, single spaces. The
-form of the response, and the quarter for many tags, are those of Search-R1 (https://arxiv.org/abs/2503.09516).
+Each task of reasoning-gym (https://github.com/open-thought/reasoning-gym) has its own scorer.
 """
 
 import re
 import string
+from collections.abc import Callable
+from typing import Any
 
+from spmdrl.data.reasoning import answer_of, score
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.text import SIGNS, to_decimal, truth_text
 
@@ -23,23 +27,21 @@ _KEPT = "\u2212", "\u00b7"
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
-def normal_form(text: str) -> str:
-    """The form in which answers are compared."""
+def _normal_form(text: str) -> str:
     text = _POINT.sub(_KEPT[1], _MINUS.sub(_KEPT[0], text.translate(SIGNS)))
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def same(answer: str, truth: str) -> bool:
-    """Tells whether an answer is the truth, as a number or in its normal form."""
+def _same(answer: str, truth: str) -> bool:
     value = to_decimal(truth)
     if value is not None and to_decimal(answer) == value:
         return True
     # A truth of articles and punctuation alone has no such form.
-    return (normal_form(truth) or truth.strip()) == (normal_form(answer) or answer.strip())
+    return (_normal_form(truth) or truth.strip()) == (_normal_form(answer) or answer.strip())
 
 
-def tagged(text: str) -> str | None:
-    """The text in the last pair of tags, pairs taken from the left; None where there is none."""
+def _tagged(text: str) -> str | None:
+    """Return the text in the last pair of tags, pairs taken from the left; None where there is none."""
     answer, start = None, text.find(OPEN)
     while start >= 0:
         end = text.find(CLOSE, start)
@@ -50,8 +52,8 @@ def tagged(text: str) -> str | None:
     return answer
 
 
-def truths_of(ground_truth: object) -> list[str]:
-    """All answers that are right: a text, a list of them, or a dict with them in `target`, as Search-R1's rows have."""
+def _truths_of(ground_truth: object) -> list[str]:
+    """Return all right answers: of a text, a list of texts, or a dict with them in `target`, as Search-R1's rows."""
     found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
     if not isinstance(found, list):
         return [truth_text(found)]
@@ -63,10 +65,32 @@ def exact_match_qa(item: RewardInput) -> Reward:
     """1 if the text in the last `<answer>...</answer>` is one of the truths after the normalisation of SQuAD; 0.25 if
     there are more than 10 tags of a kind, so that writing many does not pay. Part `format`: there are tags.
     """
-    truths = truths_of(item.ground_truth)
-    answer = tagged(item.solution)
+    truths = _truths_of(item.ground_truth)
+    answer = _tagged(item.solution)
     if answer is None:
         return Reward(0.0, {"format": 0.0})
-    right = any(same(answer, truth) for truth in truths)
+    right = any(_same(answer, truth) for truth in truths)
     many = max(item.solution.count(OPEN), item.solution.count(CLOSE)) > MOST_TAGS
     return Reward((0.25 if many else 1.0) if right else 0.0, {"format": 1.0})
+
+
+def reasoning_reward(item: RewardInput) -> Reward:
+    """The task's own score of the text in `<answer>` tags, else of the response; 0 for an answer that its scorer
+    cannot read. Part `format`: there are tags.
+
+    `extra` holds the columns of prompts from `reasoning-gym:<task>`: task, config, entry.
+    """
+    if not {"task", "config", "entry"} <= item.extra.keys():
+        raise ValueError("the reward reasoning_gym grades prompts of --data.train reasoning-gym:<task> only")
+    answer, tagged = answer_of(item.solution)
+    value = score(item.extra["task"], item.extra["config"], item.extra["entry"], answer)
+    return Reward(value, {"format": float(tagged)})
+
+
+def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
+    """Return the reward `reasoning_gym` after its import. Raises ValueError when the package is not installed."""
+    try:
+        import reasoning_gym  # noqa: F401
+    except ImportError as e:
+        raise ValueError("the reward reasoning_gym needs the package: pip install 'spmdrl[reasoning-gym]'") from e
+    return reasoning_reward

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.config.builtin import REWARDS
-from spmdrl.rewards.base import Reward, RewardInput
-from spmdrl.rewards.quick import QUICK
-from spmdrl.rewards.worker import load_function
+from spmdrl.rewards.base import RewardInput
+from spmdrl.rewards.forms import load_builtin
 
 ROUTE = {
     "openai/gsm8k": "gsm8k",
@@ -31,7 +30,7 @@ PREFIXES = {"aime": "math_dapo", "numina_": "math", "searchR1_": "exact_match_qa
 
 
 def reward_of(data_source: str) -> str:
-    """Name of the reward that grades rows of a source. Raises ValueError for a source that has none."""
+    """Return the name of the reward that grades rows of a source. Raises ValueError for a source without one."""
     if data_source in ROUTE:
         return ROUTE[data_source]
     for prefix, reward in PREFIXES.items():
@@ -54,7 +53,7 @@ class Route:
     def __init__(self, settings: dict[str, Any]):
         """Load the rewards of the sources that will come.
 
-        settings: of rewards that have some, see `worker.py`; `sources` are the sources.
+        settings: of all rewards that have any, and `sources`, a list.
 
         Raises:
             ValueError: a source has no reward, or its reward does not load.
@@ -71,34 +70,29 @@ class Route:
         return "; ".join(filter(None, (getattr(each, "note", "") for each in self._loaded.values())))
 
     def needs(self, item: RewardInput) -> bool:
-        """Tells whether the row's reward is still to load, which takes time that is not the grading's."""
-        try:
-            return reward_of(item.data_source) not in self._loaded
-        except ValueError:
-            return False
+        """Tell whether the row's reward is still to load, which takes time that is not the grading's."""
+        name = self._name(item)
+        return bool(name) and name not in self._loaded
 
     def load(self, item: RewardInput) -> None:
         """Load the row's reward. Raises ValueError when it cannot be loaded."""
         name = reward_of(item.data_source)
-        if name in QUICK:
-            self._loaded[name] = QUICK[name]
-        elif name in REWARDS:
-            self._loaded[name] = load_function(f"builtin:{name}", self._settings)
-        else:
+        if name not in REWARDS:
             raise ValueError(f"there is no reward {name} here, which grades data_source {item.data_source!r}")
+        self._loaded[name] = load_builtin(name, self._settings)
 
     def may_take(self, item: RewardInput) -> float:
-        """Seconds that a grading may take where its reward has clocks of its own, else 0."""
-        own = getattr(self._of(item), "may_take", None)
+        """Return seconds that a grading may take where its reward has clocks of its own, else 0."""
+        own = getattr(self._loaded.get(self._name(item)), "may_take", None)
         return own(item) if own else 0.0
 
-    def _of(self, item: RewardInput) -> Callable[[RewardInput], object] | None:
+    def _name(self, item: RewardInput) -> str:
         try:
-            return self._loaded.get(reward_of(item.data_source))
+            return reward_of(item.data_source)
         except ValueError:
-            return None
+            return ""
 
-    def __call__(self, item: RewardInput) -> Reward | object:
+    def __call__(self, item: RewardInput) -> object:
         """Grade one response by its row's reward."""
         if self.needs(item):
             self.load(item)
@@ -106,5 +100,5 @@ class Route:
 
 
 def load(name: str, settings: dict[str, Any]) -> Route:
-    """Give the reward, which loads the graders of rows as they come."""
+    """Return the reward `auto`, which loads the rewards of rows as they come."""
     return Route(settings)

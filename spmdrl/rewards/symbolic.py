@@ -1,11 +1,11 @@
-r"""Reads a mathematical answer as one expression and compares two of them, by math-verify and latex2sympy2-extended.
+r"""Mathematical answers as expressions, read and compared by math-verify and latex2sympy2-extended.
 
-An answer is read whole or not at all: what is left out of a reading, as the end of `1-\mathrm{e}^{-2}` would be, could
-make two answers alike. So commands that only change the looks of a name are taken off first, a unit and a number base
-are read apart, and what the grammar then refuses has no value.
+An answer is read whole or not at all: a reading that leaves out a part, as the end of `1-\mathrm{e}^{-2}`, could make
+two answers equal. So commands that only change the looks of a name are removed first, a unit and a number base are
+read apart, and an answer that the grammar then refuses has no value.
 
-math-verify (https://github.com/huggingface/Math-Verify) compares absolutely, by which all that is small is equal. Here
-what it holds to be equal must be near in value too, relative to its size.
+math-verify (https://github.com/huggingface/Math-Verify) compares by absolute differences, by which all small values are
+equal. Here two equal values must also be near relative to their size.
 """
 
 import re
@@ -14,8 +14,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from spmdrl.rewards.names import named
-from spmdrl.rewards.spelling import plain
+from spmdrl.rewards.latex import named, spelled
 from spmdrl.rewards.text import SIGNS
 from spmdrl.rewards.units import changes_value, differ, known, money, split_unit
 
@@ -24,7 +23,7 @@ LONGEST = 2000
 EXACT, DECIMAL = 1e-9, 2e-6
 """Relative differences up to which values are equal: of exact ones, and of a decimal and what it is rounded from."""
 NOTHING = 1e-25
-"""Absolute difference up to which a value is 0, as rounding leaves some."""
+"""Absolute difference up to which a value is 0 but for rounding."""
 _MARKED = re.compile(r"\$[^$\n]{1,2000}\$|\\\([^\n]{1,2000}?\\\)|\\\[[^\n]{1,2000}?\\\]")
 _NUMBERS = re.compile(r"(?<![\w.])\.?\d[\d,.]*")
 _BASED = re.compile(r"\(?(-?[0-9]+)\)?_\s*\{?\s*(?:(\d+)|\\text\{ ?([a-z]+)\})\s*\}?")
@@ -47,14 +46,14 @@ _LIMITED = re.compile(
     r"(?:\s+(?:of|a|an|the|about|exactly|equal|to))*|[<>\u2264\u2265\u2260]=?|!=|\\(?:neq?|[lg](?:t|eq?|eqslant)))[\s$({\\]*$",
     re.IGNORECASE,
 )
-"""Words and signs in front of a number by which it is not the value that is meant, as in `at most 5`."""
+"""Words and signs in front of a number that change what is meant, as in `at most 5`."""
 _PER_CENT = re.compile(r"(-?(?:[\d.,{}/\s]|\\[dtc]?frac)*\d[}\s]*)\\?%")
 _UNREADABLE = re.compile(
     r"\d\s*_"  # a base within an expression
     r"|(?<![_\d.])\d[\d.]*\s+\.?\d"  # two numbers side by side
     r"|\\text\{[^{}]*\}\s*[A-Za-z0-9({\\]"  # words between other things
     r"|(?<![\d.])(?:\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4})(?![\d.])"  # a date
-    r"|'|\\prime|\\cross"  # what is no mark of a letter
+    r"|'|\\prime|\\cross"  # marks that stand behind no letter
 )
 
 
@@ -63,24 +62,24 @@ class Value:
     """An answer that was read whole."""
 
     expression: Any
-    """Of sympy."""
+    """An expression of sympy."""
     unit: str | None
-    """Normal form of its unit; None: it has none."""
+    """Normal form of its unit, if it has one."""
     base: str | None
-    """Base of the number system that stands behind it; None: there is none."""
+    """Base of the number system that stands behind it, if one does."""
     words: frozenset[str]
-    """Words of four letters and more, in lower case, which sympy takes for products of their letters."""
+    """Words of four letters and more, in lower case, which sympy reads as products of their letters."""
     per_cent: bool = False
-    """A number in per cents, whose hundredth is its value too."""
+    """It is a number in per cents, whose hundredth is a value of it, too."""
 
 
 @lru_cache(maxsize=1024)  # the samples of a prompt share their truth, and often their answers
 def read(text: str) -> Value | None:
-    """The value of an answer; None where it cannot be read whole."""
+    """Return the value of an answer; None where it cannot be read whole."""
     if len(text) > LONGEST:
         return None
     currency = money(text)
-    text, unit = split_unit(plain(text))
+    text, unit = split_unit(spelled(text))
     unit = unit or currency
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"\1", text)
     based = _BASED.fullmatch(text)
@@ -102,7 +101,7 @@ def read(text: str) -> Value | None:
 
 
 def _expression(text: str) -> Any:
-    """The whole of a text as sympy's expression; None where the grammar refuses it."""
+    """Return the whole of a text as an expression of sympy; None where the grammar refuses it."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify.grader import should_treat_as_complex
@@ -112,16 +111,16 @@ def _expression(text: str) -> Any:
         latex = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
         real, cased = not should_treat_as_complex(latex), ConversionConfig(lowercase_symbols=False)
         found = latex2sympy(latex, is_real=real, normalization_config=None, conversion_config=cased)
-    except Exception:  # of the grammar and of sympy, RecursionError too
+    except Exception:  # the grammar and sympy raise many kinds, RecursionError too
         return None
     return found if isinstance(found, Basic | MatrixBase) else None
 
 
 @lru_cache(maxsize=1024)
 def mentioned(text: str, numbers: bool, alone: bool) -> str:
-    """The answer in prose: its last formula between LaTeX's marks, else its last number; empty where it has none.
+    """Return the answer in prose: the last formula between LaTeX's marks, else the last number, else an empty text.
 
-    numbers: a number without marks counts. alone: prose with several formulas or numbers gives none.
+    numbers: a number without marks counts. alone: prose with several formulas or numbers has no answer.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import parse
@@ -144,10 +143,12 @@ def mentioned(text: str, numbers: bool, alone: bool) -> str:
 
 
 def same(truth: Value | None, answer: Value | None) -> bool:
-    """Tells whether two answers have one value."""
+    """Tell whether two answers have one value."""
     if truth is None or answer is None:
         return False
-    if differ(truth.unit, answer.unit) or any(a and b and a != b for a, b in _kinds(truth, answer)):
+    if differ(truth.unit, answer.unit) or any(
+        a and b and a != b for a, b in ((truth.base, answer.base), (truth.words, answer.words))
+    ):
         return False
     if truth.per_cent != answer.per_cent and known(answer.unit if truth.per_cent else truth.unit):
         return False  # 5% is not 5 cm
@@ -169,7 +170,7 @@ def _same(a: Any, b: Any) -> bool:
         if isinstance(a, Expr) and isinstance(b, Expr) and a.doit() == b.doit():
             return True
         return bool(verify(a, b, timeout_seconds=None)) or _near(a, b)
-    except Exception:  # sympy on an odd answer may raise anything (RecursionError too): then it is not equal
+    except Exception:  # sympy on an odd answer may raise anything, RecursionError too
         return False
 
 
@@ -178,7 +179,7 @@ def _names(expression: Any, folded: bool = False) -> set[str]:
 
 
 def _near(a: Any, b: Any) -> bool:
-    """Tells whether two values, one of them a decimal, are equal but for rounding, or all entries of two tuples."""
+    """Tell whether two values, one of them a decimal, or the entries of two tuples, are equal but for rounding."""
     from sympy import Expr, Float, Tuple
 
     if isinstance(a, Tuple) and isinstance(b, Tuple):
@@ -192,7 +193,7 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def _allowance(a: Any, b: Any) -> float:
-    """Return the tolerance: EXACT if both are written as numbers, else DECIMAL, as a decimal may be a rounded value."""
+    """Return EXACT if both are written as numbers, else DECIMAL, as a decimal may be a rounded value."""
     from sympy import Float, Integer
 
     if not (a.has(Float) or b.has(Float)):
@@ -202,12 +203,8 @@ def _allowance(a: Any, b: Any) -> float:
     return EXACT if numbers and written_out else DECIMAL
 
 
-def _kinds(a: Value, b: Value) -> list[tuple[object, object]]:
-    return [(a.base, b.base), (a.words, b.words)]
-
-
 def _numbers(expression: Any) -> list[complex] | None:
-    """Values of an expression's entries where its names have odd values; None for a relation other than `x = ...`."""
+    """Return the values of an expression's entries at odd values of its names; None for a relation but `x = ...`."""
     from sympy import Eq, Float, Interval, MatrixBase, Set, Symbol, Tuple
 
     if isinstance(expression, Eq):
@@ -227,21 +224,21 @@ def _numbers(expression: Any) -> list[complex] | None:
     return None if None in inside else [x for each in inside if each for x in each]
 
 
-def _apart(a: Any, b: Any) -> bool:
-    """Tells whether two expressions of the same names differ in value, relative to its size."""
-    if a.free_symbols != b.free_symbols:  # they may be alike none the less: sympy reads words as products of letters
-        return False
-    ways = product([a, _per_cent(a)], [b, _per_cent(b)])
-    return all(_apart_as_they_are(x, y) for x, y in ways)
-
-
 def _per_cent(expression: Any) -> Any:
-    """An expression whose per cents are whole numbers: 50% is 0.5, and 50 too."""
+    """Return an expression whose per cents are whole numbers: 50% is 0.5, and 50 too."""
     from sympy import Basic, Integer, Rational, UnevaluatedExpr
 
     if not isinstance(expression, Basic):
         return expression
     return expression.xreplace({UnevaluatedExpr(Rational(1, 100)): Integer(1)})
+
+
+def _apart(a: Any, b: Any) -> bool:
+    """Tell whether two expressions of the same names differ in value, relative to its size."""
+    if a.free_symbols != b.free_symbols:  # they may be equal all the same: sympy reads words as products of letters
+        return False
+    ways = product([a, _per_cent(a)], [b, _per_cent(b)])
+    return all(_apart_as_they_are(x, y) for x, y in ways)
 
 
 def _apart_as_they_are(a: Any, b: Any) -> bool:
@@ -253,12 +250,9 @@ def _apart_as_they_are(a: Any, b: Any) -> bool:
         return False
     near = _allowance(a, b)
     for x in mine:
-        match = next((i for i, y in enumerate(theirs) if x == y or abs(x - y) <= _allowed(x, y, near)), None)
+        allowed = [near * max(abs(x), abs(y)) if x and y else NOTHING for y in theirs]
+        match = next((i for i, y in enumerate(theirs) if x == y or abs(x - y) <= allowed[i]), None)
         if match is None:
             return True
         theirs.pop(match)
     return False
-
-
-def _allowed(x: complex, y: complex, near: float) -> float:
-    return near * max(abs(x), abs(y)) if x and y else NOTHING

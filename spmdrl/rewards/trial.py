@@ -1,8 +1,8 @@
 """Tries a reward on the rows of a data set before a run: right answers, none at all, and wrong ones.
 
-A right answer is the truth itself, in each of the forms that graders look for; for programs a row's own solution. The
-form that scores most counts, row by row, as rows of several kinds want several forms. A reward that does
-not score it above every wrong answer trains the wrong behaviour, whatever its scale.
+A right answer is the truth itself, in each of the forms that graders look for; for programs a row's own solution. Of
+each row the form with the highest score counts. A reward that does not score it above every wrong answer trains the
+wrong behaviour, whatever its scale.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ GARBAGE = {
     "a program that leaves": "```python\nimport os\nos._exit(0)\n```",
 }
 """Answers that deserve nothing."""
-RIVAL = "words"
-"""The one of them that a right answer meets where answers are compared."""
+RIVAL = GARBAGE["words"]
+"""The answer that a right one is compared with, if answers are compared."""
 OTHER = "another row's"
 """Beginning of the kinds of answers that are right for another row."""
 
 
 @dataclass
 class Row:
-    """The rewards of one kind of answer."""
+    """Rewards of one kind of answer."""
 
     kind: str
     rewards: dict[int, Reward]
@@ -59,46 +59,36 @@ class Row:
         return {i: r.score for i, r in usable.items() if math.isfinite(r.score)}
 
     @property
-    def scores(self) -> list[float]:
-        """The same without the prompts."""
-        return list(self.by_prompt.values())
-
-    @property
     def right(self) -> float:
         """Share of the graded answers that count as right; nan where there are none."""
-        return sum(is_right(x) for x in self.scores) / len(self.scores) if self.scores else math.nan
+        scores = self.by_prompt.values()
+        return sum(map(is_right, scores)) / len(scores) if scores else math.nan
 
 
 @dataclass
 class Trial:
-    """Scores of answers of every kind."""
+    """Rewards of answers of every kind."""
 
-    rows: list[tuple[str, Row]]
-    """`gold` or `garbage`, and a kind of it, in a fixed order."""
+    gold: list[Row]
+    garbage: list[Row]
     sources: dict[int, str]
     """`data_source` of each prompt by its index."""
 
-    def of(self, sort: str) -> list[Row]:
-        """Return the kinds of a sort."""
-        return [row for each, row in self.rows if each == sort]
+    @property
+    def rows(self) -> list[tuple[str, Row]]:
+        """All kinds, with `gold` or `garbage`."""
+        return [("gold", row) for row in self.gold] + [("garbage", row) for row in self.garbage]
 
     def best(self) -> dict[int, float]:
-        """Return what a row's right answers got in their best form, by prompt."""
-        out: dict[int, float] = {}
-        for row in self.of("gold"):
-            out |= {i: max(score, out.get(i, score)) for i, score in row.by_prompt.items()}
-        return out
+        """Return the score of each prompt's right answer in its best form."""
+        return _most(self.gold)
 
     def undeserved(self) -> dict[int, float]:
-        """Return the most that an answer got which deserves nothing, by prompt."""
-        out: dict[int, float] = {}
-        for row in self.of("garbage"):
-            if not row.kind.startswith(OTHER):
-                out |= {i: max(score, out.get(i, score)) for i, score in row.by_prompt.items()}
-        return out
+        """Return the highest score of each prompt's answers that deserve nothing."""
+        return _most([row for row in self.garbage if not row.kind.startswith(OTHER)])
 
     def best_shares(self) -> dict[str, tuple[int, float]]:
-        """Return for each source how many rows have a right answer that was graded, and the share where it is best."""
+        """Return for each source its rows with a right answer that was graded, and the share where it is best."""
         best, most = self.best(), self.undeserved()
         out = {}
         for source in dict.fromkeys(self.sources.values()):
@@ -107,9 +97,49 @@ class Trial:
         return out
 
 
-def gold(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
+def _most(rows: list[Row]) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for row in rows:
+        out |= {i: max(score, out.get(i, score)) for i, score in row.by_prompt.items()}
+    return out
+
+
+def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) -> Trial:
+    """Grade answers of all kinds on the rows. It ends early where nothing can be graded.
+
+    programs: the reward grades programs, or may. A grader that compares the answers of a group gets groups of two: a
+    right answer and RIVAL, or an answer that deserves nothing and a right one.
+    """
+    answers: dict[tuple[str, str], list[tuple[Prompt, str]]] = {}
+    for prompt in prompts:
+        for form, text in _right(prompt, programs):
+            answers.setdefault(("gold", form), []).append((prompt, text))
+    for prompt, other in _others(prompts, seed):
+        for kind, text in GARBAGE.items():
+            answers.setdefault(("garbage", kind), []).append((prompt, text))
+        if other.ground_truth != prompt.ground_truth:
+            for form, text in _right(other, programs):
+                answers.setdefault(("garbage", f"{OTHER}, {form}"), []).append((prompt, text))
+    out = Trial([], [], {prompt.index: prompt.data_source for prompt in prompts})
+    count = 0
+    for (sort, kind), these in answers.items():
+        rivals = [[RIVAL] if sort == "gold" else [text for _, text in _right(p, programs)][:1] for p, _ in these]
+        getattr(out, sort).append(_grade(kind, these, rivals, grader))
+        count += len(these)
+        if count >= len(prompts) and not any(row.by_prompt for _, row in out.rows):
+            # A judge that does not answer takes its time over each.
+            break
+    return out
+
+
+def _right(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
     """Yield right answers of a row: the form and the text. programs: the reward may grade programs."""
-    holds_tests = _holds_tests(prompt)
+    truth = prompt.ground_truth
+    try:
+        read_tests(truth, prompt.extra)
+        holds_tests = True
+    except UngradedError:
+        holds_tests = False
     for column in SOLUTIONS if programs or holds_tests else ():
         found = _first(prompt.extra.get(column))
         if found.strip():
@@ -117,9 +147,8 @@ def gold(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
             if "```" not in found:
                 yield f"column {column}, in a code block", FORMS["in a code block"].format(found)
     if holds_tests:
-        # These are no answer.
+        # Tests are no answer.
         return
-    truth = prompt.ground_truth
     truth = truth.get("target") if isinstance(truth, dict) and "target" in truth else truth
     truth = truth[0] if isinstance(truth, list) and truth else truth
     last = str(truth).rsplit("####", 1)[-1].strip()
@@ -136,70 +165,28 @@ def _first(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _holds_tests(prompt: Prompt) -> bool:
-    try:
-        read_tests(prompt.ground_truth, prompt.extra)
-    except UngradedError:
-        return False
-    return True
-
-
-def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) -> Trial:
-    """Grade answers of all kinds on the rows. It ends early where nothing can be graded.
-
-    programs: the reward grades programs, or may. A grader that compares the answers of a group gets groups of two: a
-    right answer and RIVAL, or an answer that deserves nothing and a right one.
-    """
-    answers: dict[tuple[str, str], list[tuple[Prompt, str]]] = {}
-    for prompt in prompts:
-        for form, text in gold(prompt, programs):
-            answers.setdefault(("gold", form), []).append((prompt, text))
-    for prompt, other in _others(prompts, seed):
-        for kind, text in GARBAGE.items():
-            answers.setdefault(("garbage", kind), []).append((prompt, text))
-        if other.ground_truth != prompt.ground_truth:
-            for form, text in gold(other, programs):
-                answers.setdefault(("garbage", f"{OTHER}, {form}"), []).append((prompt, text))
-
-    def rival(prompt: Prompt, sort: str) -> list[str]:
-        return [GARBAGE[RIVAL]] if sort == "gold" else [text for _, text in gold(prompt, programs)][:1]
-
-    out = Trial([], {prompt.index: prompt.data_source for prompt in prompts})
-    asked = 0
-    for (sort, kind), those in answers.items():
-        out.rows.append((sort, _grade(kind, [(prompt, text, rival(prompt, sort)) for prompt, text in those], grader)))
-        asked += len(those)
-        if asked >= len(prompts) and not any(row.scores for _, row in out.rows):
-            # A judge that does not answer takes its time over each.
-            break
-    return out
-
-
 def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
     """Return each prompt and another one of its source, or itself where that has no other."""
     by: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by.setdefault(prompt.data_source, []).append(prompt)
-    for those in by.values():
-        random.Random(seed).shuffle(those)
-    after = {a.index: b for those in by.values() for a, b in zip(those, those[1:] + those[:1], strict=True)}
+    for these in by.values():
+        random.Random(seed).shuffle(these)
+    after = {a.index: b for these in by.values() for a, b in zip(these, these[1:] + these[:1], strict=True)}
     return [(prompt, after[prompt.index]) for prompt in prompts]
 
 
-def _grade(kind: str, asked: list[tuple[Prompt, str, list[str]]], grader: Grader) -> Row:
-    """Grade answers. asked: prompt, answer, and what it is compared with if the grader compares, if there is any."""
-    for prompt, text, rival in asked:
-        texts = [text, *rival] if grader.wants_groups else [text]
+def _grade(kind: str, answers: list[tuple[Prompt, str]], rivals: list[list[str]], grader: Grader) -> Row:
+    """Grade answers, each with its rival if the grader compares; without one it is left out."""
+    for (prompt, text), rival in zip(answers, rivals, strict=True):
         if grader.wants_groups and not rival:
             continue
+        texts = [text, *rival] if grader.wants_groups else [text]
         for sample, each in enumerate(texts):
-            truth, extra = prompt.ground_truth, prompt.extra
-            item = RewardInput(
-                prompt.data_source, each, truth, extra, prompt.content, group=len(texts), tools=prompt.tools
-            )
-            grader.submit((prompt.index, sample), item)
+            row = prompt.data_source, each, prompt.ground_truth, prompt.extra, prompt.content
+            grader.submit((prompt.index, sample), RewardInput(*row, group=len(texts), tools=prompt.tools))
     try:
-        found = {key: reward for key, reward in grader.drain() if isinstance(key, tuple) and key[1] == 0}
+        found = dict(grader.drain())
     except RewardError as error:
         raise RewardError(f"{error} (the answer was {kind})") from error
-    return Row(kind, {prompt.index: found[prompt.index, 0] for prompt, *_ in asked if (prompt.index, 0) in found})
+    return Row(kind, {p.index: found[p.index, 0] for p, _ in answers if (p.index, 0) in found})

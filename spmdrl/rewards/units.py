@@ -1,8 +1,7 @@
 r"""Units behind the number of an answer, as `540 \text{ cm}`, `5\,\mathrm{m}/\mathrm{s}^2` or `12 square feet`.
 
-An answer without a unit is compared by its number alone. Two answers whose units are both known here, as `5\text{ cm}`
-and `5\text{ km}`, or both unknown, as `5\text{ red}` and `5\text{ blue}`, are two answers where these differ. Nothing
-is converted.
+An answer without a unit is compared by its number alone. Two answers differ by their units if both units are known
+here, as `5\text{ cm}` and `5\text{ km}`, or both unknown, as `5\text{ red}` and `5\text{ blue}`. Nothing is converted.
 """
 
 import re
@@ -20,13 +19,8 @@ _NAMES = (
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
 """Name of a unit in lower case, in the singular -> the name by which it is compared."""
 _SPEEDS = re.compile(r"\b(?:(mph)|kph|kmph|kmh)\b")
-_SIGN_OF = {
-    "degree1": ("celsius1", "fahrenheit1"),
-    "prime1": ("ft1", "min1"),
-    "doubleprime1": ("in1", "s1"),
-    "sterling1": ("lb1",),
-}
-"""A unit that is but a sign -> the units that it may stand for."""
+_SIGN_OF = {"degree1": "celsius1 fahrenheit1", "prime1": "ft1 min1", "doubleprime1": "in1 s1", "sterling1": "lb1"}
+"""A unit that is written as a sign -> the units that the sign may stand for."""
 _CHANGING = re.compile(
     r"^[^A-Za-z]*(?:squared|cubed|factorial|root)(?![A-Za-z])"
     r"|(?<![A-Za-z\\])(?:hundred|thousand|million|billion|trillion|dozen|below|above"
@@ -63,14 +57,14 @@ _NO_UNITS = {"infinity", "percent", "percentage", "sqrt"}
 
 
 def changes_value(words: str) -> bool:
-    """Tells whether words behind a number change its value, as those of `5 million` and `3 squared` do."""
+    """Tell whether words behind a number change its value, as in `5 million` and `3 squared`."""
     return _CHANGING.search(re.sub(r"\\(?:text|mathrm)", " ", words)) is not None
 
 
 def money(text: str) -> str | None:
-    """Normal form of the currencies whose signs stand in an answer; None: there are none.
+    """Return the normal form of the currencies whose signs stand in an answer; None: there are none.
 
-    Dollars without a backslash count only where one is left over: two of them are LaTeX's marks around a formula.
+    Dollars without a backslash count only if their number is odd: pairs are LaTeX's marks around formulas.
     """
     marks = len(re.findall(r"(?<!\\)\$", text)) % 2 == 0
     signs = {
@@ -82,21 +76,21 @@ def money(text: str) -> str | None:
 
 
 def differ(a: str | None, b: str | None) -> bool:
-    """Tells whether two units from `split_unit` are not the same: both known ones, or both unknown ones."""
-    if a is None or b is None or a == b or a in _SIGN_OF.get(b, ()) or b in _SIGN_OF.get(a, ()):
+    """Tell whether two units from `split_unit`, both known or both unknown, are not the same."""
+    if a is None or b is None or a == b or a in _SIGN_OF.get(b, "").split() or b in _SIGN_OF.get(a, "").split():
         return False
     return known(a) == known(b)
 
 
 def known(unit: str | None) -> bool:
-    """Tells whether a unit from `split_unit` is one of those that have a name here."""
+    """Tell whether a unit from `split_unit` is one of `_UNITS`."""
     return unit is not None and not unit.startswith("?")
 
 
 def unit_of(words: str, listed: bool = True) -> str | None:
-    """Normal form of a unit such as `square meters`, `m^2` or `miles per hour`.
+    """Return the normal form of a unit such as `square meters`, `m^2` or `miles per hour`.
 
-    None where a word is no known unit, unless words that are not known may be units too.
+    None where a word is no known unit; listed False takes such words for units, too.
     """
     words = _SPEEDS.sub(lambda m: "mi/h" if m[1] else "km/h", words.lower().replace("~", " "))
     parts: dict[str, int] = {}
@@ -126,13 +120,13 @@ def unit_of(words: str, listed: bool = True) -> str | None:
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""An answer without the unit at its end, and the unit's normal form, `?` before an unknown one; None: it has none.
+    r"""Return an answer without the unit at its end, and the unit's normal form: `?...` if unknown, None without one.
 
     Words in `\text{...}` at the end are a unit, and so are plain words of four letters and more behind a number and a
     space, unless they change its value (`5\text{ million}`). Shorter plain words are letters of algebra, as in `2ab`,
     unless they are a known unit; and so are single letters, but for m, g, s, h and L behind a space. The words of a
-    list, as in `5\text{ red}, 4\text{ blue}`, are a unit only where its entries have the same, or the last one alone
-    has any.
+    list, as in `5\text{ red}, 4\text{ blue}`, are a unit only where all entries have the same words, or the last entry
+    alone has any.
     """
     entries = _LISTED.split(text)
     found = [_split(entry) for entry in entries]
@@ -145,7 +139,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """The same with the unit's words, for an entry of a list."""
+    """Return the rest and the words of the unit of an entry of a list."""
     if m := _DEGREES.search(text):
         degree = (m[1] or m[2] or "").lower()
         return text[: m.start()], f"degree {_SIGNS.get(degree, degree)}"

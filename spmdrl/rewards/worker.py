@@ -5,40 +5,28 @@ In:  {"function": f, "settings": {...}, "finite": b}
                                            of a built-in reward or arguments of a user's, whether scores must be finite
      {"id": n, "item": [data_source, solution, ground_truth, extra, prompt, prefill]}
 Out: {"note": text} and {"ready": true}, or {"failed": text}     after loading; the note is for the log
-     {"loading": b}                        before and after what a grading needs is loaded, which is not its time
+     {"loading": b}                        before and after a load of what a grading needs, which is not its time
      {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), one clock for all processes; s is
                                            how long it may take where the reward has clocks of its own, else 0
      {"id": n, "seconds": s, "score": x, "parts": {...}, "applies": b}
      {"id": n, "seconds": s, "error": text, "trace": text}
-     {"id": n, "seconds": s, "ungraded": text}     the response cannot be graded, which is not its fault
+     {"id": n, "seconds": s, "ungraded": text}     the response cannot be graded (UngradedError)
 
 It imports nothing heavy of its own, so that a killed process is back at once.
 """
 
-import importlib
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
-from spmdrl.config.builtin import REWARDS
-from spmdrl.config.user_code import error_text, function_of
+from spmdrl.config.user_code import error_text
 from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
-from spmdrl.rewards.forms import adapted
+from spmdrl.rewards.forms import load_function
 from spmdrl.workers.in_child import die_with, take_pipes, write_all
-
-
-def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput], object]:
-    """The function that `{"function": spec}` names. Raises ValueError in words for the user of `--reward.function`."""
-    if spec.startswith("builtin:"):
-        name = spec.removeprefix("builtin:")
-        return importlib.import_module(f"spmdrl.rewards.{REWARDS[name].module}").load(name, settings)
-    path, _, name = spec.rpartition(":")
-    return adapted(function_of(Path(path), name, ahead=True), f"{name} in {path}", settings)
 
 
 def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) -> dict:
@@ -48,18 +36,12 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
     except UngradedError as e:
         return {"ungraded": str(e)[:2000]}
     except BaseException as e:  # exit() in user code is an error of that code
-        trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": error_text(e), "trace": trace[-4000:]}
+        return _error(e)
 
 
-def _loaded(route: Any, item: RewardInput) -> dict:
-    """Load what a row needs; returns the answer to it if that fails, else nothing."""
-    try:
-        route.load(item)
-    except Exception as e:
-        trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": error_text(e), "trace": trace[-4000:]}
-    return {}
+def _error(e: BaseException) -> dict:
+    trace = "".join(traceback.format_exception(e, limit=-4))
+    return {"error": error_text(e), "trace": trace[-4000:]}
 
 
 def main() -> None:
@@ -85,7 +67,11 @@ def main() -> None:
         message = json.loads(line)
         if route is not None and route.needs(item := RewardInput(*message["item"])):
             send({"loading": True})
-            failed = _loaded(route, item)
+            failed = {}
+            try:
+                route.load(item)
+            except Exception as e:
+                failed = _error(e)
             send({"loading": False})
             if failed:
                 send({"id": message["id"], "start": time.monotonic(), "may_take": 0.0})

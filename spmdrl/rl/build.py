@@ -23,8 +23,7 @@ from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.models import Models, build_models, check_models
 from spmdrl.policy.objectives.algorithm import Algorithm
-from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
-from spmdrl.rewards.truths import check_truths
+from spmdrl.rewards.load import check_cost, check_truths, load_reward, scores_timeouts
 from spmdrl.rl.compose import compose
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment, OnFirstRank

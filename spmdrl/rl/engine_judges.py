@@ -15,7 +15,6 @@ from spmdrl.hub.tokenizer import BROKEN, control_words, has_tokenizer, load_toke
 from spmdrl.rewards.base import Grader
 from spmdrl.rewards.judge import Judge
 from spmdrl.rewards.judge_engine import Ask, EngineAsker, JudgeReply
-from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.load import on_engine
 from spmdrl.rl.engine_models import EngineModels
 from spmdrl.rl.rollout_plan import RolloutPlan
@@ -163,5 +162,5 @@ class EngineJudges:
 
 def askers(grader: Grader) -> list[EngineAsker]:
     """Return the parts of a grader that put questions to the engine."""
-    found = [one.asker for one in on_engine(grader) if isinstance(one, Judge | Pairs)]
+    found = [one.asker for one in on_engine(grader) if isinstance(one, Judge)]
     return [asker for asker in found if isinstance(asker, EngineAsker)]

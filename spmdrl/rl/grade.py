@@ -9,7 +9,7 @@ import torch
 from spmdrl.data.episode import Episode
 from spmdrl.rewards.base import Grader, Reward, RewardInput, describe, warn_left_out
 from spmdrl.rewards.load import on_engine
-from spmdrl.rewards.prefilled import divided
+from spmdrl.rewards.text import divided
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
 from spmdrl.tracking.metrics import Timer
 

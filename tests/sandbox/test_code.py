@@ -20,7 +20,7 @@ from spmdrl.config.schema import Config, RewardConfig, SandboxConfig
 from spmdrl.plan.dry import sandbox_lines
 from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import RewardError, RewardInput, UngradedError
-from spmdrl.rewards.code import RESULTS, CodeGrader, Settings
+from spmdrl.rewards.code import RESULTS, CodeGrader
 from spmdrl.rewards.load import check_ungraded, load_reward
 from spmdrl_sandbox.base import Limits, Program
 from spmdrl_sandbox.open import PROVIDERS
@@ -80,7 +80,7 @@ print('looked', looked > 500, found)
 @pytest.fixture(scope="module")
 def grader():
     open_or_skip().close()
-    made = CodeGrader(Settings(seconds=1.5, total_seconds=6.0, memory_mib=128), True)
+    made = CodeGrader(SandboxConfig(seconds=1.5, total_seconds=6.0, memory_mib=128), True)
     yield made
     made.close()
 
@@ -88,7 +88,7 @@ def grader():
 @pytest.fixture(scope="module")
 def impatient():
     open_or_skip().close()
-    made = CodeGrader(Settings(seconds=0.5, total_seconds=3.0, memory_mib=128), True)
+    made = CodeGrader(SandboxConfig(seconds=0.5, total_seconds=3.0, memory_mib=128), True)
     yield made
     made.close()
 

@@ -14,8 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from spmdrl.config.schema import SandboxConfig
 from spmdrl.rewards.base import RewardInput, UngradedError
-from spmdrl.rewards.code import CodeGrader, Settings
+from spmdrl.rewards.code import CodeGrader
 from spmdrl_sandbox.base import Limits, Program, SandboxError
 from spmdrl_sandbox.fusion import Fusion
 from spmdrl_sandbox.session import Session
@@ -225,7 +226,7 @@ def test_what_the_service_does_not_do_is_said(service):
 
 
 def test_the_reward_for_programs_asks_it_for_tests_of_standard_input_alone(service):
-    grader = CodeGrader(Settings(provider=f"http://127.0.0.1:{service.server_port}/run_code"), True)
+    grader = CodeGrader(SandboxConfig(provider=f"http://127.0.0.1:{service.server_port}/run_code"), True)
     pairs = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
     assert grader(RewardInput("", "x = int(input())\nprint(2 * x if x < 2 else 0)", pairs)).score == 0.5
     for tests in (pairs | {"fn_name": "f"}, {"test_list": ["assert f(1)"]}):

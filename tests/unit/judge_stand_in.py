@@ -15,7 +15,6 @@ from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.rewards import judge_server
 from spmdrl.rewards.base import Grader, Reward, RewardInput
 from spmdrl.rewards.judge import Judge
-from spmdrl.rewards.judge_pairs import Pairs
 from spmdrl.rewards.load import load_reward
 
 KEY = "sk-test-key-that-nobody-may-see-4711"
@@ -148,7 +147,7 @@ def start(monkeypatch, tmp_path):
         open_now.append(server)
         given = {"url": server.url, "model": "the-judge", "key_env": VARIABLE, "timeout": 20.0} | settings
         grader = load_reward(RewardConfig(function=written(tmp_path, **given)), SandboxConfig())
-        assert isinstance(grader, Pairs if settings.get("compare") else Judge)
+        assert isinstance(grader, Judge)
         open_now.append(grader)
         return grader, server
 

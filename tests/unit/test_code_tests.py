@@ -7,8 +7,7 @@ import time
 import pytest
 
 from spmdrl.rewards.base import UngradedError
-from spmdrl.rewards.code_tests import Case, read_tests
-from spmdrl.rewards.compare import same_answer, same_text
+from spmdrl.rewards.code_tests import Case, read_tests, same_answer, same_text
 from spmdrl.rewards.programs import completed, program_of
 
 STDIN = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
@@ -35,11 +34,11 @@ def test_forms_are_read(form):
     typed = read_tests(form([{"input": "1", "output": "2", "testtype": "stdin"}]), {})
     assert (typed.name, typed.cases) == ("", (Case("1", "2"),))
     human = read_tests(form({"test": "def check(f): assert f()", "entry_point": "f", "prompt": "def f():\n"}), {})
-    assert human.suite and (human.suite.entry, len(human), human.start) == ("f", 1, "def f():\n")
+    assert human.suite and (human.suite.entry, len(human.suite.tests), human.start) == ("f", 1, "def f():\n")
     mbpp = read_tests(form({"test_list": ["assert f(1)", "assert f(2)"], "test_setup_code": "import re"}), {})
-    assert mbpp.suite and (len(mbpp), mbpp.suite.prelude) == (2, "import re")
-    assert len(read_tests(form({"assert_case": ["assert f(1)"]}), {})) == 1
-    assert len(read_tests(form(["assert f(1)", "assert f(2)"]), {})) == 2
+    assert mbpp.suite and (len(mbpp.suite.tests), mbpp.suite.prelude) == (2, "import re")
+    assert len(read_tests(form({"assert_case": ["assert f(1)"]}), {}).suite.tests) == 1
+    assert len(read_tests(form(["assert f(1)", "assert f(2)"]), {}).suite.tests) == 2
 
 
 def test_what_a_truth_lacks_may_stand_in_other_columns():

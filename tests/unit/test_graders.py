@@ -9,7 +9,7 @@ import pytest
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.boxed import last_box
 from spmdrl.rewards.choice import chosen
-from spmdrl.rewards.quick import QUICK
+from spmdrl.rewards.load import QUICK
 
 
 def score(function: str, solution: str, truth: object, **extra: object) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
-from spmdrl.config.judge import read_judge
+from spmdrl.config.judge import JudgeConfig, read_judge
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import RewardConfig, SandboxConfig
@@ -19,7 +19,7 @@ from spmdrl.config.use import check_use
 from spmdrl.health.status import rank_status
 from spmdrl.rewards import judge_server
 from spmdrl.rewards.base import Reward, RewardError
-from spmdrl.rewards.judge import reward_of
+from spmdrl.rewards.judge import _reward_of
 from spmdrl.rewards.judge_client import Client, TryAgainError, seconds_of
 from spmdrl.rewards.judge_verdict import (
     FORMATS,
@@ -135,7 +135,7 @@ def test_votes_are_averaged_and_their_spread_is_a_part(start):
     (reward,) = grade(grader, item())
     assert reward.score == pytest.approx(0.5) and len(server.requests) == 3
     assert reward.parts == pytest.approx({"grade": 5.0, "agreement": 1 - 6 / 10})
-    assert reward_of([3.0, 3.0], 5) == Reward(0.6, {"grade": 3.0, "agreement": 1.0})
+    assert _reward_of(([3.0, 3.0],), 5) == Reward(0.6, {"grade": 3.0, "agreement": 1.0})
 
 
 def test_a_vote_without_a_verdict_leaves_its_sample_out(start):
@@ -229,10 +229,10 @@ def test_what_a_reader_does_not_see_is_left_out(text, seen):
 
 
 def test_long_responses_are_cut_and_the_judge_is_told():
-    asked = question(item("x" * 50 + "y" * 50), "m", 0.0, "", 10, 50)
+    asked = question(item("x" * 50 + "y" * 50), JudgeConfig(model="m", max_chars=50))
     text = dict(asked.material)["RESPONSE"]
     assert text.startswith("x" * 50 + "\n[") and "y" * 2 not in text and "cut off" in text
-    whole = question(item("x" * 50), "m", 0.0, "", 10, 50)
+    whole = question(item("x" * 50), JudgeConfig(model="m", max_chars=50))
     assert dict(whole.material)["RESPONSE"] == "x" * 50
 
 

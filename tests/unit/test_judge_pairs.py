@@ -20,7 +20,8 @@ from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import Reward, RewardError
-from spmdrl.rewards.judge_pairs import RUBRIC, pairs_of
+from spmdrl.rewards.judge import pairs_of
+from spmdrl.rewards.judge_verdict import PAIR_RUBRIC as RUBRIC
 from spmdrl.rewards.judge_verdict import clean
 from spmdrl.rewards.load import load_reward
 from tests.unit.judge_stand_in import Answer, StandIn, in_turn, item, start, verdict, written

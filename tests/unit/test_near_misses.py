@@ -12,8 +12,8 @@ import torch
 from spmdrl.config.builtin import REWARDS
 from spmdrl.data.scores import is_right
 from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.load import QUICK
 from spmdrl.rewards.math import load
-from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.trial import Row
 from spmdrl.rewards.units import split_unit, unit_of
 

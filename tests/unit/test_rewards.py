@@ -16,11 +16,10 @@ from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.rewards import route
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward, left_out
 from spmdrl.rewards.forms import adapted
-from spmdrl.rewards.load import check_cost, check_ungraded, load_reward
+from spmdrl.rewards.load import QUICK, check_cost, check_ungraded, load_reward
 from spmdrl.rewards.math import last_boxed, math_reward
 from spmdrl.rewards.pool import PREFETCH, Pool
-from spmdrl.rewards.prefilled import divided
-from spmdrl.rewards.quick import QUICK
+from spmdrl.rewards.text import divided
 from spmdrl.workers import processes
 
 REPO = Path(__file__).resolve().parents[2]
@@ -391,7 +390,7 @@ def test_auto_loads_only_what_rows_need():
     code = (
         "import sys\n"
         "from spmdrl.rewards.base import RewardInput as I\n"
-        "from spmdrl.rewards.worker import load_function\n"
+        "from spmdrl.rewards.forms import load_function\n"
         "auto = load_function('builtin:auto', {})\n"
         "assert auto(I('openai/gsm8k', '#### 7', '7')).score == 1\n"
         "assert not {'torch', 'sympy', 'math_verify', 'yaml', 'spmdrl.config.schema'} & set(sys.modules)\n"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.load import QUICK
 from spmdrl.rewards.math import load
-from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.route import PREFIXES, ROUTE
 
 REPO = Path(__file__).resolve().parents[2]

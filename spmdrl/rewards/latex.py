@@ -1,0 +1,158 @@
+r"""LaTeX of an answer, written in the one way that the grammar of math-verify reads right.
+
+`spelled` unites spellings: `\mathrm{e}` and e, `\left(` and (. `named` writes each name that the grammar would read
+otherwise as one symbol: the grammar drops primes and transposes (`y'` is y, and `2^T` is 2), multiplies the letters of
+`\angle ABC` and `HHT`, reads `I` as the imaginary unit, `E` as e, `\Gamma` as Euler's constant and `\mathcal{A}` as
+`\mathbb{A}`, and takes a cross product of vectors for one of numbers.
+"""
+
+import re
+
+from spmdrl.rewards.text import CURRENCY, SIGNS
+
+_LOOKS = re.compile(
+    r"\\(?P<name>math(?:rm|bf|it|sf|tt|normal|bfit)|text(?:rm|bf|it|sf|tt|normal|up)?|mbox|hbox|operatorname\*?"
+    r"|bold(?:symbol)?|bm|emph)\s*\{(?P<inside>[^{}]*)\}"
+)
+_FUNCTIONS = re.compile(r"(?:a|ar|arc)?(?:sin|cos|tan|csc|sec|cot)h?|log|ln|lg|exp|gcd|lcm|det|max|min")
+_UNIT_LETTERS = frozenset("mgshlLJNWVKC")
+_FUNCTION_OR_UNIT = ("min", "sec")
+_UNIT_NAME = r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*(?:\{-?\d\}|\d))?"
+_PLACED = (
+    (re.compile(r"\\([ij])math(?![A-Za-z])"), r"\1"),
+    (
+        re.compile(
+            r"\\(math(?:bf|rm|bb|cal|frak|scr)|boldsymbol|bm|vec|(?:wide)?(?:hat|tilde)|bar|d?dot)(?:\s+([A-Za-z])|\s*(\\[A-Za-z]+))"
+        ),
+        r"\\\1{\2\3}",
+    ),
+    (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?|\\displaystyle|\\!"), ""),
+    (re.compile(r",?\s*\\(?:text|mbox|mathrm)\s*\{[\s~]*(?:and|or)[\s~]*\}"), ", "),
+    (re.compile(r"\\f?boxed\s*(?=[^\s{])"), ""),
+    (re.compile(r"(?<![A-Za-z\\])[Ii]nfinity(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"\\langle(?![A-Za-z])"), "("),
+    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
+    (re.compile(r"\\q?quad(?![A-Za-z])|~|(?<!\\)\\ "), " "),
+    (
+        re.compile(rf"(?<=[\d}})!])(\s*)\\[dt]?frac\s*\{{\s*({_UNIT_NAME})\s*\}}\s*\{{\s*({_UNIT_NAME})\s*\}}"),
+        r"\1\2/\3",
+    ),
+    (re.compile(r"(?<=\d)\s*\^?\s*(\{?)\s*\\(?:text|mathrm|mbox)\s*\{(?:st|nd|rd|th)\}\s*(?(1)\})"), " "),
+    (re.compile(r"\\(text|mathrm|mbox)\s*\{\s*per\s?cent(?![A-Za-z])"), r"\\%\\\1{"),
+    (re.compile(r"(?<=[\d})])\s+per\s?cent(?![A-Za-z])"), r"\\%"),
+    (re.compile(r"\\([dtc]?)frac\s*(\d)\s+(\d)(?!\d)"), r"\\frac{\2}{\3}"),
+    (re.compile(r"(?<![\d^_}])(-?)(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?!\d)"), r"\1\2\\frac{\3}{\4}"),
+    (re.compile(r"(?<![\d\w.])\.(?=\d)"), "0."),
+)
+_COMMANDS = (r"\times ", r"\div ", r"\cdot ", r"\pi ", r"\infty ", r"\le ", r"\ge ", "'", "'", "''", "''")
+_AS_LATEX = str.maketrans(
+    dict(zip('\u00d7\u00f7\u00b7\u03c0\u221e\u2264\u2265\u2032\u2019\u2033"', _COMMANDS, strict=True))
+)
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.])(?:(\d{1,30}\.\d{1,30})[eE]([+-]?\d{1,3})|(\d{1,30})[eE](\d{1,3}|[+-]\d{2,3}))(?![\w.])"
+)
+"""A number such as `1.6e-19`, but not `2e-3`, a difference with the name e."""
+_COUNTED = re.compile(r"(\\(?:text|mathrm|mbox)\s*)\{\s*(-?\d[\d.,]*)(?=[\s~]*[A-Za-z]{2})([^{}\d]*)\}(?![_^])")
+"""A number within the words behind it, as in `\\text{5 apples}`."""
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,;:]|\{,\}|\s)\d{3}){1,30})(?!\d)")
+_REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{(\d{1,20})\}")
+_INDEX = r"_(?:\{[^{}]*\}|[A-Za-z0-9])"
+_ACCENT = r"\\(?:bar|overline|vec|overrightarrow|(?:wide)?(?:hat|tilde)|d?dot|math(?:bb|cal|frak|scr))\s*\{[^{}]*\}"
+_GREEK = (
+    r"\\(?:alpha|beta|[gG]amma|[dD]elta|(?:var)?epsilon|zeta|eta|(?:var)?[tT]heta|iota|kappa|[lL]ambda|mu|nu|[xX]i"
+    r"|(?:var)?[pP]i|(?:var)?rho|(?:var)?[sS]igma|tau|[uU]psilon|(?:var)?[pP]hi|chi|[pP]si|[oO]mega|ell)(?![A-Za-z])"
+)
+_PRIMES = r"'|\^\s*\{(?:\s*(?:\\prime|')){1,9}\s*\}|\^\s*\\prime(?![A-Za-z])"
+_TRANSPOSE = r"\^\s*(?:\{\s*(?:T|\\top|\\intercal)\s*\}|T|\\(?:top|intercal)(?![A-Za-z]))"
+_NAME = re.compile(
+    r"(?P<figure>\\(?:angle|triangle|measuredangle|sphericalangle|square|odot)\s*\{?\s*(?:[A-Z]'{0,9}){1,20}(?:\s*\})?)"
+    r"|(?P<points>(?<![A-Za-z])(?:[A-Z]'{0,9}){3,200}(?![A-Za-z]))"
+    rf"|(?P<letter>{_ACCENT}|{_GREEK}|[A-Za-df-z])(?:\s*(?P<index>{_INDEX}))?"
+    rf"(?P<marks>(?:\s*(?:{_PRIMES}|{_TRANSPOSE})){{1,9}})?(?(marks)(?:\s*(?P<later>{_INDEX}))?)"
+    rf"|(?P<power>{_TRANSPOSE})"
+    r"|\\(?:begin|end|text)\s*\{[^{}]*\}|\\[A-Za-z]+"
+)
+_ODD = re.compile(r"[IE]|\\Gamma|\\math(?:cal|scr).*")
+_VECTOR = rf"(?:\\(?:math(?:bf|bfit)|bold(?:symbol)?|bm|vec|overrightarrow|hat)\s*\{{[^{{}}]*\}}(?:{_INDEX})?|\\nabla)"
+_OPERAND = rf"(?:{_VECTOR}|(?:{_GREEK}|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))(?:{_INDEX})?)"
+_CROSS = re.compile(rf"{_OPERAND}(?:\s*\\times\s*{_OPERAND}){{1,9}}")
+_VECTORS = re.compile(_VECTOR)
+_CROSSED = re.compile(rf"(?<![\d.\s])\s*\\times\s*{_VECTOR}|{_VECTOR}\s*\\times\s*(?![\d.\s])")
+
+
+def _plain_names(text: str) -> str:
+    r"""Write `\mathrm{e}` as e, `\operatorname{arctan}` as `\arctan`, and words as `\text{...}`."""
+
+    def named(m: re.Match) -> str:
+        inside = m["inside"].replace("~", " ")
+        name = inside.strip()
+        if not re.search(r"[A-Za-z]", name):
+            return f" {name} "
+        ahead = re.sub(r"(?:\s|\\[,;: ])+$", "", text[max(0, m.start() - 20) : m.start()])
+        measured = name in _FUNCTION_OR_UNIT and m["name"][:8] != "operator" and re.search(r"[\d})/]$", ahead)
+        if _FUNCTIONS.fullmatch(name) and not measured:
+            return rf"\{name} "
+        unit = name in _UNIT_LETTERS and m["name"] in ("text", "mathrm") and re.search(r"[\d}/]$", ahead)
+        if len(name) == 1 and not unit and inside == name:
+            return name
+        words = name.rstrip(" ,;")  # `red, `
+        return rf"\text{{ {words}}}{name[len(words) :].strip()} "
+
+    return _LOOKS.sub(named, text)
+
+
+def _repeated(m: re.Match) -> str:
+    whole, fixed, repeated = m[1] or "0", m[2], m[3]
+    below = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    above = int(whole + fixed + repeated) - int(whole + fixed)
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def spelled(text: str) -> str:
+    """Return an answer in one spelling, without LaTeX that only formats."""
+    text = CURRENCY.sub("", text.translate(SIGNS).translate(_AS_LATEX))
+    for pattern, instead in _PLACED:
+        text = pattern.sub(instead, text)
+    text = _SCIENTIFIC.sub(lambda m: rf"{m[1] or m[3]}\times10^{{{int(m[2] or m[4])}}}", _crossed(text))
+    text = _COUNTED.sub(r"\2 \1{\3}", text)
+    text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
+    text = _REPEATING.sub(_repeated, text)
+    for _ in range(3):  # commands may be nested
+        text = _plain_names(text)
+    return text.strip().rstrip(".").strip()
+
+
+def _symbol(name: str) -> str:
+    return rf" \mathfrak{{{re.sub(r'[^A-Za-z0-9.]', '', name)}}} "
+
+
+def _crossed(text: str) -> str:
+    r"""Write cross products of letters as one symbol each, and others as a command that the grammar refuses.
+
+    It reads vectors by their looks, so it comes before `_plain_names`.
+    """
+    if r"\times" not in text:
+        return text
+    text = _CROSS.sub(lambda m: _symbol(m[0].replace(r"\times", ".x.")) if _VECTORS.search(m[0]) else m[0], text)
+    return _CROSSED.sub(r"\\cross ", text)
+
+
+def named(text: str) -> str:
+    """Return a text whose names and marked letters are symbols. Primes behind anything else stay."""
+
+    def written(m: re.Match) -> str:
+        if m["figure"] or m["points"]:
+            return _symbol(m[0].replace("'", ".p"))
+        if m["power"]:
+            matrix = re.search(r"\\end\s*\{[^{}]*\}[\s)\]]*$", text[: m.start()])
+            return m[0] if matrix else "^{(T)}"
+        letter, index, marks = m["letter"] or "", m["index"] or "", m["marks"] or ""
+        if marks:
+            primes = marks.count("'") + marks.count("prime")
+            transposed = len(re.findall(_TRANSPOSE, marks))
+            return _symbol(f"{letter}{index}{m['later'] or ''}{'.p' * primes}{'.t' * transposed}")
+        if letter == r"\Gamma" and re.match(r"\s*\(", text[m.end() :]):
+            return m[0]  # the function
+        return _symbol(letter) + index if _ODD.fullmatch(letter) else m[0]
+
+    return _NAME.sub(written, text)
