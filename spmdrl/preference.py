@@ -2,7 +2,7 @@
 
 The loop is that of `sft.py`: pairs or labelled responses, the reference's view of them, one optimizer step, and the
 reference moves where that is due. Left out of this page: the losses (`algos/preference.py`), how they are summed over
-ranks (`policy/objectives/pairs.py`, `policy/objectives/labelled.py`), how rows become tokens (`data/preferences.py`,
+ranks (`policy/objectives/pairs.py`), how rows become tokens (`data/preferences.py`,
 `supervised/pair_encoder.py`) and how the parts are built (`supervised/build.py`, `supervised/preference.py`).
 """
 

@@ -13,7 +13,7 @@ from spmdrl.data.preferences import CHOSEN, REJECTED, SIDES, Preference, Prefere
 from spmdrl.data.rendering import Dialogue, TemplateError
 from spmdrl.data.tokens import Masked
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.policy.objectives.labelled import MISMATCHED
+from spmdrl.policy.objectives.pairs import MISMATCHED
 from spmdrl.supervised.encoder import Encoded, Encoder
 from spmdrl.supervised.rows import pack
 

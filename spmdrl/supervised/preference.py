@@ -10,8 +10,7 @@ from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.contract import Objective
 from spmdrl.policy.models import Models, check_alike, shares_prompts
-from spmdrl.policy.objectives.labelled import LabelledObjective
-from spmdrl.policy.objectives.pairs import PairObjective
+from spmdrl.policy.objectives.pairs import LabelledObjective, PairObjective
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
 from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from spmdrl.hub.build import build_model, empty_model
 from spmdrl.hub.quantized import fp8_blocks
-from spmdrl.policy.fsdp.loading import fill_model
+from spmdrl.policy.fsdp.sharding import fill_model
 from spmdrl.weights.experts import full_box
 from spmdrl.weights.folder import Tensors, chunks
 from spmdrl.weights.sources import Sources

@@ -18,8 +18,7 @@ from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import KERNELS, Needs, pick
 from spmdrl.policy.fsdp.sharding import recompute
 from spmdrl.policy.heads import PackedLM
-from spmdrl.policy.mixers.layers import CARRIERS, OTHERS
-from spmdrl.policy.mixers.rows import rows_of
+from spmdrl.policy.mixers.layers import CARRIERS, OTHERS, rows_of
 from tests.unit.test_packed_forward import gradient, plainly, scalar
 from tests.unit.varlen_kernels import calls, stand_in
 

@@ -14,8 +14,7 @@ from spmdrl.config import preference as settings
 from spmdrl.config.preference import PreferenceMethod
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import MEASURE
-from spmdrl.policy.objectives.labelled import LabelledObjective
-from spmdrl.policy.objectives.pairs import PairObjective
+from spmdrl.policy.objectives.pairs import LabelledObjective, PairObjective
 from spmdrl.spmd.peers import Peers
 
 ALONE = Peers(None, torch.device("cpu"))

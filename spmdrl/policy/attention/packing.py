@@ -61,7 +61,7 @@ class Packing:
     experts: torch.Tensor | None = None
     """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`)."""
     rows: dict[bool, Any] = field(default_factory=dict)
-    """The layouts for layers that carry a state (`mixers/rows.py`), by whether rows hand their state over."""
+    """The layouts for layers that carry a state (`mixers/layers.py`), by whether rows hand their state over."""
 
     @cached_property
     def runs(self) -> Runs:

@@ -28,8 +28,7 @@ from spmdrl.policy.attention.ulysses import check_model
 from spmdrl.policy.contract import SCORES, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
 from spmdrl.policy.fsdp.checkpoint import load, saving
-from spmdrl.policy.fsdp.loading import fill_model
-from spmdrl.policy.fsdp.sharding import recompute, sharded, use_liger
+from spmdrl.policy.fsdp.sharding import fill_model, recompute, sharded, use_liger
 from spmdrl.policy.grad_guard import scaled
 from spmdrl.policy.heads import Form, stand_in
 from spmdrl.policy.learner import Learner
