@@ -77,7 +77,7 @@ def trees(args: argparse.Namespace) -> dict[str, float]:
     """Tokens, seconds and gradients of episodes as flat paths and as trees."""
     import torch
 
-    from spmdrl.data.batch import from_episodes
+    from spmdrl.data.pack import from_episodes
     from spmdrl.data.tree import plan_tree
     from spmdrl.hub.build import build_model
     from spmdrl.policy.attention import packed as attention

@@ -148,8 +148,8 @@ class Side:
 
     def __init__(self, kind: str, model: str, axes: dict, batch: str, share: bool = False):
         """Opens the policy and scores its share. batch: one of BATCHES. Collective; see `open_policy`."""
-        from spmdrl.data.batch import from_episodes
-        from spmdrl.data.dealing import balance, share_out
+        from spmdrl.data.distribute import assign_updates, balance
+        from spmdrl.data.pack import from_episodes
         from spmdrl.policy.models import Models
         from spmdrl.rl.compose import compose
         from spmdrl.rl.score import score
@@ -159,7 +159,7 @@ class Side:
         self.tokens = sum(len(t.tokens) for t in everyone)
         mine = from_episodes([t for t in everyone if t.position % self.world.size == self.world.rank])
         mine.seq["work"] = mine.lengths
-        mine = balance(share_out(mine, 1, prompts, list(range(prompts))), self.world)
+        mine = balance(assign_updates(mine, 1, prompts, list(range(prompts))), self.world)
         self.algo, self.models = compose(self.cfg), Models(self.policy)
         score(mine, self.models, self.algo, self.cfg, self.world.data_peers)
         self.batch = self.algo.advantages(mine, self.world.data_peers)

@@ -54,8 +54,8 @@ def one(way: str, tokens: int) -> None:
 
     from spmdrl.config.presets import with_preset
     from spmdrl.config.schema import Config
-    from spmdrl.data.batch import from_episodes
     from spmdrl.data.episode import episode_of
+    from spmdrl.data.pack import from_episodes
     from spmdrl.policy import heads
     from spmdrl.policy.fsdp.policy import FsdpPolicy
     from spmdrl.policy.objectives.reinforcement import PolicyObjective

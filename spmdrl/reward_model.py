@@ -2,7 +2,7 @@
 
 The loop is that of `sft.py`, without a frozen model and without answers. Left out of this page: the loss and what is
 reported of the scores (`policy/objectives/scores.py`), how rows become tokens
-(`data/preferences.py`, `supervised/pair_encoder.py`; `data/step_rows.py`, `supervised/steps.py`) and how the parts are
+(`data/preferences.py`, `supervised/pair_encoder.py`; `data/steps.py`, `supervised/steps.py`) and how the parts are
 built (`supervised/reward_model.py`).
 """
 

@@ -151,9 +151,9 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
     """The batch of a step: sampling and filters. Arguments as in `rehearse`."""
     import torch
 
-    from spmdrl.data.batch import from_episodes
-    from spmdrl.data.dealing import share_out
-    from spmdrl.data.replay_buffer import ReplayBuffer
+    from spmdrl.data.distribute import assign_updates
+    from spmdrl.data.pack import from_episodes
+    from spmdrl.data.step_batch import ReplayBuffer
     from spmdrl.rl.fill_batch import Filling
     from spmdrl.rl.rollout_plan import Experience, RolloutPlan
 
@@ -175,7 +175,7 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
     batch = from_episodes(filling.experience().episodes, names, turns="turns" in algo.needs)
     batch.seq["seed"] = torch.arange(len(batch))
     batch = ReplayBuffer(cfg.filter, prompts).mix(batch, 0, 0, peers)
-    return share_out(batch, cfg.algo.updates_per_step, prompts, list(range(prompts)))
+    return assign_updates(batch, cfg.algo.updates_per_step, prompts, list(range(prompts)))
 
 
 def episodes(plain: Config) -> Iterator[Any]:

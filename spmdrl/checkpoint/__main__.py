@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 
 from spmdrl.checkpoint.compare import report
-from spmdrl.checkpoint.disk_space import size
-from spmdrl.checkpoint.keep import best_step, measured_value
+from spmdrl.checkpoint.files import byte_text
 from spmdrl.checkpoint.manifest import problems, read_manifest
-from spmdrl.checkpoint.published import steps_saved
+from spmdrl.checkpoint.published import best_step, measured_value, steps_saved
 
 
 def root_of(run: str) -> Path:
@@ -62,7 +61,7 @@ def rows(root: Path) -> list[list[str]]:
             [
                 str(step),
                 manifest.get("time", "").replace("+00:00", "Z"),
-                size(manifest.get("bytes", 0)),
+                byte_text(manifest.get("bytes", 0)),
                 str(manifest["world_size"]),
                 f"{layout.get('backend', '?')} {axes}",
                 "" if value is None else f"{metric[0]} {value:.4g}",

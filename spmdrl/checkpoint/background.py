@@ -8,8 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from spmdrl.checkpoint import disk_space, manifest, published, store
-from spmdrl.checkpoint.keep import Keep, best_step, record_measured
+from spmdrl.checkpoint import files, manifest, store
+from spmdrl.checkpoint.folder import on_first, together
+from spmdrl.checkpoint.published import Keep, best_step, clean, record_measured, steps_saved
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status, tick
 from spmdrl.policy.models import Models
@@ -40,22 +41,23 @@ class Saver:
         self._error: BaseException | None = None
         self._seconds = 0.0
         self._numbers: dict[str, float] = {}
-        store.together(lambda: published.clean(root) if world.is_first else None, world)
+        on_first(lambda: clean(root), world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
         """Make the files that all checkpoints share, and warn if the disk is too full for one. Collective, at start.
 
-        Raises:
-            ValueError: no checkpoint of a model could be saved.
+        Raises ValueError if no checkpoint of a model could be saved.
         """
-        self.expected_bytes = store.expected_bytes(models)
+        saved = store.saved_models(models)
+        self.expected_bytes = sum(model.checkpoint_bytes() for model in saved)
         if not (self.cfg.checkpoint.every or self.cfg.checkpoint.at_end):
             return
-        store.together(lambda: [model.fixed for model in store.saved_models(models)], self.world)
+        # `fixed` is computed at its first access.
+        together(lambda: bool([model.fixed for model in saved]), self.world)
         if self.world.is_first:
             try:
-                disk_space.check_free_space(self.root, self.expected_bytes)
-            except disk_space.DiskFullError as error:
+                files.check_free_space(self.root, self.expected_bytes)
+            except files.DiskFullError as error:
                 warn(str(error))
 
     def record_metrics(self, done: int, values: Mapping[str, float]) -> None:
@@ -70,15 +72,14 @@ class Saver:
 
     def resumed(self) -> None:
         """Look up, in a resumed run, whether the metric of `--checkpoint.best` was recorded before."""
-        self.metric_logged = best_step(self.root, published.steps_saved(self.root), self.keep.best) is not None
+        self.metric_logged = best_step(self.root, steps_saved(self.root), self.keep.best) is not None
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
         """Save the state after `step` steps, in the background or at once. Collective.
 
-        It waits until the checkpoint before is written. state, mine, models: as in `store.save`.
+        It waits until the checkpoint before is written. state, mine: as in `store.Content`.
 
-        Raises:
-            DiskFullError: the disk is full; earlier checkpoints stay as they were.
+        Raises DiskFullError if the disk is full; earlier checkpoints stay as they were.
         """
         self.finish()
         began, self.saved = time.perf_counter(), step
@@ -91,8 +92,9 @@ class Saver:
             self._after()
             return
         log.info("step_%d copied for its checkpoint in %.3f s", step, time.perf_counter() - began)
-        arguments = (content, self.twin)
-        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=f"checkpoint step_{step}")
+        self._thread = threading.Thread(
+            target=self._write, args=(content, self.twin), daemon=True, name=f"checkpoint step_{step}"
+        )
         self._thread.start()
 
     def _write(self, content: store.Content, world: World) -> None:

@@ -1,11 +1,25 @@
-"""Hashes, flushes and names the files of a checkpoint. No communication."""
+"""Files of a checkpoint: names, hashes and flushes, free disk space, and progress while they grow. No communication."""
 
+import errno
 import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 
-from spmdrl.health.status import tick
+from spmdrl.health.status import rank_status, tick
+
+FULL_DISK = ("No space left", "Disk quota exceeded", "File too large")
+"""Parts of the messages by which libraries report a full disk."""
+MEASURE_EVERY = 3.0
+"""Seconds between two measurements of a growing folder."""
+
+
+class DiskFullError(ValueError):
+    """The disk is too full for a checkpoint; the message has sizes, folder and advice."""
 
 
 def file_hash(path: Path) -> str:
@@ -54,3 +68,79 @@ def rank_name(rank: int) -> str:
 def rank_files(folder: Path) -> list[Path]:
     """Return the files of the ranks' own state (`checkpoint/treefile.py` reads them), in rank order; may be empty."""
     return sorted((folder / "state" / "ranks").glob("rank_*.safetensors"))
+
+
+def check_free_space(root: Path, needed: int) -> None:
+    """Raise DiskFullError if the disk has less than `needed` bytes free."""
+    at = next(p for p in (root, *root.absolute().parents) if p.exists())
+    free = shutil.disk_usage(at).free
+    if free < needed:
+        raise DiskFullError(
+            f"a checkpoint takes {byte_text(needed)} and {at} has {byte_text(free)} free: free some, lower "
+            "--checkpoint.keep or --checkpoint.keep-every, or choose another --run.dir"
+        )
+
+
+@contextmanager
+def explain_full_disk(root: Path, step: int) -> Iterator[None]:
+    """Turn an error of any library that a full disk causes into a DiskFullError with advice."""
+    try:
+        yield
+    except BaseException as error:
+        # torch.distributed.checkpoint raises a BaseException.
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        words = next((words for words in FULL_DISK if words in str(error)), "")
+        if isinstance(error, DiskFullError) or not (full or words):
+            raise
+        free = "unknown"
+        with suppress(OSError):
+            free = byte_text(shutil.disk_usage(root).free)
+        raise DiskFullError(
+            f"checkpoint step_{step} could not be written to {root}: {words or error} ({free} free). Earlier "
+            "checkpoints are as they were. Free some, lower --checkpoint.keep or --checkpoint.keep-every, or choose "
+            "another --run.dir"
+        ) from error
+
+
+def byte_text(n: float) -> str:
+    """Format a number of bytes: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+@contextmanager
+def growth_is_progress(folder: Path) -> Iterator[None]:
+    """Count every change in the size of `folder` as progress of this thread.
+
+    Libraries write for minutes without calling `tick`. If the file system hangs, the measurement hangs too, and
+    progress stops.
+    """
+    field = "count" if threading.current_thread() is threading.main_thread() else "side_count"
+    ended = threading.Event()
+
+    def measure() -> None:
+        before = 0
+        while not ended.wait(MEASURE_EVERY):
+            found = _folder_bytes(folder)
+            if found != before:
+                setattr(rank_status, field, getattr(rank_status, field) + 1)
+            before = found
+
+    threading.Thread(target=measure, daemon=True, name="growth").start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files in a folder. Files that appear or vanish meanwhile may be counted or not."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_size
+    return total

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from spmdrl.checkpoint import lock
 from spmdrl.checkpoint.files import write_text
@@ -14,11 +15,37 @@ from spmdrl.config.paths import recorded_settings
 from spmdrl.config.resume import differences, settings_to_record
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status
-from spmdrl.spmd.exchange import broadcast_text, gather_names
+from spmdrl.spmd.exchange import all_gather_text, gather_names
 from spmdrl.spmd.world import World
 
 FIRST_DAY = "first_day"
 """File in the run folder: the day of the run's first start."""
+
+
+def together(act: Callable[[], Any], world: World) -> list[Any]:
+    """Call `act` on each rank and return the values of all ranks, which are JSON-able. Collective.
+
+    An error on one rank is raised on all, with the text of the first rank that failed.
+    """
+    value = error = failure = None
+    try:
+        value = act()
+    except Exception as found:
+        # A user's mistake stays a ValueError, whose message says what to do.
+        error, failure = found, [isinstance(found, ValueError), str(found)]
+    reports = [json.loads(text) for text in all_gather_text(json.dumps([value, failure]), world.host_group)]
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(reports):
+        if failure:
+            is_mistake, text = failure
+            raise (ValueError if is_mistake else OSError)(f"rank {rank}: {text}")
+    return [value for value, _ in reports]
+
+
+def on_first(act: Callable[[], Any], world: World) -> Any:
+    """Call `act` on rank 0 and return its value, JSON-able, on all ranks; an error is raised on all. Collective."""
+    return together(lambda: act() if world.is_first else None, world)[0]
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
@@ -28,34 +55,24 @@ def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0)
     torchrun, by SLURM) keeps the folder's content. Called before anything opens a file in the folder.
 
     timeout: seconds that the other ranks wait for rank 0. Rank 0 waits for half of that, and no longer than
-        `lock.WAIT`, until a job that is ending has released the folder.
+    `lock.WAIT`, until a job that is ending has released the folder.
 
-    Raises:
-        ValueError: another job uses the folder, or it cannot be made or moved.
+    Raises ValueError if another job uses the folder, or if it cannot be made or moved.
     """
     agents = set(gather_names([lock.launcher()], world.host_group)) - {""}
-    notes, error = [], ""
-    if world.is_first:
+
+    def taken() -> list[str]:
         try:
-            notes = _take(folder, fresh, agents, min(lock.WAIT, timeout / 2))
-        except ValueError as problem:
-            error = str(problem)
+            folder.mkdir(parents=True, exist_ok=True)
+            return _take(folder, fresh, agents, min(lock.WAIT, timeout / 2))
         except OSError as problem:
-            error = f"{folder} cannot be written to ({problem}): choose another --run.dir"
-    return _agreed(notes, error, world)
+            raise ValueError(f"{folder} cannot be written to ({problem}): choose another --run.dir") from problem
 
-
-def _agreed(notes: list[str], error: str, world: World) -> list[str]:
-    """Return rank 0's notes on every rank, or raise its error there as ValueError. Collective."""
-    notes, error = json.loads(broadcast_text(json.dumps([notes, error]), world.host_group))
-    if error:
-        raise ValueError(error)
-    return notes
+    return on_first(taken, world)
 
 
 def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]:
     notes = []
-    folder.mkdir(parents=True, exist_ok=True)
     while lock.held:
         lock.held.pop().release()
     mine = lock.take(folder, wait)
@@ -101,15 +118,14 @@ def check_still_owned(world: World) -> None:
 
     Nothing more is written there.
     """
-    if problem := broadcast_text(lock.problem() if world.is_first else "", world.host_group):
+    if problem := on_first(lock.problem, world):
         rank_status.folder = None
         raise lock.TakenError(problem)
 
 
 def check_evaluation(folder: Path, world: World) -> None:
     """Raise ValueError if an evaluation's folder is that of a run, from which it would resume. Collective."""
-    count = str(len(steps_saved(folder / "checkpoints"))) if world.is_first else ""
-    if broadcast_text(count, world.host_group) != "0":
+    if on_first(lambda: steps_saved(folder / "checkpoints"), world):
         raise ValueError(
             f"{folder} holds the checkpoints of a run, and an evaluation needs a folder of its own, usually "
             "<run folder>-eval: choose another --run.dir (or --run.name)"
@@ -127,28 +143,27 @@ def check_settings(
 
     given, kinds: as in `differences`.
 
-    Raises:
-        ValueError: the folder is of another entry point, or settings that change results differ without
-            `--run.allow-changes`; lists each of them.
+    Raises ValueError if the folder is of another entry point, or if settings that change results differ without
+    `--run.allow-changes`; it lists each of them.
     """
-    notes, error = [], ""
-    path = recorded_settings(folder)
-    if world.is_first and path.exists():
-        found = differences(path, cfg, given, kinds)
-        notes = found.notes
-        if found.other:
-            error = (
-                f"{folder} holds a run of {found.other}, which this one cannot resume: take another --run.dir (or "
-                "--run.name), or --run.fresh (moves that folder aside and starts over)"
-            )
-        elif found.lines and cfg.run.allow_changes:
-            notes.append("--run.allow-changes: " + "; ".join(found.lines))
-        elif found.lines:
-            error = (
-                f"{folder} holds a run with other settings: {'; '.join(found.lines)}. Take the same settings, another "
-                "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (goes on so)"
-            )
-    return _agreed(notes, error, world)
+    return on_first(lambda: _compared_settings(recorded_settings(folder), folder, cfg, given, kinds), world)
+
+
+def _compared_settings(path: Path, folder: Path, cfg: TrainingConfig, given: Collection[str], kinds) -> list[str]:
+    if not path.exists():
+        return []
+    found = differences(path, cfg, given, kinds)
+    if found.other:
+        raise ValueError(
+            f"{folder} holds a run of {found.other}, which this one cannot resume: take another --run.dir (or "
+            "--run.name), or --run.fresh (moves that folder aside and starts over)"
+        )
+    if found.lines and not cfg.run.allow_changes:
+        raise ValueError(
+            f"{folder} holds a run with other settings: {'; '.join(found.lines)}. Take the same settings, another "
+            "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (goes on so)"
+        )
+    return [*found.notes, "--run.allow-changes: " + "; ".join(found.lines)] if found.lines else found.notes
 
 
 def write_config(folder: Path, cfg: TrainingConfig) -> None:
@@ -161,13 +176,14 @@ def first_day(folder: Path, world: World) -> date:
 
     Chat templates that show the date show this one, so that a run renders the same tokens after midnight.
     """
-    day = ""
-    if world.is_first:
+
+    def read() -> str:
         try:
-            day = date.fromisoformat((folder / FIRST_DAY).read_text(encoding="utf-8").strip()).isoformat()
+            return date.fromisoformat((folder / FIRST_DAY).read_text(encoding="utf-8").strip()).isoformat()
         except (OSError, ValueError):
-            day = date.today().isoformat()
-    return date.fromisoformat(broadcast_text(day, world.host_group))
+            return date.today().isoformat()
+
+    return date.fromisoformat(on_first(read, world))
 
 
 def write_first_day(folder: Path, day: date) -> None:

@@ -38,8 +38,8 @@ def contents(folder: Path) -> dict[str, int]:
 
 def write_manifest(
     folder: Path, step: int, world: int, facts: Mapping[str, Any] | None = None, hashes: Mapping[str, str] | None = None
-) -> dict:
-    """Write the manifest, which lists all files of a checkpoint with size and hash; returns it.
+) -> None:
+    """Write the manifest, which lists all files of a checkpoint with size and hash.
 
     Args:
         folder: the checkpoint as written so far.
@@ -65,7 +65,6 @@ def write_manifest(
     flush(folder / MANIFEST)
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
         flush(path)
-    return manifest
 
 
 def _signed(text: str, own: str) -> str:
@@ -76,8 +75,7 @@ def _signed(text: str, own: str) -> str:
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint, checked against its own hash.
 
-    Raises:
-        ValueError: it is missing or damaged, or lists names outside of the checkpoint.
+    Raises ValueError if it is missing or damaged, or lists names outside of the checkpoint.
     """
     try:
         text = (folder / MANIFEST).read_bytes().decode()

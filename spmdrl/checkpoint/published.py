@@ -1,45 +1,38 @@
-"""Lists a run's checkpoints, finds the newest intact one, publishes one. No communication."""
+"""The checkpoints of a run on the disk: lists, publishes and removes them, and finds the best. No communication."""
 
-import logging
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.checkpoint.files import flush
-from spmdrl.checkpoint.manifest import problems
+from spmdrl.checkpoint.files import flush, write_text
+from spmdrl.health.status import tick
 
-log = logging.getLogger("spmdrl")
+
+@dataclass(frozen=True)
+class Keep:
+    """Settings `--checkpoint.keep`, `keep-every` and `best`."""
+
+    newest: int = 2
+    every: int = 0
+    """Checkpoints of steps that are a multiple of this number are kept. 0: none."""
+    best: str = ""
+    """Metric whose best checkpoint is kept; `-name`: the lowest is best. Empty: none."""
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric in `best`."""
+        return self.best.removeprefix("-")
 
 
 def steps_saved(root: Path) -> list[int]:
     """Return the steps of all published checkpoints, newest first."""
     names = [re.fullmatch(r"step_(\d+)", p.name) for p in root.glob("step_*")] if root.is_dir() else []
     return sorted({int(m[1]) for m in names if m and m[1] == str(int(m[1]))}, reverse=True)
-
-
-def newest_valid(root: Path) -> Path | None:
-    """Return the newest checkpoint that verifies, None if there are no checkpoints; warns of damaged ones.
-
-    Raises:
-        ValueError: all checkpoints are damaged.
-    """
-    return choose(root, ((step, problems(root / f"step_{step}")) for step in steps_saved(root)))
-
-
-def choose(root: Path, verified: Iterator[tuple[int, list[str]]]) -> Path | None:
-    """Return `newest_valid` of pairs (step, its problems), newest first."""
-    bad = []
-    for step, wrong in verified:
-        if not wrong:
-            if bad:
-                log.warning("%s; resuming from step_%d", "; ".join(bad), step)
-            return root / f"step_{step}"
-        bad.append(f"checkpoint {root / f'step_{step}'} is damaged ({wrong[0]})")
-    if bad:
-        raise ValueError("; ".join(bad) + ". None is usable: move the folder away, or choose another --run.dir")
-    return None
 
 
 def clean(root: Path) -> None:
@@ -54,7 +47,7 @@ def clean(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(temporary: Path, root: Path, step: int) -> Path:
+def publish(temporary: Path, root: Path, step: int) -> None:
     """Rename a complete folder to `root/step_<step>`, and point `latest` at it."""
     final, before = root / f"step_{step}", root / f".replaced-step_{step}"
     if final.exists():
@@ -67,4 +60,45 @@ def publish(temporary: Path, root: Path, step: int) -> Path:
     os.replace(link, root / "latest")
     flush(root)
     shutil.rmtree(before, ignore_errors=True)
-    return final
+
+
+def measured_value(root: Path, step: int, metric: str) -> float | None:
+    """Return the value of a metric that was measured on a checkpoint's weights; None if it was not."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return float(json.loads((root / "measured.json").read_text())[str(step)][metric])
+    return None
+
+
+def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
+    """Record the metrics of a step's checkpoint, and drop those of later steps, which an earlier resume left."""
+    content: dict = {}
+    with suppress(OSError, ValueError):
+        content = json.loads((root / "measured.json").read_text())
+    earlier = {k: v for k, v in content.items() if k.isdecimal() and int(k) < step} if isinstance(content, dict) else {}
+    write_text(root / "measured.json", json.dumps(earlier | {str(step): dict(values)}, indent=1))
+
+
+def best_step(root: Path, steps: list[int], best: str) -> int | None:
+    """Return the step whose checkpoint has the best value, the first of equal ones; None if none was measured."""
+    sign, metric = (-1.0 if best.startswith("-") else 1.0), best.removeprefix("-")
+    known = [(sign * v, -s) for s in steps if (v := measured_value(root, s, metric)) is not None and v == v]
+    return -max(known)[1] if known else None
+
+
+def prune(root: Path, step: int, keep: Keep) -> None:
+    """Remove older checkpoints once that of `step` has verified.
+
+    Newer folders stay: they were skipped as damaged and will be written again.
+    """
+    older = [s for s in steps_saved(root) if s < step]
+    stay = set(older[: max(keep.newest, 1) - 1])
+    stay |= {s for s in older if keep.every and s % keep.every == 0}
+    if keep.best:
+        # The checkpoint of `step` is not measured yet, and is kept anyway.
+        stay |= {best_step(root, older, keep.best) or step}
+    for old in [s for s in older if s not in stay]:
+        # Renamed first, so that a partly removed folder is not taken for a damaged checkpoint.
+        away = root / f".incomplete-step_{old}"
+        os.replace(root / f"step_{old}", away)
+        shutil.rmtree(away, ignore_errors=True)
+        tick()

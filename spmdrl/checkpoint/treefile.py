@@ -23,9 +23,7 @@ def write(path: Path, tree: Any) -> None:
     """Write `tree` to `path`. The file appears complete or not at all.
 
     Tensors may lie on any device and come back on the CPU, without gradient; two that share memory come back apart.
-
-    Raises:
-        TypeError: a value in the tree has another type; the message names its place.
+    Raises TypeError if a value in the tree has another type; the message names its place.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_packed(tree, tensors, "tree"), separators=(",", ":"))
@@ -38,8 +36,7 @@ def write(path: Path, tree: Any) -> None:
 def read(path: Path) -> Any:
     """Read the tree in `path`; its tensors are on the CPU and do not depend on the file.
 
-    Raises:
-        ValueError: there is no such file, or `write` did not make it; names the path.
+    Raises ValueError if there is no such file, or `write` did not make it; names the path.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

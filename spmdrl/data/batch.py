@@ -1,27 +1,23 @@
 """Many episodes packed end to end: per-token tensors [T], per-sequence tensors [B], no padding.
 
 Row t of a per-token tensor describes the token at t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
-sequence). The first token of a sequence has no such value; its mask is False.
+sequence). The first token of a sequence has no logp; its mask is False.
 
-An episode that branches has a sequence for each of its paths, which lie beside each other; the last one is that which
-ended. A sampled token of several paths is under the mask in the first of them alone. Losses and statistics take an
-episode for one whole: they sum over its sequences, and take what it is worth from the first.
+An episode that branches has a sequence for each of its paths, side by side; the last one is the path that ended. A
+sampled token of several paths is under the mask in the first of them alone. Losses and statistics treat an episode as a
+whole: they sum over its sequences, and read its rewards from the first.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from spmdrl.data.episode import FINISH_REASONS, Episode, Segment, segments_of
-from spmdrl.data.paths import Path, add_path, add_rewards, parents, paths_of
 from spmdrl.spmd.exchange import Table, select
 
 KEYS = ("position", "sample", "path")
 """Sample order: the keys by which every batch is sorted (law 3)."""
 IDENTITY = (*KEYS, "paths")
-"""Columns that tell which path of which episode a sequence is."""
+"""Columns that identify the episode and the path of a sequence."""
 
 
 @dataclass
@@ -35,7 +31,7 @@ class Batch:
     out tokens that an earlier path of the episode has.
     seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward, baseline (float64),
     alike for all paths of an episode; path and paths (int64), the number of the path and how many the episode has.
-    Without those two every sequence is an episode. A copy of an episode goes on counting its paths.
+    Without those two every sequence is an episode. A copy of an episode continues the count of its paths.
     """
 
     lengths: torch.Tensor
@@ -180,106 +176,6 @@ class Batch:
             {k: v.to(device) for k, v in self.token.items()},
             {k: v.to(device) for k, v in self.seq.items()},
         )
-
-
-def from_episodes(
-    episodes: list[Episode],
-    part_names: tuple[str, ...] = (),
-    experts_width: int = 0,
-    turns: bool = False,
-    turn_rewards: bool = False,
-) -> Batch:
-    """Pack the paths of episodes in sample order; an empty list gives an empty batch with every column.
-
-    The optional columns must be the same on every rank.
-
-    Args:
-        episodes: episodes of this rank.
-        part_names: reward parts kept as `part/<name>` columns, nan where a sample has no such part.
-        experts_width: columns of `Episode.experts`, kept as `token["experts"]`; 0: not kept.
-        turns: keep `token["turn"]`, `token["state"]` and `token["parent"]`.
-        turn_rewards: keep `token["turn_reward"]`; otherwise rewards of turns are a part of the total alone. With it
-            come `seq["made"]` and `seq["distinct"]`, since not all tokens after the prompt were sampled then.
-    """
-    ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in paths_of(e)]
-
-    def per_token(pick: Callable[[Path], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([pick(path).to(dtype) for path in ordered]) if ordered else torch.zeros(0, dtype=dtype)
-
-    def column(values, dtype=torch.int64):
-        return torch.tensor(list(values), dtype=dtype)
-
-    def logp(s: Segment) -> torch.Tensor:
-        return torch.zeros(len(s)) if s.logp is None else s.logp
-
-    token = {
-        "tokens": per_token(lambda p: p.along(lambda s: s.tokens), torch.int64),
-        "mask": per_token(lambda p: p.along(lambda s: torch.full((len(s),), s.sampled)), torch.bool),
-        "rollout_logp": per_token(lambda p: p.along(logp), torch.float32),
-        "version": per_token(lambda p: p.along(lambda s: torch.full((len(s),), s.version)), torch.int64),
-    }
-    if turns:
-        before = {id(p.episode): parents(p.episode) for p in ordered}
-        token["turn"] = per_token(lambda p: p.spread([s.turn for s in p.segments]), torch.int64)
-        token["state"] = per_token(lambda p: p.spread([s.state for s in p.segments]), torch.int64)
-        token["parent"] = per_token(
-            lambda p: p.spread([before[id(p.episode)][s.turn] for s in p.segments]), torch.int64
-        )
-    if turn_rewards:
-        token["turn_reward"] = per_token(Path.turn_rewards, torch.float64)
-    if experts_width:
-        none = torch.full((0, experts_width), -1, dtype=torch.int16)
-        rows = [all_experts(p.episode, experts_width)[p.episode.rows(p.indices)] for p in ordered]
-        token["experts"] = torch.cat([none, *rows])
-    names = ("prompt", "sample", "position", "version", "turns")
-    seq = {name: column(getattr(p.episode, name) for p in ordered) for name in names}
-    seq |= {"path": column(p.number for p in ordered), "paths": column(p.paths for p in ordered)}
-    if turn_rewards:
-        seq["made"] = column(p.episode.made for p in ordered)
-        seq["distinct"] = column(sum(map(len, p.episode.segments)) for p in ordered)
-    seq["finish"] = column(FINISH_REASONS.index(p.episode.finish) for p in ordered)
-    seq["reward"] = column((p.episode.reward for p in ordered), torch.float64)
-    seq["baseline"] = column((p.episode.baseline for p in ordered), torch.float64)
-    for name in part_names:
-        part = (p.episode.parts.get(name, 0.0 if p.episode.timed_out else math.nan) for p in ordered)
-        seq[f"part/{name}"] = column(part, torch.float64)
-    return Batch(column(len(p) for p in ordered), token, seq)
-
-
-def all_experts(episode: Episode, width: int) -> torch.Tensor:
-    """Return `Episode.experts` for the tokens of all segments, int16 [N, width], -1 if unknown."""
-    out = torch.full((sum(map(len, episode.segments)), width), -1, dtype=torch.int16)
-    if episode.experts is not None:
-        out[: len(episode.experts)] = episode.experts
-    return out
-
-
-def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
-    """Turn the episodes with sampled tokens back, to look at them. leave_out: parts of the reward.
-
-    A turn begins with each answer to a response. Which turn follows which is not known then, nor what rewards fell in
-    turns, unless the batch has them.
-    """
-    lengths, token = batch.lengths.tolist(), batch.token
-    columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
-    rewards = token.get("turn_reward", torch.zeros(batch.n_tokens)).split(lengths)
-    paths = list(zip(*columns, strict=True))
-    names = [name for name in batch.seq if name.startswith("part/") and name.removeprefix("part/") not in leave_out]
-    seq = {name: batch.seq[name].tolist() for name in ("prompt", "sample", "position", "finish", "reward", *names)}
-    out = []
-    for i, last in zip(batch.firsts.tolist(), batch.lasts.tolist(), strict=True):
-        (tokens, mask, *rest), *others = paths[i : last + 1]
-        parts = {name.removeprefix("part/"): seq[name][i] for name in names if not math.isnan(seq[name][i])}
-        prompt, sample, position, finish = (seq[name][i] for name in ("prompt", "sample", "position", "finish"))
-        segments = segments_of(tokens, mask, *rest)
-        episode = Episode(prompt, sample, position, segments, FINISH_REASONS[finish], seq["reward"][i], parts)
-        add_rewards(episode, rewards[i])
-        for number, path in enumerate(others, i + 1):
-            add_path(episode, *path)
-            add_rewards(episode, rewards[number])
-        if any(s.sampled for s in episode.segments):
-            out.append(episode)
-    return out
 
 
 def to_table(batch: Batch) -> Table:

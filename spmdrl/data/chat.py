@@ -1,6 +1,5 @@
-"""Turns a prompt (text or chat messages) into the tokens that a policy continues."""
+"""Renders and tokenizes a prompt (text or chat messages) that a policy continues, and chooses the chat template."""
 
-from collections.abc import Callable
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ CHATML = (
 def template_text(value: str) -> str:
     """Return the jinja text that `--data.chat-template` names: `chatml`, a `.jinja` file, or the text itself.
 
-    Raises:
-        ValueError: a file that cannot be read.
+    Raises ValueError if the file cannot be read.
     """
     if value == "chatml":
         return CHATML
@@ -37,33 +35,32 @@ def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str
 
     given: text or name of `--data.chat-template`. tools: the dialogue has tools.
 
-    Raises:
-        ValueError: there are named templates, and none of them is the default; or the name given is none of theirs.
+    Raises ValueError if there are named templates without a default, or if `given` is neither a name nor a template.
     """
-    held = getattr(tokenizer, "chat_template", None)
+    own = getattr(tokenizer, "chat_template", None)
     if given:
-        return _given_template(held, given)
-    if not isinstance(held, dict):
-        return held or ""
-    name = "tool_use" if tools and "tool_use" in held else "default"
-    if name not in held:
+        return _given_template(own, given)
+    if not isinstance(own, dict):
+        return own or ""
+    name = "tool_use" if tools and "tool_use" in own else "default"
+    if name not in own:
         raise ValueError(
-            f"the tokenizer has the chat templates {', '.join(sorted(held))} and none named default: name one of them "
+            f"the tokenizer has the chat templates {', '.join(sorted(own))} and none named default: name one of them "
             "with --data.chat-template"
         )
-    return held[name]
+    return own[name]
 
 
-def _given_template(held: str | dict[str, str] | None, given: str) -> str:
-    if isinstance(held, dict) and given in held:
-        return held[given]
+def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
+    if isinstance(templates, dict) and given in templates:
+        return templates[given]
     # A text that shows anything of a dialogue has a brace.
     if "{" in given:
         return given
-    if isinstance(held, dict):
-        own = f"the tokenizer names {', '.join(sorted(held))}"
+    if isinstance(templates, dict):
+        own = f"the tokenizer names {', '.join(sorted(templates))}"
     else:
-        own = f"the tokenizer has {'one template, without a name' if held else 'no template'}"
+        own = f"the tokenizer has {'one template, without a name' if templates else 'no template'}"
     raise ValueError(
         f"--data.chat-template {given[:40]!r} is no chat template: {own}; beside that, give chatml, a .jinja file or "
         "the text of a template"
@@ -71,22 +68,22 @@ def _given_template(held: str | dict[str, str] | None, given: str) -> str:
 
 
 class Today:
-    """The date that templates show: that of the run's first start, so that a resume renders the same tokens."""
+    """The date that templates show."""
 
     kept: date | None = None
-    """None: the day of the rendering."""
+    """The day of the run's first start, so that a resume renders the same tokens; None: the day of the rendering."""
 
 
 def variables(more: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables of a template, with the function by which it asks for the date."""
+    """Return the variables of a template, with the function that returns the date."""
     given = more.get(DATE)
     day = date.fromisoformat(given) if isinstance(given, str) else Today.kept
-    return more | ({DATE: _clock(day)} if day else {})
+    return more | ({DATE: datetime(day.year, day.month, day.day).strftime} if day else {})
 
 
-def _clock(day: date) -> Callable[[str], str]:
-    moment = datetime(day.year, day.month, day.day)
-    return lambda form: moment.strftime(form)
+def as_messages(prompt: str | list[dict]) -> list[dict]:
+    """Return a prompt as chat messages."""
+    return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
 def encode(
@@ -159,7 +156,7 @@ def _check_messages(messages: list[dict]) -> None:
 def _render(
     tokenizer, prompt: str | list[dict], system: str, chat_template: str, tools: list | None, more: dict[str, Any]
 ) -> str:
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    messages = as_messages(prompt)
     if system:
         if messages[0]["role"] == "system":
             raise ValueError("the prompt brings its own system message: leave --data.system empty")

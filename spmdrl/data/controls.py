@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MARKS = [chr(code) for code in range(0xF0000, 0xF1000)]
-"""Characters without a meaning; the mark is one that no message holds."""
+"""Characters without a meaning; the mark is one that is in no message."""
 WRITTEN = ("<think>", "</think>")
 """Control tokens that the text of an assistant's message may hold, because templates look for them there."""
 
@@ -53,18 +53,17 @@ class Controls:
     def _cut(self, text: str, mark: str, but: tuple[str, ...]) -> str:
         out, start = [], 0
         while found := self.pattern.search(text, start):
-            kept = found.group() in but
+            allowed = found.group() in but
             # The search goes on behind the mark, because texts of control tokens may overlap.
-            cut = found.end() if kept else found.start() + 1
-            out += [text[start:cut], "" if kept else mark]
+            cut = found.end() if allowed else found.start() + 1
+            out += [text[start:cut], "" if allowed else mark]
             start = cut
         return "".join([*out, text[start:]])
 
     def tokens(self, text: str, mark: str) -> list[int]:
         """Return the tokens of a rendered text, without adding any.
 
-        Raises:
-            ValueError: the tokenizer makes other control tokens of it than those that it shows outside the marks.
+        Raises ValueError if they have other control tokens than the text has outside the marks.
         """
         first, *rest = text.split(mark)
         pieces = self.tokenizer([first, *(self._before + piece for piece in rest)], add_special_tokens=False).input_ids

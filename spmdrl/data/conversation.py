@@ -1,11 +1,11 @@
-"""Turns the messages of a conversation into tokens between those that a policy samples, which are never changed.
+"""Renders the messages of a conversation as tokens around those that a policy samples, which are never rendered again.
 
 After an assistant's turn the context goes on with the text that the chat template puts between the turn and the next
 generation prompt (`turn_tail.py` finds and proves it), tokenized alone from the control token that ends the turn.
 
-Some templates render earlier turns otherwise once a message follows (Qwen3 and gpt-oss drop their thoughts). With
+Some templates render earlier turns differently once a message follows (Qwen3 and gpt-oss drop their thoughts). With
 history "keep" the context goes on as it was sampled. With "branch" the whole prompt is rendered anew where the template
-changes what is before it.
+changes the text before it.
 
 Control tokens come from the template and the policy alone, never from the text of a message (`controls.py`).
 """
@@ -17,15 +17,14 @@ from typing import Any
 
 from spmdrl.data.chat import CHATML
 from spmdrl.data.controls import Controls
-from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
+from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError, tool_call
 from spmdrl.data.turn_tail import SHAPES, STANDINS, Tail, linked, tail_of
 
 QUESTION = {"role": "user", "content": "Xk" + PROBE}
 ANSWER = {"role": "assistant", "content": STANDINS[0]}
-CALL = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {"a": "b"}}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+CALL = {"role": "assistant", "content": "", "tool_calls": [tool_call("tool", {"a": "b"})]}
 TOOL_ANSWER = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": PROBE}
-"""Messages with which a template is looked at before any conversation."""
+"""Messages with which a template is examined before any conversation."""
 
 
 @dataclass
@@ -35,29 +34,27 @@ class Next:
     tokens: list[int]
     """Observed tokens to append to the sampled ones; they end with the generation prompt. Empty if there is a fork."""
     fork: list[int] | None = None
-    """The whole prompt of the next turn, where the template renders what is before it otherwise."""
+    """The whole prompt of the next turn, where the template renders the text before it differently."""
 
 
 @dataclass
-class _Marked:
-    """Messages in which the text of control tokens is marked."""
+class _Marked(Dialogue):
+    """A dialogue in which the text of control tokens is marked."""
 
-    dialogue: Dialogue
-    mark: str
+    mark: str = ""
 
 
 class Conversation:
-    """Turns the messages of conversations into tokens, by one tokenizer and one chat template."""
+    """Renders the messages of conversations as tokens, by one tokenizer and one chat template."""
 
     def __init__(self, tokenizer: Any, template: str = "", history: str = "keep", more: dict | None = None):
         """Prove that the template can be used for conversations.
 
         template: jinja text instead of the tokenizer's own. history: "keep" appends to the context as it was sampled;
-        "branch" forks where the template renders earlier messages otherwise. more: variables of the template.
+        "branch" forks where the template renders earlier messages differently. more: variables of the template.
 
-        Raises:
-            ValueError: the history is neither, or it cannot be proved what the template puts between two turns; the
-                message names the template.
+        Raises ValueError if the history is neither, or if the text that the template puts between two turns cannot be
+        proved; the message names the template.
         """
         if history not in ("keep", "branch"):
             raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
@@ -78,7 +75,7 @@ class Conversation:
         self.next([QUESTION], ANSWER, None, [], False, [QUESTION])
 
     def of(self, more: dict[str, Any]) -> "Conversation":
-        """Return the conversation with the variables of the template that a row gives. Raises ValueError."""
+        """Return the renderer with the variables of the template that a row gives. Raises ValueError."""
         if not more:
             return self
         key = json.dumps(more, sort_keys=True, default=str)
@@ -88,13 +85,11 @@ class Conversation:
 
     @cached_property
     def rewrites(self) -> bool:
-        """True if the template renders an earlier turn otherwise once a user's message or a tool's answer follows."""
+        """True if the template renders an earlier turn differently once a user or a tool has answered."""
         thought = {"reasoning_content": STANDINS[1]}
         ends = [([QUESTION], answer, [QUESTION]) for answer in (ANSWER, ANSWER | thought)]
-        ends += [([QUESTION], CALLING | thought, [TOOL_ANSWER])]
-        ends += [
-            ([QUESTION, CALLING | thought, TOOL_ANSWER], answer, [QUESTION]) for answer in (ANSWER, ANSWER | thought)
-        ]
+        ends += [([QUESTION], CALL | thought, [TOOL_ANSWER])]
+        ends += [([QUESTION, CALL | thought, TOOL_ANSWER], answer, [QUESTION]) for answer in (ANSWER, ANSWER | thought)]
         return any(self._rewritten(*end) for end in ends)
 
     def _rewritten(self, messages: list[dict], assistant: dict, new: list[dict]) -> bool:
@@ -107,15 +102,15 @@ class Conversation:
 
     def _prove_calls(self) -> None:
         if not self._calls_proved:
-            self.next([QUESTION], CALLING, None, [], False, [TOOL_ANSWER])
+            self.next([QUESTION], CALL, None, [], False, [TOOL_ANSWER])
             self._calls_proved = True
 
     @property
     def no_tools(self) -> str:
-        """The reason for which tools are refused that the template does not show, in a sentence."""
+        """Advice for tools that the template does not show, as a sentence."""
         return (
             f"{self.name} does not show the tools: choose one that does with --data.chat-template, or name by `calls` "
-            "in the YAML file of --env the form in which the policy calls tools that it knows from elsewhere"
+            "in the YAML file of --env the form in which the policy calls tools without seeing them"
         )
 
     def begin(self, messages: list[dict], tools: list | None = None, hidden: bool = False) -> list[int]:
@@ -125,16 +120,15 @@ class Conversation:
         prompt shows each of them and that the conversation can go on after a call. hidden: the template may leave the
         tools out.
 
-        Raises:
-            ValueError: the template refuses the messages, does not show one of them or a tool, or cannot go on after a
-                call.
+        Raises ValueError if the template refuses the messages, does not show one of them or a tool, or cannot go on
+        after a call.
         """
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a conversation begins with messages, of which the last is to be answered")
         marked = self._marked(messages, tools)
         try:
             self._check_shown(marked)
-            text = self.render(marked.dialogue, True)
+            text = self.render(marked, True)
         except TemplateError as e:
             raise self._refused("begin the conversation", e) from e
         if tools:
@@ -144,21 +138,20 @@ class Conversation:
         return self.controls.tokens(text, marked.mark)
 
     def next(
-        self, messages: list[dict], assistant: dict, tools: list | None, made: list[int], ended: bool, new: list[dict]
+        self, messages: list[dict], assistant: dict, tools: list | None, tokens: list[int], ended: bool, new: list[dict]
     ) -> Next:
         """Return the tokens that follow an assistant's turn.
 
         messages: all before the turn. assistant: the turn as a message, `{"role": "assistant", "content"}` with
         `tool_calls` and `reasoning_content` where there are any; "keep" reads nothing but the names and ids of its
-        calls. made: the tokens sampled in the turn. ended: the last of them is a token that ends it. new: the messages
-        that follow, of tools, the user or the system.
+        calls. tokens: those that were sampled in the turn. ended: the last of them is a token that ends it. new: the
+        messages that follow, of tools, the user or the system.
 
-        A turn that ended with another token than the template's goes on after it. A turn that did not end gets the
-        missing end as observed tokens. Where the template refuses the turn as a message, it does not fork.
+        A turn that ended with another token than the template's is continued after it. A turn that did not end gets the
+        missing end as observed tokens. If the template refuses the turn as a message, there is no fork.
 
-        Raises:
-            ValueError: there are no new messages, the last one is an assistant's, or the template refuses them or does
-                not show them after the turn.
+        Raises ValueError if there are no new messages, if the last one is an assistant's, or if the template refuses
+        them or does not show them after the turn.
         """
         if not new or new[-1]["role"] == "assistant":
             raise ValueError("an assistant's turn is followed by messages, of which the last is to be answered")
@@ -166,7 +159,7 @@ class Conversation:
         tail, refusal = self._proved(marked, turn)
         if self.history == "branch":
             try:
-                text = self._changed(marked, turn, tail, self.text_of(made, ended))
+                text = self._changed(marked, turn, tail, self.text_of(tokens, ended))
                 if text is not None:
                     self._check_shown(marked)
                     return Next([], self.controls.tokens(text, marked.mark))
@@ -174,7 +167,7 @@ class Conversation:
                 refusal = refusal or e
         if tail is None:
             raise self._refused("go on after an assistant's turn", refusal) from refusal
-        return Next(self._appended(tail, marked.mark, made, ended))
+        return Next(self._appended(tail, marked.mark, tokens, ended))
 
     def _refused(self, what: str, error: TemplateError | None) -> ValueError:
         helps = "<|im_end|>" in self.tokenizer.get_added_vocab() and self.template != CHATML
@@ -187,11 +180,11 @@ class Conversation:
 
     def _marked(self, messages: list[dict], tools: list | None) -> _Marked:
         messages, tools, mark = self.controls.marked(linked(messages), tools)
-        return _Marked(Dialogue(messages, tools, self.more), mark)
+        return _Marked(messages, tools, self.more, mark)
 
     def _check_shown(self, marked: _Marked) -> None:
-        """Raise TemplateError if the template leaves out a message. Each sequence of roles is looked at once."""
-        messages, tools = marked.dialogue.messages, marked.dialogue.tools
+        """Raise TemplateError if the template leaves out a message. Each sequence of roles is checked once."""
+        messages, tools = marked.messages, marked.tools
         key = (tuple((m["role"], len(m.get("tool_calls") or [])) for m in messages), bool(tools))
         if key in self._shown:
             return
@@ -203,8 +196,8 @@ class Conversation:
         self._shown.add(key)
 
     def _check_tools(self, marked: _Marked) -> None:
-        """Raise ValueError if the prompt leaves out a tool. Each sequence of roles is looked at once."""
-        messages, tools = marked.dialogue.messages, marked.dialogue.tools or []
+        """Raise ValueError if the prompt leaves out a tool. Each sequence of roles is checked once."""
+        messages, tools = marked.messages, marked.tools or []
         key = (tuple(m["role"] for m in messages), len(tools))
         if key in self._tools_shown:
             return
@@ -216,8 +209,8 @@ class Conversation:
         self._tools_shown.add(key)
 
     def _proved(self, marked: _Marked, turn: int) -> tuple[Tail | None, TemplateError | None]:
-        """Return the tail by the first shape of stand-ins with which it can be proved; else why it cannot."""
-        messages = marked.dialogue.messages
+        """Return the tail by the first shape of stand-ins that proves it; else None and the last error."""
+        messages = marked.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
         shapes = SHAPES if calls or answers else SHAPES[-1:]
@@ -225,7 +218,7 @@ class Conversation:
         refusal = None
         for shape in sorted(shapes, key=lambda shape: shape != self._shapes.get(key)):
             try:
-                tail = tail_of(self.render, self.controls.pattern, marked.dialogue, turn, shape, self._ends)
+                tail = tail_of(self.render, self.controls.pattern, marked, turn, shape, self._ends)
             except TemplateError as e:
                 refusal = e
                 continue
@@ -234,48 +227,45 @@ class Conversation:
         return None, refusal
 
     def _changed(self, marked: _Marked, turn: int, tail: Tail | None, sampled_text: str | None) -> str | None:
-        """Return the text of the next prompt if the template renders in it otherwise what is before; else None.
+        """Return the text of the next prompt if the template renders earlier text differently in it; else None.
 
-        sampled_text: text of the sampled turn without its end. Nothing has changed where the template shows it, and
-        something has where it shows none of the turn's thought.
+        sampled_text: text of the sampled turn without its end. A prompt that shows it is unchanged, and one that does
+        not show the turn's thought is changed.
         """
-        dialogue = marked.dialogue
-        text, before = self.render(dialogue, True), self.render(dialogue.upto(turn), True)
+        text, before = self.render(marked, True), self.render(marked.upto(turn), True)
         if tail is None or not text.startswith(before):
             return text
         if sampled_text is not None:
             if text[len(before) :].replace(marked.mark, "").startswith(sampled_text):
                 return None
-            thought = next(
-                (dialogue.messages[turn][key] for key in THOUGHT_KEYS if dialogue.messages[turn].get(key)), ""
-            )
+            message = marked.messages[turn]
+            thought = next((message[key] for key in THOUGHT_KEYS if message.get(key)), "")
             if thought.strip() not in text[len(before) :]:
                 return text
-        alone = self.render(dialogue.upto(turn + 1))
-        kept = alone.endswith(tail.alone) and text.startswith(alone.removesuffix(tail.alone).rstrip())
-        return None if kept else text
+        alone = self.render(marked.upto(turn + 1))
+        unchanged = alone.endswith(tail.alone) and text.startswith(alone.removesuffix(tail.alone).rstrip())
+        return None if unchanged else text
 
-    def text_of(self, made: list[int], ended: bool) -> str:
+    def text_of(self, tokens: list[int], ended: bool) -> str:
         """Return the text of a sampled turn, with its control tokens but without the token that ends it.
 
         ended: the last token ends the turn.
         """
-        made = made[:-1] if ended else made
-        return self.tokenizer.decode(made, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        tokens = tokens[:-1] if ended else tokens
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _appended(self, tail: Tail, mark: str, made: list[int], ended: bool) -> list[int]:
-        """Return the tokens of the tail that the sampled turn does not hold already."""
+    def _appended(self, tail: Tail, mark: str, tokens: list[int], ended: bool) -> list[int]:
+        """Return the tokens of the tail after those that end the sampled turn."""
         ids, end = self.controls.tokens(tail.text, mark), self._end(tail.text[: tail.closing], mark)
         leading = next((i for i, token in enumerate(ids) if token not in self.controls.ids), len(ids))
-        if ended and made and made[-1] in ids[:leading]:
-            return ids[ids.index(made[-1]) + 1 :]
+        if ended and tokens and tokens[-1] in ids[:leading]:
+            return ids[ids.index(tokens[-1]) + 1 :]
         if ended:
             return ids[len(end) :]
-        held = next((n for n in range(len(end), 0, -1) if made[-n:] == end[:n]), 0)
-        return ids[held:]
+        return ids[next((n for n in range(len(end), 0, -1) if tokens[-n:] == end[:n]), 0) :]
 
     def _end(self, text: str, mark: str) -> list[int]:
-        """Return the tokens of the text that ends a turn, of which a template has few."""
+        """Return the tokens of the text that ends a turn; a template has few of these."""
         if (text, mark) not in self._closings:
             self._closings[text, mark] = self.controls.tokens(text, mark)
         return self._closings[text, mark]

@@ -1,4 +1,4 @@
-"""Reads rows of supervised data as dialogues or plain text, in the forms that people publish.
+"""Reads rows of supervised data as dialogues or plain text, in the forms in which data sets are published.
 
 - Messages: `{"role", "content"}` (OpenAI, Hugging Face, verl's multi-turn parquet) or ShareGPT's `{"from", "value"}`.
 - A prompt and a completion, each text or messages (TRL, verl's single-turn parquet, Alpaca's `instruction`, `input`,
@@ -14,11 +14,13 @@ from typing import Any
 
 from spmdrl.data.rendering import THOUGHT_KEYS, Dialogue
 from spmdrl.data.row_columns import (
+    HISTORY,
     Row,
     RowError,
     check_text,
-    history_of,
     json_of,
+    kind_of,
+    listed,
     tools_of,
     variables_of,
     with_system,
@@ -28,7 +30,7 @@ MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "
 PROMPTS = ("prompt", "instruction", "question", "query")
 COMPLETIONS = ("completion", "response", "output", "answer")
 TEXTS = ("text", "content")
-"""Names of columns that are looked for, in this order."""
+"""Names of columns, the first of which that a row has is read."""
 ROLES = {
     **{name: "user" for name in ("user", "human", "prompter")},
     **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model", "bing", "function_call")},
@@ -38,14 +40,14 @@ ROLES = {
 }
 """Role in a file -> role in a template."""
 TRAINED = ("loss", "weight", "train", "trainable")
-"""Fields of a message that say whether it is trained: 1 or 0, true or false."""
-KEPT = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS)
+"""Fields of a message that choose whether it is trained: 1 or 0, true or false."""
+FIELDS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS)
 """Further fields of a message that templates read."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; an empty name is looked for among those in use."""
+    """Names of columns; an empty name stands for the usual ones."""
 
     messages: str = ""
     prompt: str = ""
@@ -60,26 +62,23 @@ class Example:
 
     dialogue: Dialogue | None = None
     trained: list[bool | None] = field(default_factory=list)
-    """For each message: what the row says about training it; None: nothing."""
+    """For each message: True or False if the row chooses whether it is trained, else None."""
     before: list[dict] = field(default_factory=list)
     """Messages before the prompt, of the system and of earlier exchanges, for a template."""
     tools: list | None = None
     more: dict[str, Any] = field(default_factory=dict)
-    """Of a pair of texts, for a template: tools, and variables of it."""
+    """Tools and variables of the template, for a pair of texts."""
     prompt: str = ""
     text: str = ""
     """Plain text; the prompt is not part of it."""
     plain: bool = False
-    """The text is a transcript as it stands, which no template renders unless that is asked for."""
+    """True for a transcript, which no template renders unless `--data.chat` is on."""
 
 
 def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Example:  # noqa: B008 (frozen)
-    """Read one row.
+    """Read one row. system: a system message for dialogues that have none.
 
-    system: a system message for dialogues that have none.
-
-    Raises:
-        RowError: the row has none of the forms, or a field is malformed.
+    Raises RowError if the row has none of the forms, or a field is malformed.
     """
     row = Row(row)
     check_text(row)
@@ -106,10 +105,9 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
 
 
 def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
-    """Return a column, `outer.inner` for a key in it; None if it is not there.
+    """Return a column, `outer.inner` for a key in it. name: empty for the first of the usual ones, or None.
 
-    Raises:
-        RowError: a name was given, and the row has no such column.
+    Raises RowError if the row has no column of that name.
     """
     if not name:
         return next((row[each] for each in usual if each in row), None)
@@ -121,17 +119,8 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     return value
 
 
-def listed(value: Any) -> Any:
-    """Return a column, an array of a table as a list."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
-    """Return a prompt and its completion, each text or messages, of which the completion is trained.
-
-    Raises:
-        RowError: one of them is not what it should be.
-    """
+    """Return a prompt and its completion, which is trained; each is text or messages. Raises RowError."""
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
@@ -160,10 +149,9 @@ def as_dialogue(example: Example, system: str = "") -> Example:
 
 
 def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) -> Example:
-    """Return a dialogue with the tools and settings of its row, and what its messages say about training them.
+    """Return a dialogue with the tools and variables of its row, and the messages that are to be trained.
 
-    Raises:
-        RowError: an empty turn, or tools that are not a list of JSON schemas.
+    Raises RowError if a turn is empty, or if the tools are not a list of JSON schemas.
     """
     messages = with_system(row, messages, system)
     tools, more = tools_of(row, columns.tools), variables_of(row)
@@ -176,9 +164,20 @@ def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) 
 
 
 def earlier(row: dict) -> list[dict]:
-    """Return the messages of the column `history`. Raises RowError."""
-    found = history_of(row)
-    return messages_of(found) if found else []
+    """Return the messages of the column `history`; empty where there are none.
+
+    Raises RowError if it holds neither messages nor pairs of a question and its answer.
+    """
+    found = listed(row.get(HISTORY))
+    if not found:
+        return []
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        return messages_of(found)
+    pairs = [list(each) if isinstance(each, list | tuple) else [] for each in found if isinstance(found, list)]
+    if not pairs or not all(len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs):
+        raise RowError("its history must be messages, or pairs of a question and its answer")
+    turns = [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
+    return messages_of([{"role": role, "content": text} for role, text in turns])
 
 
 def _has_text(content: Any) -> bool:
@@ -203,7 +202,7 @@ def _message(i: int, message: Any) -> dict:
     if not isinstance(given, str) or given.lower() not in ROLES:
         raise RowError(f"message {i} has the role {given!r}; known roles are {', '.join(ROLES)}")
     role = ROLES[given.lower()]
-    out = {"role": role} | {k: message[k] for k in (*KEPT, *TRAINED) if k in message}
+    out = {"role": role} | {k: message[k] for k in (*FIELDS, *TRAINED) if k in message}
     if given.lower() == "function_call":
         call = json_of(f"message {i}", content)
         out["tool_calls"] = [
@@ -234,8 +233,3 @@ def _trained(i: int, message: dict) -> bool | None:
     if len(set(map(bool, flags.values()))) > 1:
         raise RowError(f"message {i} has {flags}, which disagree")
     return bool(next(iter(flags.values()))) if flags else None
-
-
-def kind_of(value: Any) -> str:
-    """Describe a value, for an error message."""
-    return f"{type(value).__name__} ({str(value)[:40]!r})"

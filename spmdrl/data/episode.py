@@ -113,17 +113,17 @@ class Episode:
     @property
     def mask(self) -> torch.Tensor:
         """bool [L]: True for tokens that the policy sampled."""
-        return self.along(lambda s: torch.full((len(s),), s.sampled))
+        return self.along(Segment.mask)
 
     @property
     def rollout_logp(self) -> torch.Tensor:
         """float32 [L]: log p as the engine reported it, 0 where the mask is False."""
-        return self.along(lambda s: torch.zeros(len(s)) if s.logp is None else s.logp)
+        return self.along(Segment.rollout_logp)
 
     @property
     def versions(self) -> torch.Tensor:
         """int64 [L]: weight version that sampled each token, 0 where the mask is False."""
-        return self.along(lambda s: torch.full((len(s),), s.version))
+        return self.along(Segment.versions)
 
     # ── the whole episode ────────────────────────────────────────────────────
 

@@ -1,18 +1,18 @@
-"""The order in which a supervised job goes through the rows of its sources, alike on all ranks, resumed exactly.
+"""The order in which a job draws prompts and rows, alike on all ranks, resumed exactly.
 
-The order depends on the seed and on the number of rows drawn before, and on nothing else (law 3). An indexed source is
-permuted anew in every epoch. A stream is cut into blocks, each permuted in memory. With weights, the source of each row
-is the one that is furthest behind its share, so that every stretch of rows holds the mixture; without, sources are
-joined end to end and permuted together.
+The order depends on the seed and on the number of rows drawn before, and on nothing else (law 3). Prompts and the rows
+of an indexed source are permuted anew in every epoch. A stream is cut into blocks, each permuted in memory. With
+weights, the source of each row is the one that is furthest behind its share, so that every stretch of rows holds the
+mixture; without, sources are joined end to end and permuted together.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any
 
-from spmdrl.data.order import drawn_indices
 from spmdrl.data.rowfiles import Indexed, Streamed
 from spmdrl.spmd.seeds import generator_for
 
@@ -25,14 +25,39 @@ Key = tuple[str, int]
 """Name of an indexed source, and a row of it."""
 
 
+_ORDER = 0x0DE4  # keeps this stream of draws apart from others that are keyed by (seed, small number)
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(n_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(n_prompts))
+    generator_for(seed, _ORDER, epoch).shuffle(order)
+    return tuple(order)
+
+
+def drawn_indices(n_prompts: int, first: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
+    """Return the positions in the prompt list of the draws `first` .. `first + count - 1` of a run.
+
+    Draws go through the epochs' permutations one after the other, or without `shuffle` through the list as it is.
+    Draws that cross from one epoch into the next, or are more than the list has prompts, may contain a position twice.
+    Raises ValueError on empty input.
+    """
+    if n_prompts < 1 or count < 0 or first < 0:
+        raise ValueError(f"cannot draw {count} of {n_prompts} prompts after {first}")
+    if not shuffle:
+        return [i % n_prompts for i in range(first, first + count)]
+    places = (divmod(i, n_prompts) for i in range(first, first + count))
+    return [_epoch_order(n_prompts, seed, epoch)[place] for epoch, place in places]
+
+
 @dataclass
 class Drawn:
-    """One row that is due."""
+    """One drawn row."""
 
     where: str
     """Its place, for messages."""
     read: Callable[[], dict]
-    """Gives the row; raises ValueError if it cannot be read."""
+    """Returns the row; raises ValueError if it cannot be read."""
     key: Key | None = None
     """None: of a stream."""
 
@@ -73,48 +98,44 @@ class Blocks:
         self.source, self.seed, self.shuffle, self.block = source, seed, shuffle, block
         self.epoch, self.first, self.taken = 0, 0, 0
         """The epoch, counted from 0; the first row of the block in the stream; rows of the block that were drawn."""
-        self.held: list[dict | ValueError] = []
+        self.rows_in_block: list[dict | ValueError] = []
         self.order: list[int] = []
         self.rows: Iterator[dict | ValueError] | None = None
 
     def draw(self) -> Drawn:
-        """Return the next row.
-
-        Raises:
-            ValueError: the stream is empty, or ends early.
-        """
-        if self.taken == len(self.held):
-            self.first, self.taken = self.first + len(self.held), 0
+        """Return the next row. Raises ValueError if the stream is empty or ends early."""
+        if self.taken == len(self.rows_in_block):
+            self.first, self.taken = self.first + len(self.rows_in_block), 0
             self._fill()
-            if not self.held:
+            if not self.rows_in_block:
                 if not self.first:
                     raise ValueError(f"{self.source.name} holds no rows (--data.train)")
                 self.epoch, self.first, self.rows = self.epoch + 1, 0, None
                 self._fill()
         place = self.order[self.taken]
         self.taken += 1
-        row = self.held[place]
+        row = self.rows_in_block[place]
         return Drawn(f"{self.source.name}, row {self.first + place}", lambda: _read(row))
 
     def _fill(self) -> None:
         if self.rows is None:
             self.rows = self.source.rows(self.first)
-        self.held = list(islice(self.rows, self.block))
-        self.order = list(range(len(self.held)))
+        self.rows_in_block = list(islice(self.rows, self.block))
+        self.order = list(range(len(self.rows_in_block)))
         if self.shuffle:
             generator_for(self.seed, _STREAM, self.epoch, self.first).shuffle(self.order)
 
     def state(self) -> dict[str, Any]:
-        """See `Permuted`."""
+        """Return the place in the order, for `restore`; JSON-able."""
         return {"epoch": self.epoch, "first": self.first, "taken": self.taken, "block": self.block}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Permuted`. The block is read again."""
+        """Go on where `state` was taken. The block is read again."""
         self.epoch, self.first, self.block = state["epoch"], state["first"], state["block"]
         self.rows = None
         self._fill()
         self.taken = state["taken"]
-        if self.taken > len(self.held):
+        if self.taken > len(self.rows_in_block):
             raise ValueError(
                 f"{self.source.name} ends early: {self.taken} rows from row {self.first} on were read before"
             )
@@ -146,7 +167,7 @@ class Mixture:
 
     @property
     def rows(self) -> int | None:
-        """Rows of an epoch: those that are drawn until the part that lasts longest is through. None: nobody knows."""
+        """Rows of an epoch, in which the part that lasts longest is drawn once; None with a stream."""
         total, longest = sum(self.weights), 0
         for part, weight in zip(self.parts, self.weights, strict=True):
             if isinstance(part, Blocks):
@@ -172,5 +193,5 @@ class Mixture:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.counts = list(state["counts"])
-        for part, held in zip(self.parts, state["parts"], strict=True):
-            part.restore(held)
+        for part, place in zip(self.parts, state["parts"], strict=True):
+            part.restore(place)

@@ -6,8 +6,8 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from spmdrl.data.dialogues import (
@@ -15,15 +15,13 @@ from spmdrl.data.dialogues import (
     PROMPTS,
     Columns,
     Example,
-    RowError,
     column_of,
     dialogue_of,
-    kind_of,
-    listed,
+    earlier,
     messages_of,
     pair_of,
 )
-from spmdrl.data.row_columns import Row, check_text, history_of
+from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 CHOSEN, REJECTED = 0, 1
 """Numbers of the sides of a pair among its samples; a labelled response has that of the side it would be on."""
@@ -47,17 +45,14 @@ class Preference:
     sides: dict[int, Example] = field(default_factory=dict)
     """CHOSEN and REJECTED, or one of them."""
     margin: float | None = None
-    """By how much the chosen side is better, where the row says so."""
+    """By how much the chosen side is better; None if the row does not give it."""
 
 
 def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:
-    """Read one row.
+    """Read one row. system: a system message for dialogues that have none.
 
-    system: a system message for dialogues that have none.
-
-    Raises:
-        RowError: the row has none of the forms, its sides are equal or answer other prompts, or a part of it is not
-            what it should be.
+    Raises RowError if the row has none of the forms, if its sides are equal or answer different prompts, or if a part
+    of it is malformed.
     """
     row = Row(row)
     check_text(row)
@@ -92,7 +87,7 @@ def _margin(row: dict, column: str) -> float | None:
 def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Example]:
     given = [listed(row[name]) for name in (columns.chosen, columns.rejected)]
     prompt = listed(column_of(row, columns.prompt, PROMPTS))
-    if prompt is None and history_of(row):
+    if prompt is None and earlier(row):
         raise RowError("its history stands before a prompt, and it has no column of one (--data.prompt-column)")
     if isinstance(given[0], list) != isinstance(given[1], list):
         raise RowError(f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}")
@@ -105,28 +100,26 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
     plain = prompt is None
     if plain:
         prompt, given = _split(given)
-    read = lambda text: pair_of(row, prompt, text, columns, system)  # noqa: E731
-    out = {i: _named(side, partial(read, text)) for i, side, text in _sides(given)}
+    out = _examples(given, lambda text: pair_of(row, prompt, text, columns, system))
     for example in out.values():
         example.plain = plain
     return out
 
 
-def _sides(given: list) -> list[tuple[int, str, Any]]:
-    return list(zip((CHOSEN, REJECTED), SIDES, given, strict=True))
-
-
-def _named(side: str, read) -> Example:
-    try:
-        return read()
-    except RowError as e:
-        raise RowError(f"its {side} side: {e}") from e
+def _examples(sides: list, read: Callable[[Any], Example]) -> dict[int, Example]:
+    """Read both sides; a RowError names its side."""
+    out = {}
+    for i, (name, side) in enumerate(zip(SIDES, sides, strict=True)):
+        try:
+            out[i] = read(side)
+        except RowError as e:
+            raise RowError(f"its {name} side: {e}") from e
+    return out
 
 
 def _whole(given: list) -> bool:
-    """Return True where the sides are dialogues from their beginning, and no answers alone."""
-    first = [messages_of(side)[0]["role"] for side in given]
-    return "assistant" not in first
+    """Return True if both sides are dialogues from their beginning, not answers alone."""
+    return all(messages_of(side)[0]["role"] != "assistant" for side in given)
 
 
 def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, system: str) -> dict[int, Example]:
@@ -148,13 +141,11 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
         raise RowError(f"its sides do not answer its prompt {prompt[:40]!r}: none of their common messages is it")
     if isinstance(prompt, list) and chosen[: len(before := messages_of(prompt))] != before:
         raise RowError("its sides do not begin with its prompt")
-    out = {}
-    for i, side, messages in _sides([chosen, rejected]):
-        example = _named(side, lambda messages=messages: dialogue_of(row, messages, columns, system))
+    out = _examples([chosen, rejected], lambda messages: dialogue_of(row, messages, columns, system))
+    for i, messages in enumerate((chosen, rejected)):
         # A system message may have been added in front.
-        before = common + len(example.trained) - len(messages)
-        example.trained[:before] = [False] * before
-        out[i] = example
+        before = common + len(out[i].trained) - len(messages)
+        out[i].trained[:before] = [False] * before
     return out
 
 

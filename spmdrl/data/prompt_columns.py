@@ -1,16 +1,21 @@
-"""Columns beside a prompt that its chat template reads, and those of the same names that are left to rewards.
+"""Puts columns of a row into its prompt: those that a chat template reads, and those that `--data.template` names.
 
-The names are ordinary words: `documents` may be data for a reward, `history` a patient record. A column goes
-into the prompt only where a chat template renders it, its value has the form that is looked for, and no other setting
-names it.
+The names that templates read are ordinary words: `documents` may be data for a reward, `history` a patient record. Such
+a column goes into the prompt only where a chat template renders it, its value has the expected form, and no other
+setting names it; else it is left to reward functions.
 """
 
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from spmdrl.data.dialogues import earlier, kind_of, listed
+from spmdrl.data.chat import as_messages
+from spmdrl.data.dialogues import earlier
 from spmdrl.data.row_columns import (
     DEVELOPER,
+    EMPTY,
     HISTORY,
     KWARGS,
     SYSTEMS,
@@ -18,6 +23,8 @@ from spmdrl.data.row_columns import (
     VARIABLES,
     Row,
     RowError,
+    kind_of,
+    listed,
     system_of,
     tools_of,
     variables_of,
@@ -25,8 +32,7 @@ from spmdrl.data.row_columns import (
 )
 
 
-def documents_of(row: dict) -> None:
-    """Raise RowError where the documents of a row are not a list of objects."""
+def _check_documents(row: dict) -> None:
     found = listed(row["documents"])
     if not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
         raise RowError(f"its documents are {kind_of(found)}, not a list of objects")
@@ -37,18 +43,18 @@ READERS: dict[str, Callable[[dict], Any]] = {
     HISTORY: earlier,
     TOOLS: tools_of,
     **dict.fromkeys((KWARGS, *VARIABLES), variables_of),
-    "documents": documents_of,
+    "documents": _check_documents,
 }
-"""Column -> what reads it, which raises RowError where the value has not the form."""
+"""Column -> its reader, which raises RowError if the value has another form."""
 OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
 """Columns that are read where an environment begins the episodes."""
 
 
 def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool) -> tuple[Row, dict[str, str]]:
-    """Return a row without the columns that stay out of its prompt, and why they do, by name.
+    """Return a row without the columns that stay out of its prompt, and the reason for each, by name.
 
-    named: columns that settings name, which are left out without a word. template: a chat template renders the prompt.
-    begun: an environment begins the episodes.
+    named: columns that settings name, which are left out without a reason. template: a chat template renders the
+    prompt. begun: an environment begins the episodes.
     """
     left = dict[str, str]()
     for name, read in READERS.items():
@@ -61,17 +67,16 @@ def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool
             read({name: row[name]})
         except RowError as error:
             left[name] = str(error)
-    kept = Row({name: value for name, value in row.items() if name not in left and name not in named})
-    return kept, {name: why for name, why in left.items() if row[name] not in ("", [], {})}
+    shown = Row({name: value for name, value in row.items() if name not in left and name not in named})
+    return shown, {name: why for name, why in left.items() if row[name] not in EMPTY}
 
 
 def left_lines(left: Iterable[dict[str, str]]) -> tuple[str, ...]:
-    """Return a sentence on each column that stayed out of prompts. left: of each row, names and reasons."""
-    counts, reasons = dict[str, int](), dict[str, str]()
+    """Return a sentence on each column that stayed out of prompts. left: names and reasons for each row."""
+    counts, reasons = Counter[str](), dict[str, str]()
     for row in left:
-        for name, why in row.items():
-            counts[name] = counts.get(name, 0) + 1
-            reasons.setdefault(name, why)
+        counts.update(row.keys())
+        reasons |= {name: why for name, why in row.items() if name not in reasons}
     return tuple(
         f"the column {name!r} stays out of the prompt in {counts[name]} rows, and is left to rewards: {why}"
         for name, why in reasons.items()
@@ -80,7 +85,44 @@ def left_lines(left: Iterable[dict[str, str]]) -> tuple[str, ...]:
 
 def with_columns(prompt: str | list, row: Row) -> str | list:
     """Return a prompt with the messages that other columns of its row put before it."""
-    before = earlier(row)
-    messages = [*before, *(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
-    whole = with_system(row, messages)
+    whole = with_system(row, [*earlier(row), *as_messages(prompt)])
     return whole if isinstance(prompt, list) or len(whole) > 1 else prompt
+
+
+def around_prompt(prompt: str | list, row: dict, template: str) -> str | list:
+    """Put the template around the prompt; in messages, around the last one from the user."""
+    if isinstance(prompt, str):
+        return with_values("--data.template", template, {**row, "prompt": prompt})
+    for i in reversed(range(len(prompt))):
+        if prompt[i].get("role") == "user":
+            text = with_values("--data.template", template, {**row, "prompt": prompt[i].get("content")})
+            return [*prompt[:i], {**prompt[i], "content": text}, *prompt[i + 1 :]]
+    raise ValueError("--data.template goes around the user's message, and the prompt has none")
+
+
+def column_names(text: str) -> list[str]:
+    """Return the columns that `with_values` puts into a text; none of one that it refuses."""
+    try:
+        return [re.split(r"[\[.]", name)[0] for name in _fields(text)]
+    except ValueError:
+        return []
+
+
+def _fields(text: str) -> list[str]:
+    return [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+
+
+def with_values(flag: str, text: str, row: dict) -> str:
+    """Apply str.format with the columns: `{name}` and `{name[key]}` only; other braces are written `{{` and `}}`."""
+    try:
+        for name in _fields(text):
+            base = re.split(r"[\[.]", name)[0]
+            if "." in re.sub(r"\[[^\]]*\]", "", name):
+                raise ValueError(
+                    f"{name!r} reaches into a value, which has no columns; write {{name}} or {{name[key]}}"
+                )
+            if base not in row:
+                raise ValueError(f"no column {base!r}; there are {', '.join(map(str, row))} (--data.prompt-column)")
+        return text.format(**row)
+    except (ValueError, LookupError, AttributeError, TypeError) as e:
+        raise ValueError(f"{flag} {text!r}: {e}; write braces that are no column as {{{{ and }}}}") from e

@@ -1,14 +1,15 @@
-"""Reads the prompts of a run, formats them, turns them into tokens, and drops those that are too long.
+"""Reads the prompts of a run, formats and tokenizes them, and drops those that are too long.
 
 Two layouts of rows are supported. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
 (chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any container.
-Columns beside these (`prompt_columns.py`) give a message of the system, earlier exchanges, tools, and variables of the
-chat template; what is left goes to reward functions.
+Further columns (`prompt_columns.py`) give a message of the system, earlier exchanges, tools, and variables of the chat
+template; the rest goes to reward functions.
 """
 
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,17 +17,22 @@ from spmdrl.config.environment import COLUMN
 from spmdrl.config.schema import DataConfig
 from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.config.template import template_kwargs
-from spmdrl.data.chat import encode, template_text
-from spmdrl.data.dialogues import listed
-from spmdrl.data.prompt_columns import left_lines, rendered_columns, with_columns
-from spmdrl.data.prompt_text import around_prompt, column_names, with_values
-from spmdrl.data.rendering import Dialogue
-from spmdrl.data.row_columns import Row, RowError, check_text, tools_of, variables_of
+from spmdrl.data.chat import as_messages, encode, template_text
+from spmdrl.data.prompt_columns import (
+    around_prompt,
+    column_names,
+    left_lines,
+    rendered_columns,
+    with_columns,
+    with_values,
+)
+from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
+from spmdrl.data.row_columns import EMPTY, Row, RowError, check_text, listed, tools_of, variables_of
+from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
 from spmdrl.data.sources import Source, read_source
-from spmdrl.data.unshown import LOOKED, check_read, renderer_of, unshown, unshown_line
 
 REFUSED = SupervisedDataConfig.max_refused
-"""Largest share of rows that may be left out because no tokenizer takes their text; the same limit as in SFT."""
+"""Largest share of rows that may be left out because no tokenizer takes their text, as in SFT."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Prompt:
     chat: bool = False
     """True if a chat template rendered it."""
     tools: list | None = None
-    """JSON schemas that its row gives."""
+    """JSON schemas from its row."""
     more: dict = field(default_factory=dict)
     """Variables of the chat template: those of its row over those of the run."""
     opening: list | None = None
@@ -105,13 +111,13 @@ def load_prompts(
     begun: an environment begins the episodes: prompts are not encoded, and may be empty. teacher: the template is
     a teacher's, which need not read the variables of the run.
 
-    Indices stay those of the source when long prompts are dropped. Raises ValueError naming the flag to change: no such
-    source or column, nothing in it, a row that cannot be read (with its place), nothing short enough.
+    Indices stay those of the source when long prompts are dropped. Raises ValueError, which names the flag to change,
+    if there is no source or column of that name, if a row cannot be read, or if no prompt is short enough.
     """
     source = read_source(spec, data.prompt_column, data.answer_column, limit)
     if not source.rows:
         raise ValueError(f"{spec!r} holds no rows (--data.train, --data.eval)")
-    # An environment speaks in messages, whatever its rows are.
+    # An environment begins with messages, whatever its rows are.
     raw = source.raw and not begun
     if raw and data.chat_template:
         raise ValueError(
@@ -125,118 +131,121 @@ def load_prompts(
         chat="off" if raw else data.chat,
         chat_template=template_text(data.chat_template),
     )
-    shows = _renders(data, tokenizer)
-    render = renderer_of(tokenizer, data.chat_template, template_kwargs(data)) if shows else None
-    if render and not teacher:
-        check_read(render, render.more)
-    verl = {"prompt", "reward_model"} <= source.rows[0].keys()
-    prompts, shortest, over = [], 0, dict[str, None]()
-    left, looked, hidden, refused = list[dict[str, str]](), 0, list[str](), list[str]()
-    for index, row in enumerate(source.rows):
-        try:
-            check_text(row)
-        except RowError as e:
-            refused.append(f"{source.where(index)}: {e}")
-            continue
-        try:
-            prompt, more, without = _from_row(index, row, data, tokenizer, source, verl, begun)
-        except ValueError as e:
-            raise ValueError(f"{source.where(index)}: {e}") from e
-        over |= dict.fromkeys(more)
-        left.append(without)
-        if render and not begun and (prompt.tools or prompt.more) and looked < LOOKED:
-            looked += 1
-            messages = (
-                prompt.content if isinstance(prompt.content, list) else [{"role": "user", "content": prompt.content}]
-            )
-            hidden += unshown(render, Dialogue(messages, prompt.tools, prompt.more))
-        n = len(prompt.tokens)
-        shortest = min(shortest or n, n)
-        if n <= max_prompt_tokens:
-            prompts.append(prompt)
-    if len(refused) > REFUSED * len(source.rows):
-        raise ValueError(refused[0])
+    reader = _Reader(source, data, tokenizer, begun)
+    if reader.renderer and not teacher:
+        check_read(reader.renderer, reader.renderer.more)
+    found = [prompt for prompt in map(reader.read, range(len(source.rows))) if prompt]
+    if len(reader.refused) > REFUSED * len(source.rows):
+        raise ValueError(reader.refused[0])
+    prompts = [prompt for prompt in found if len(prompt.tokens) <= max_prompt_tokens]
     if not prompts:
+        shortest = min((len(prompt.tokens) for prompt in found), default=0)
         raise ValueError(
             f"{spec!r}: every one of {len(source.rows)} prompts is longer than {max_prompt_tokens} tokens (the "
             f"shortest has {shortest}): raise --rollout.max-prompt-tokens"
         )
-    made = spec.partition(":")[0] in ("builtin", "reasoning-gym")
-    beside, unread = ((), tuple(over)) if verl else (tuple(over), ())
-    columns = ((), ()) if made else (beside, unread)
-    lines = (*left_lines(left), *filter(None, [unshown_line(hidden), refused_line(refused)]))
-    return PromptSet(prompts, len(source.rows) - len(prompts) - len(refused), spec, *columns, lines, source.where)
+    over = () if spec.partition(":")[0] in ("builtin", "reasoning-gym") else tuple(reader.over)
+    beside, unread = ((), over) if reader.verl else (over, ())
+    lines = (*left_lines(reader.left), *filter(None, [unshown_line(reader.hidden), refused_line(reader.refused)]))
+    return PromptSet(prompts, len(found) - len(prompts), spec, beside, unread, lines, source.where)
 
 
-def _from_row(
-    index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool
-) -> tuple[Prompt, list[str], dict[str, str]]:
-    """Return the prompt of a row, the columns that it was made without, and those that its template might have read."""
-    read = {
-        data.prompt_column,
-        data.answer_column,
-        "data_source",
-        *column_names(data.template),
-        *column_names(data.prefill),
-    }
-    chat = _renders(data, tokenizer)
-    shown, left = rendered_columns(Row(row), read, chat or begun, begun)
-    if verl:
-        prompt, truth, extra = _verl_columns(row)
-        read |= {"prompt", "reward_model", "extra_info"}
-        if begun and row.get(COLUMN) is not None:
-            extra = {**extra, COLUMN: row[COLUMN]}
-    else:
-        prompt = _column(row, data.prompt_column, "--data.prompt-column")
-        truth = _column(row, data.answer_column, "--data.answer-column") if data.answer_column else None
-        extra = {k: v for k, v in row.items() if k not in (data.prompt_column, data.answer_column, "data_source")}
-    prompt = _content(prompt)
-    if data.template:
-        prompt = around_prompt(prompt, row, data.template)
-    prefill = with_values("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
-    more, tools = variables_of(shown), None
-    opening = None
-    if begun:
-        whole = with_columns(prompt, shown)
-        opening = whole if isinstance(whole, list) and whole != prompt else None
-        tokens, text = [], prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
-    else:
-        prompt, tools = with_columns(prompt, shown), tools_of(shown)
-        how = {"prefill": prefill, "chat": data.chat, "chat_template": data.chat_template}
-        own = template_kwargs(data) | more
-        tokens, text = encode(tokenizer, prompt, system=data.system, tools=tools, more=own, **how)
-    if not tokens and not begun:
-        raise ValueError("the prompt is empty: an engine needs at least one token")
-    try:
-        json.dumps(truth := json_able(truth))
-    except TypeError as e:
-        raise ValueError(f"the ground truth cannot be written as JSON ({e}): change --data.answer-column") from e
-    read |= shown.read - left.keys()
-    made = Prompt(
-        index=index,
-        tokens=tokens,
-        ground_truth=truth,
-        data_source=str(row.get("data_source") or source.name),
-        extra={str(k): v for k, v in ((k, json_able(v)) for k, v in extra.items()) if _is_json(v)},
-        text=text,
-        content=prompt if _is_json(prompt) else "",
-        reply=prefill,
-        chat=chat,
-        tools=tools,
-        more=more,
-        opening=opening,
-    )
-    return made, [str(k) for k, v in row.items() if k not in read and v is not None and v not in ("", [], {})], left
+class _Reader:
+    """Turns the rows of one source into prompts, and collects notes on them."""
+
+    def __init__(self, source: Source, data: DataConfig, tokenizer, begun: bool):
+        self.source, self.data, self.tokenizer, self.begun = source, data, tokenizer, begun
+        self.verl = {"prompt", "reward_model"} <= source.rows[0].keys()
+        self.chat = data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
+        self.variables = template_kwargs(data)
+        self.renderer: Renderer | None = None
+        if self.chat:
+            # A template that does not show a message of a user alone cannot be examined.
+            with suppress(TemplateError):
+                self.renderer = Renderer(tokenizer, data.chat_template, self.variables)
+        inserted = {*column_names(data.template), *column_names(data.prefill)}
+        self.named = {data.prompt_column, data.answer_column, "data_source", *inserted}
+        """Columns that settings name."""
+        self.over: dict[str, None] = {}
+        """Columns that no prompt was made with."""
+        self.left: list[dict[str, str]] = []
+        """For each prompt the columns that its template might have read, with the reason why it did not."""
+        self.refused: list[str] = []
+        self.hidden: list[str] = []
+        self.looked = 0
+
+    def read(self, index: int) -> Prompt | None:
+        """Return the prompt of a row; None if no tokenizer takes its text. Raises ValueError, which names the row."""
+        row, place = self.source.rows[index], self.source.where(index)
+        try:
+            check_text(row)
+        except RowError as e:
+            self.refused.append(f"{place}: {e}")
+            return None
+        try:
+            prompt = self._prompt(index, row)
+        except ValueError as e:
+            raise ValueError(f"{place}: {e}") from e
+        if self.renderer and not self.begun and (prompt.tools or prompt.more) and self.looked < LOOKED:
+            self.looked += 1
+            self.hidden += unshown(self.renderer, Dialogue(as_messages(prompt.content), prompt.tools, prompt.more))
+        return prompt
+
+    def _prompt(self, index: int, row: dict) -> Prompt:
+        data, read = self.data, set(self.named)
+        shown, left = rendered_columns(Row(row), self.named, self.chat or self.begun, self.begun)
+        if self.verl:
+            content, truth, extra = _verl_columns(row)
+            read |= {"prompt", "reward_model", "extra_info"}
+            if self.begun and row.get(COLUMN) is not None:
+                extra = {**extra, COLUMN: row[COLUMN]}
+        else:
+            content = _column(row, data.prompt_column, "--data.prompt-column")
+            truth = _column(row, data.answer_column, "--data.answer-column") if data.answer_column else None
+            extra = {k: v for k, v in row.items() if k not in (data.prompt_column, data.answer_column, "data_source")}
+        content = _content(content)
+        if data.template:
+            content = around_prompt(content, row, data.template)
+        prefill = with_values("--data.prefill", data.prefill, {**row, "prompt": content}) if data.prefill else ""
+        more, tools, opening = variables_of(shown), None, None
+        whole = with_columns(content, shown)
+        if self.begun:
+            opening = whole if isinstance(whole, list) and whole != content else None
+            tokens, text = [], content if isinstance(content, str) else ""
+            if isinstance(content, list) and content:
+                text = str(content[-1].get("content", ""))
+        else:
+            content, tools = whole, tools_of(shown)
+            how = {"prefill": prefill, "chat": data.chat, "chat_template": data.chat_template, "system": data.system}
+            tokens, text = encode(self.tokenizer, content, tools=tools, more=self.variables | more, **how)
+            if not tokens:
+                raise ValueError("the prompt is empty: an engine needs at least one token")
+        try:
+            json.dumps(truth := json_able(truth))
+        except TypeError as e:
+            raise ValueError(f"the ground truth cannot be written as JSON ({e}): change --data.answer-column") from e
+        read |= shown.read - left.keys()
+        self.over |= {str(k): None for k, v in row.items() if k not in read and v is not None and v not in EMPTY}
+        self.left.append(left)
+        return Prompt(
+            index=index,
+            tokens=tokens,
+            ground_truth=truth,
+            data_source=str(row.get("data_source") or self.source.name),
+            extra={str(k): v for k, v in ((k, json_able(v)) for k, v in extra.items()) if _is_json(v)},
+            text=text,
+            content=content if _is_json(content) else "",
+            reply=prefill,
+            chat=self.chat,
+            tools=tools,
+            more=more,
+            opening=opening,
+        )
 
 
 def refused_line(refused: list[str]) -> str:
     """Return a sentence about rows that are left out, with the first one's place; empty where there are none."""
     return f"rows that are refused and left out: {len(refused)}, the first {refused[0]}" if refused else ""
-
-
-def _renders(data: DataConfig, tokenizer) -> bool:
-    """Return True if a chat template renders the prompts."""
-    return data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
 
 
 def _content(prompt: object) -> str | list:
@@ -267,7 +276,7 @@ def _column(row: dict, name: str, flag: str) -> object:
 def json_able(value: object) -> object:
     """Convert a value to JSON's types: tuples and arrays become lists, keys text, exact numbers and dates text.
 
-    Values without such a form (bytes) are returned unchanged.
+    Values without a JSON form (bytes) are returned unchanged.
     """
     if isinstance(value, dict):
         return {str(k): json_able(v) for k, v in value.items()}

@@ -20,7 +20,13 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TemplateError(ValueError):
-    """A template cannot render a dialogue, or would lose a part of it; the message says which."""
+    """A template cannot render a dialogue, or would lose a part of it, which the message names."""
+
+
+def tool_call(name: str, arguments: Any, place: int = 0) -> dict:
+    """Return a call of a tool as templates read it. place: its number among the calls of its turn."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call{place:05d}", "type": "function", "function": function}
 
 
 @dataclass
@@ -49,8 +55,7 @@ class Renderer:
         template: jinja text instead of the tokenizer's own, or the name of one of them; without either ChatML is taken.
         more: variables of the template that hold where a dialogue does not give its own.
 
-        Raises:
-            TemplateError: the template cannot render a single message of the user.
+        Raises TemplateError if the template cannot render a single message of the user.
         """
         self.tokenizer = tokenizer
         self.template: str = chosen_template(tokenizer, template) or CHATML
@@ -61,10 +66,8 @@ class Renderer:
             self.parts = True
             if not self._shows([{"role": "user", "content": PROBE}]):
                 raise TemplateError("the chat template does not show the message of a user")
-        call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
-        question = {"role": "user", "content": "a"}
-        if not self._shows([question, {"role": "assistant", "content": "", "tool_calls": [call]}]):
-            self.json_arguments = True
+        call, question = tool_call(PROBE, {"a": PROBE}), {"role": "user", "content": "a"}
+        self.json_arguments = not self._shows([question, {"role": "assistant", "content": "", "tool_calls": [call]}])
 
     def _shows(self, messages: list[dict], tools: list | None = None) -> bool:
         try:
@@ -86,7 +89,7 @@ class Renderer:
 
     @cached_property
     def controls(self) -> re.Pattern[str]:
-        """Finds the control tokens in a text: the tokens that were added to the vocabulary."""
+        """A pattern that matches control tokens in a text: the tokens that were added to the vocabulary."""
         words = sorted(map(str, self.tokenizer.get_added_vocab()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
@@ -98,10 +101,7 @@ class Renderer:
         shows one call alone.
         """
         names = [PROBE + letter for letter in "ab"]
-        calls = [
-            {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": {"a": "1" + name}}}
-            for i, name in enumerate(names)
-        ]
+        calls = [tool_call(name, {"a": "1" + name}, i) for i, name in enumerate(names)]
         question = {"role": "user", "content": "a"}
         try:
             text = self(Dialogue([question, {"role": "assistant", "content": "", "tool_calls": calls}]))
@@ -114,12 +114,9 @@ class Renderer:
         return frozenset(self.controls.findall(between)) - ends
 
     def __call__(self, dialogue: Dialogue, ask: bool = False) -> str:
-        """Return the text of a dialogue.
+        """Return the text of a dialogue. Raises TemplateError if the template refuses it.
 
         ask: end with the generation prompt.
-
-        Raises:
-            TemplateError: the template refuses the dialogue.
         """
         return self._render(dialogue, add_generation_prompt=ask)[0]
 

@@ -1,4 +1,4 @@
-"""Columns that rows of every job may have beside their prompt or dialogue, and the columns that a reader has asked for.
+"""Columns that rows of every job may have beside their prompt or dialogue, and the names of columns that were read.
 
 - `system`, `system_prompt`, `developer`: a message before the dialogue (OpenOrca, ShareGPT).
 - `history`: exchanges before the prompt, as messages or as pairs of a question and its answer (Alpaca).
@@ -15,6 +15,8 @@ KWARGS = "chat_template_kwargs"
 HISTORY = "history"
 DEVELOPER = "developer"
 TOOLS = "tools"
+EMPTY = ("", [], {})
+"""Values of a column that count as none."""
 
 
 class RowError(ValueError):
@@ -40,7 +42,7 @@ class Row(dict):
     @property
     def unread(self) -> list[str]:
         """Names of columns that hold something and that nothing has read."""
-        return [str(key) for key, value in self.items() if key not in self.read and value not in ("", [], {})]
+        return [str(key) for key, value in self.items() if key not in self.read and value not in EMPTY]
 
 
 def unread_line(names: Iterable[str]) -> str:
@@ -52,8 +54,7 @@ def unread_line(names: Iterable[str]) -> str:
 def system_of(row: dict) -> list[dict]:
     """Return the messages of the system and of the developer that columns of a row give.
 
-    Raises:
-        RowError: one of them is not text, or two columns give other messages of the system.
+    Raises RowError if one of them is not text, or if two columns give different messages of the system.
     """
     found = {name: row.get(name) for name in SYSTEMS if row.get(name)}
     if len({str(text).strip() for text in found.values()}) > 1:
@@ -61,15 +62,14 @@ def system_of(row: dict) -> list[dict]:
     texts = [("system", text) for text in list(found.values())[:1]] + [("developer", row.get(DEVELOPER))]
     for role, text in texts:
         if text and not isinstance(text, str):
-            raise RowError(f"its {role} message is {type(text).__name__} ({str(text)[:40]!r}), not text")
+            raise RowError(f"its {role} message is {kind_of(text)}, not text")
     return [{"role": role, "content": text} for role, text in texts if text and str(text).strip()]
 
 
 def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:
-    """Return messages with the system's in front: those of the row's columns, else `--data.system`.
+    """Return messages with the system's in front: those of the row's columns, else `system` (`--data.system`).
 
-    Raises:
-        RowError: a column gives one, and the messages begin with another one.
+    Raises RowError if a column gives one and the messages begin with another.
     """
     own = [m for m in messages[:2] if m["role"] in ("system", "developer")]
     given = system_of(row)
@@ -82,35 +82,14 @@ def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]
     return [*(given or ([{"role": "system", "content": system}] if system else [])), *messages]
 
 
-def history_of(row: dict) -> list:
-    """Return the messages of the column `history`, in the form in which the row has them; empty where there are none.
-
-    Raises:
-        RowError: it is neither messages nor pairs of texts.
-    """
-    found = _listed(row.get(HISTORY))
-    if not found:
-        return []
-    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
-        return found
-    pairs = [list(each) if isinstance(each, list | tuple) else [] for each in found if isinstance(found, list)]
-    if not pairs or not all(len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs):
-        raise RowError("its history must be messages, or pairs of a question and its answer")
-    return [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
-
-
 def tools_of(row: dict, column: str = TOOLS) -> list | None:
     """Return the tools of a row. Raises RowError where they are not a list of JSON schemas."""
     tools = row.get(column)
     if isinstance(tools, str):
         tools = json_of("tools", tools) if tools.strip() else None
-    tools = _listed(tools)
+    tools = listed(tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RowError(f"its tools are {type(tools).__name__} ({str(tools)[:40]!r}), not a list of JSON schemas")
+        raise RowError(f"its tools are {kind_of(tools)}, not a list of JSON schemas")
     return tools or None
 
 
@@ -120,16 +99,22 @@ def variables_of(row: dict) -> dict[str, Any]:
     if isinstance(more, str):
         more = json_of(KWARGS, more)
     if not isinstance(more, dict):
-        raise RowError(f"its chat_template_kwargs are {type(more).__name__} ({str(more)[:40]!r}), not an object")
+        raise RowError(f"its chat_template_kwargs are {kind_of(more)}, not an object")
     return more | {name: row[name] for name in VARIABLES if name in row and row[name] is not None}
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """Return a column, an array of a table as a list."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def kind_of(value: Any) -> str:
+    """Describe a value, for an error message."""
+    return f"{type(value).__name__} ({str(value)[:40]!r})"
+
+
 def json_of(what: str, text: str) -> Any:
-    """Return what JSON text says. Raises RowError."""
+    """Parse JSON. Raises RowError, which calls the text `what`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -139,7 +124,7 @@ def json_of(what: str, text: str) -> Any:
 def check_text(value: Any) -> None:
     """Raise RowError if a text in a row holds half of a surrogate pair, which no tokenizer takes.
 
-    JSON writes such a half as an escape; it comes from a character that was cut in two.
+    JSON writes the half as an escape; it comes from a character that was cut in two.
     """
     if isinstance(value, str):
         try:

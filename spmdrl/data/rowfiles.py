@@ -1,58 +1,28 @@
 """Rows of supervised data that need not fit in memory: files read by index, data sets of the hub, streams.
 
-An indexed source (`Indexed`) gives row i when it is asked for: a .jsonl file through the places of its lines, a
-.parquet file through its row groups, a data set of a hub through its memory map. A stream (`Streamed`) only goes
-forward: a compressed .jsonl.gz file, or a data set that is read from the hub while it trains.
+An indexed source reads row i alone: a .jsonl file through the places of its lines, a .parquet file through its row
+groups, a data set of a hub through its memory map. A stream only goes forward: a compressed .jsonl.gz file, or a data
+set that is read from the hub during training. `where` describes the place of a row, for messages.
 """
 
 import gzip
-import json
 import zlib
 from array import array
-from codecs import BOM_UTF8
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from spmdrl.data.sources import HUBS, read_source
+from spmdrl.data.sources import HUBS, json_row, read_source
 
 FORMS = (
     "a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, `stream:<name>[:config[:split]]` "
-    "(read from the hub while it trains), `ms:<owner>/<name>[:config[:split]]` (ModelScope), `builtin:<task>[:eval]` "
+    "(read from the hub during training), `ms:<owner>/<name>[:config[:split]]` (ModelScope), `builtin:<task>[:eval]` "
     "or `reasoning-gym:<task>`"
 )
-
-
-class Indexed(Protocol):
-    """Rows by index."""
-
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict:
-        """Return a row. Raises ValueError, with its place, if it cannot be read."""
-        ...
-
-    def where(self, index: int) -> str:
-        """Describe the place of a row, for messages."""
-        ...
-
-
-class Streamed(Protocol):
-    """Rows in the order of their source."""
-
-    name: str
-
-    def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield rows, from row number `start` of the source on; an error in the place of a row that cannot be read.
-
-        Raises:
-            ValueError: the stream ends before the source does.
-        """
-        ...
 
 
 @dataclass
@@ -60,20 +30,20 @@ class Table:
     """Rows in memory, or behind a memory map."""
 
     name: str
-    held: Any
+    data: Any
     unit: str = "row"
     columnar: bool = False
     """It holds columns, in which None stands for a key that only other rows have."""
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.data)
 
     def __getitem__(self, index: int) -> dict:
-        row = dict(self.held[index])
+        row = dict(self.data[index])
         return without_gaps(row) if self.columnar else row
 
     def where(self, index: int) -> str:
-        """See `Indexed`."""
+        """Describe the place of a row."""
         return f"{self.name}, {self.unit} {index}"
 
 
@@ -103,7 +73,7 @@ class Lines:
         return json_row(self.file.readline())
 
     def where(self, index: int) -> str:
-        """See `Indexed`."""
+        """Describe the place of a row."""
         return f"{self.name}:{self.numbers[index]}"
 
 
@@ -120,23 +90,20 @@ class Parquet:
             self.file = pyarrow.parquet.ParquetFile(path)
         except (OSError, pyarrow.ArrowException) as e:
             raise ValueError(f"cannot read {path} as parquet ({type(e).__name__}: {e})") from e
-        self.ends: list[int] = []
-        for i in range(self.file.num_row_groups):
-            self.ends.append((self.ends[-1] if self.ends else 0) + self.file.metadata.row_group(i).num_rows)
+        groups = range(self.file.num_row_groups)
+        self.ends = list(accumulate(self.file.metadata.row_group(i).num_rows for i in groups))
         self.group = lru_cache(maxsize=4)(self.file.read_row_group)
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
     def __getitem__(self, index: int) -> dict:
-        from bisect import bisect_right
-
         group = bisect_right(self.ends, index)
         first = self.ends[group - 1] if group else 0
         return without_gaps(self.group(group).slice(index - first, 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
-        """See `Indexed`."""
+        """Describe the place of a row."""
         return f"{self.name}, row {index}"
 
 
@@ -147,7 +114,10 @@ class Gzipped:
     name: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """See `Streamed`."""
+        """Yield the rows from number `start` on, or the error of one that cannot be read.
+
+        Raises ValueError if the file ends early.
+        """
         number = 0
         try:
             with gzip.open(Path(self.name).expanduser(), "rb") as f:
@@ -161,13 +131,13 @@ class Gzipped:
 
 @dataclass
 class Hub:
-    """A data set of the hub, read while it trains."""
+    """A data set of the hub, read during training."""
 
     name: str
     rest: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """See `Streamed`."""
+        """Yield the rows from number `start` on. Raises ValueError if the stream ends early."""
         import datasets
 
         path, config, split = (*self.rest.split(":"), "", "")[:3]
@@ -179,6 +149,12 @@ class Hub:
                 number += 1
         except Exception as e:  # the hub, the network and file systems each raise their own
             raise ValueError(f"{self.name} ends early, at row {number} ({type(e).__name__}: {e})") from e
+
+
+Indexed = Table | Lines | Parquet
+"""Sources that give the row of an index; a row that cannot be read raises ValueError."""
+Streamed = Gzipped | Hub
+"""Sources that only go forward."""
 
 
 def open_rows(spec: str) -> Indexed | Streamed:
@@ -211,17 +187,6 @@ def without_gaps(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: without_gaps(v) for k, v in value.items() if v is not None}
     return [without_gaps(v) for v in value] if isinstance(value, list) else value
-
-
-def json_row(line: bytes) -> dict:
-    """Return the row of a line. Raises ValueError."""
-    try:
-        row = json.loads(line.removeprefix(BOM_UTF8))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"not JSON ({e})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")
-    return row
 
 
 def _row_or_error(line: bytes) -> dict | ValueError:

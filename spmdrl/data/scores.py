@@ -1,7 +1,13 @@
-"""Scores as user code gives them: a number, or a dict of a score and its named parts."""
+"""Scores of answers: a number, or a dict of a score and its named parts, and those of puzzles of reasoning-gym.
 
+reasoning-gym (https://github.com/open-thought/reasoning-gym) scores each task by the task's own scorer.
+"""
+
+import json
 import math
 import numbers
+import re
+from functools import lru_cache
 from typing import Any
 
 RIGHT = 1.0 - 1e-6
@@ -9,22 +15,19 @@ RIGHT = 1.0 - 1e-6
 
 
 def is_right(score: Any) -> Any:
-    """Tell whether a score is that of a right answer, as all that counts them does: 1 or more, but for rounding.
+    """Return True if a score is that of a right answer: 1 or more, but for rounding; nan is not right.
 
-    score: a number, or a tensor of them, whose answer is a tensor of bool. nan is not right.
+    score: a number, or a tensor of them, for which a tensor of bool is returned.
     """
     return score >= RIGHT
 
 
 ACCURACY = "acc"
-"""Reward part that says of an answer whether it is right, where the score says more than that (verl's name for it)."""
+"""Reward part that is 1 for a right answer, where the score measures more than that (verl's name for it)."""
 
 
 def counts_as_right(score: float, parts: dict[str, float]) -> bool:
-    """Tell whether an evaluation counts an answer as right: by its part `acc`, or by its score where it has none.
-
-    An answer whose score is nan is not right.
-    """
+    """Return True if an evaluation counts an answer as right: by its part `acc`, or by its score if it has none."""
     return not math.isnan(score) and bool(is_right(parts.get(ACCURACY, score)))
 
 
@@ -32,10 +35,7 @@ def as_score(value: object) -> tuple[float, dict[str, float]]:
     """Return a score, which may not be finite, and its finite parts.
 
     value: a number, a scalar of numpy or torch, or `{"score": number, name: number, ...}`. Entries that are not finite
-    numbers (verl's `pred` texts) are left out.
-
-    Raises:
-        TypeError: it is something else.
+    numbers (verl's `pred` texts) are left out. Raises TypeError for another value.
     """
     if isinstance(value, dict):
         if "score" not in value:
@@ -62,3 +62,55 @@ def as_number(value: object) -> float | None:
         if (numel() if callable(numel) else getattr(value, "size", 1)) == 1:
             value = value.item()  # type: ignore[attr-defined]
     return float(value) if isinstance(value, numbers.Real) else None
+
+
+def describe(key: object) -> str:
+    """Describe a key: an int is a prompt index, a tuple begins with (prompt, sample), others are shown as they are."""
+    if isinstance(key, tuple) and len(key) >= 2:
+        return f"prompt {key[0]}, sample {key[1]}"
+    return f"prompt {key}" if isinstance(key, int) else f"item {key}"
+
+
+# ── puzzles of reasoning-gym ─────────────────────────────────────────────────
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TUPLE_TASKS = ("arc_agi", "rearc")
+"""Tasks that compare grids as tuples (0.1.25): JSON made lists of them."""
+
+
+def answer_of(reply: str) -> tuple[str, bool]:
+    """Return the answer of a reply, in its last `<answer>` tags or all of it, and whether the tags are there."""
+    tagged = _ANSWER.findall(reply)
+    return (tagged[-1] if tagged else reply).strip(), bool(tagged)
+
+
+def puzzle_score(task: str, config: dict, entry: dict, answer: str) -> float:
+    """Return a task's score of an answer, 0 to 1. config, entry: columns of `reasoning-gym:<task>`."""
+    entry = _tuples(entry) if task in _TUPLE_TASKS else entry
+    return data_set_score(_data_set(task, json.dumps(config)), entry, answer)
+
+
+def data_set_score(data: Any, entry: dict, answer: str) -> float:
+    """Return the score of an answer to an entry of one of reasoning-gym's data sets.
+
+    Scorers of some tasks raise on text that they cannot read, which is worth 0; one that raises on the puzzle's own
+    answer as well raises here.
+    """
+    try:
+        return float(data.score_answer(answer, entry))
+    except Exception:
+        data.score_answer(entry["answer"], entry)
+        return 0.0
+
+
+@lru_cache(maxsize=32)
+def _data_set(name: str, config: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **json.loads(config))
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

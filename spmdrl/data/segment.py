@@ -43,6 +43,18 @@ class Segment:
     def __len__(self) -> int:
         return self.tokens.numel()
 
+    def mask(self) -> torch.Tensor:
+        """bool [n]: True if the policy sampled the tokens."""
+        return torch.full((len(self),), self.sampled)
+
+    def rollout_logp(self) -> torch.Tensor:
+        """float32 [n]: `logp`, 0 for observed tokens."""
+        return torch.zeros(len(self)) if self.logp is None else self.logp
+
+    def versions(self) -> torch.Tensor:
+        """int64 [n]: `version` at each token."""
+        return torch.full((len(self),), self.version)
+
 
 def prompt_segment(tokens: list[int]) -> Segment:
     """Return the segment with which an episode begins."""

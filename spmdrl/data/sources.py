@@ -1,10 +1,11 @@
-"""Sources of rows: built-in tasks, files, data sets of two hubs, reasoning-gym. A row is a dict of columns."""
+"""Reads rows from built-in tasks, files, data sets of two hubs and reasoning-gym. A row is a dict of columns."""
 
 import gzip
 import itertools
 import json
 import os
 import zlib
+from codecs import BOM_UTF8
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,27 +84,29 @@ def _eval_suffix(text: str) -> tuple[str, bool]:
 
 
 def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
-    numbers, rows = [], []
-    opener = gzip.open if path.suffix == ".gz" else open
+    """Return the numbers of the lines that hold rows, and the rows."""
+    opener, number, found = gzip.open if path.suffix == ".gz" else open, 0, []
     try:
-        with opener(path, "rt", encoding="utf-8-sig") as f:
+        with opener(path, "rb") as f:
             full = ((n, line) for n, line in enumerate(f, 1) if line.strip())
             for number, line in itertools.islice(full, stop):
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as e:
-                    raise ValueError(f"{path}:{number}: not JSON ({e.msg} at column {e.colno})") from None
-                except (ValueError, RecursionError) as e:  # a number of thousands of digits, thousands of brackets
-                    raise ValueError(f"{path}:{number}: cannot be read ({type(e).__name__}: {e})") from None
-                if not isinstance(row, dict):
-                    raise ValueError(
-                        f"{path}:{number}: a row is a JSON object with columns, this is {line.strip()[:60]!r}"
-                    )
-                numbers.append(number)
-                rows.append(row)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
+                found.append((number, json_row(line)))
+    except (OSError, EOFError, zlib.error) as e:
         raise ValueError(f"cannot read {path} ({type(e).__name__}: {e})") from e
-    return numbers, rows
+    except ValueError as e:
+        raise ValueError(f"{path}:{number}: {e}") from None
+    return [number for number, _ in found], [row for _, row in found]
+
+
+def json_row(line: bytes) -> dict:
+    """Return the row of a line. Raises ValueError."""
+    try:
+        row = json.loads(line.removeprefix(BOM_UTF8))
+    except (ValueError, RecursionError) as e:  # also a number of thousands of digits, thousands of brackets
+        raise ValueError(f"not JSON ({e})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")
+    return row
 
 
 def _parquet(path: Path, stop: int | None) -> list[dict]:
@@ -120,10 +123,7 @@ def _parquet(path: Path, stop: int | None) -> list[dict]:
 def hf_data(rest: str) -> Any:
     """Return a data set of Hugging Face behind its memory map. rest: `<name or folder>[:config[:split]]`.
 
-    Only data files are read; `datasets` itself refuses dataset scripts and pickles.
-
-    Raises:
-        ValueError: it cannot be loaded.
+    Only data files are read; `datasets` itself refuses dataset scripts and pickles. Raises ValueError.
     """
     name, config, split = _named(rest, "hf", "name or folder")
     return _loaded(f"hf:{rest}", name, config, split)
@@ -133,10 +133,7 @@ def ms_data(rest: str) -> Any:
     """Return a data set of ModelScope behind its memory map. rest: `<owner>/<name>[:config[:split]]`.
 
     Its files are downloaded by the package `modelscope`, and read as those of Hugging Face: `MsDataset` of that package
-    needs an older release of `datasets`, whose functions it replaces while it loads.
-
-    Raises:
-        ValueError: it cannot be loaded, or the package is not installed.
+    needs an older release of `datasets`, whose functions it replaces while it loads. Raises ValueError.
     """
     name, config, split = _named(rest, "ms", "owner>/<name")
     try:
@@ -158,7 +155,7 @@ HUBS = {"hf": hf_data, "ms": ms_data}
 
 
 def _named(rest: str, kind: str, form: str) -> tuple[str, str, str]:
-    """Return name, config and split."""
+    """Return name, config and split. form: the form of the name, for the message of a ValueError."""
     name, config, split = (*rest.split(":"), "", "")[:3]
     if not name or rest.count(":") > 2:
         raise ValueError(f"'{kind}:{rest}' (--data.train, --data.eval): the form is {kind}:<{form}>[:config[:split]]")
@@ -166,7 +163,6 @@ def _named(rest: str, kind: str, form: str) -> tuple[str, str, str]:
 
 
 def _loaded(spec: str, name: str, config: str, split: str) -> Any:
-    """Load a data set by name or from a folder."""
     import datasets
 
     folder = Path(name).expanduser()

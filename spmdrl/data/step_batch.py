@@ -1,18 +1,84 @@
 """Makes the batch of a step from its episodes: columns, replayed sequences, and the optimizer step of each."""
 
+import math
+from collections.abc import Iterable
+
 import torch
 
 from spmdrl.algos.advantages import SCORE
+from spmdrl.algos.resample import Buffer, draw, weights
+from spmdrl.config.learning import FilterConfig, resampling
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch, from_episodes
-from spmdrl.data.dealing import share_out
+from spmdrl.data.batch import Batch, concatenate
+from spmdrl.data.distribute import assign_updates, gather_rows
 from spmdrl.data.episode import Episode
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.packing import work_of
-from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.spmd.exchange import gather_names
 from spmdrl.spmd.peers import Peers
-from spmdrl.spmd.seeds import generator_for, seed_for
+from spmdrl.spmd.seeds import generator_for, seed_for, uniform
 from spmdrl.spmd.world import World
+
+RESAMPLE = 0x5046
+"""Keys the draws of `resample`."""
+
+
+class ReplayBuffer:
+    """Policy filtration (PF-PPO): each step learns from episodes drawn by reward, of this step and of some before.
+
+    A rank keeps what its engine sampled; what is drawn may come from any rank.
+    """
+
+    def __init__(self, cfg: FilterConfig, prompts: int):
+        """prompts: prompts of a step; an episode that is `age` steps old stands at positions prompts * age and up."""
+        self.cfg, self.prompts = cfg, prompts
+        self.buffer: Buffer[Batch] | None = Buffer(cfg.replay_steps) if cfg.replay_steps else None
+
+    def mix(self, batch: Batch, seed: int, step: int, peers: Peers) -> Batch:
+        """Draw as many episodes as the step sampled, with replacement; without resampling return the batch. Collective.
+
+        An episode that is drawn twice is there twice.
+        """
+        if self.cfg.resample == "none" and self.buffer is None:
+            return batch
+        pool = batch
+        if self.buffer is not None:
+            for age in range(1, self.cfg.replay_steps + 1):
+                for old in self.buffer.aged(age - 1):
+                    moved = Batch(
+                        old.lengths, old.token, dict(old.seq, position=old.seq["position"] + self.prompts * age)
+                    )
+                    # A step may have met reward parts that another one has not.
+                    pool = concatenate(_with_parts(pool, moved.seq), _with_parts(moved, pool.seq))
+            self.buffer.append(step, [batch])
+        columns = torch.stack([pool.seq["reward"], pool.seq["position"].double()], 1)[pool.firsts]
+        rows, mine = gather_rows(pool, pool.firsts, columns, peers)
+        reward_N, position_N = rows[:, 0], rows[:, 1].long()
+        count = int((position_N < self.prompts).sum())
+        method, power = resampling(self.cfg.resample)
+        weight_N = torch.ones_like(reward_N) if method == "none" else weights(reward_N, method, position_N, power)
+        seeds = torch.full((count,), seed_for(seed, step, RESAMPLE), dtype=torch.int64)
+        times_N = torch.bincount(draw(weight_N, uniform(seeds, torch.arange(count))), minlength=len(reward_N))
+        return copies(pool, times_N[mine])
+
+
+def copies(batch: Batch, times_E: torch.Tensor) -> Batch:
+    """Repeat each episode `times_E` (int64 [E]) times; its paths stay side by side, and copies continue their count."""
+    drawn = torch.repeat_interleave(torch.arange(len(times_E)), times_E)
+    number = torch.arange(len(drawn)) - (torch.cumsum(times_E, 0) - times_E)[drawn]
+    first, paths = batch.firsts[drawn], batch.identity["paths"][batch.firsts[drawn]]
+    inside = torch.arange(int(paths.sum())) - torch.repeat_interleave(torch.cumsum(paths, 0) - paths, paths)
+    out = batch.select(torch.repeat_interleave(first, paths) + inside)
+    out.seq["path"] = inside + torch.repeat_interleave(number * paths, paths)
+    out.seq["paths"] = torch.repeat_interleave(paths, paths)
+    return out
+
+
+def _with_parts(batch: Batch, names: Iterable[str]) -> Batch:
+    """Return the batch with a column of nan for each `part/...` of names that it lacks."""
+    lacking = [name for name in sorted(names) if name.startswith("part/") and name not in batch.seq]
+    unknown_B = torch.full((len(batch),), math.nan, dtype=torch.float64)
+    return Batch(batch.lengths, batch.token, batch.seq | dict.fromkeys(lacking, unknown_B))
 
 
 def make_batch(
@@ -27,24 +93,17 @@ def make_batch(
     share_prompts: bool = False,
     model_parts: tuple[str, ...] = (),
 ) -> Batch:
-    """This rank's episodes as a batch that knows which optimizer step uses which sequence. Collective.
+    """Pack this rank's episodes, of which there may be none, and assign sequences to optimizer steps. Collective.
 
-    Args:
-        episodes: of this rank; others may bring none.
-        step: counted from 0.
-        cfg: the run's settings.
-        world: all ranks.
-        replay: takes the batch, and gives the one to train on.
-        turns: the advantage compares turns.
-        skips_equal: prompts whose samples have equal rewards are not run.
-        experts_width: as in `from_episodes`.
-        share_prompts: what samples of a prompt do once counts once in `seq["work"]`.
-        model_parts: parts that a reward model will add.
+    step: counted from 0. replay: receives the batch and returns the one to train on. turns: the advantage compares
+    turns. skips_equal: prompts whose samples have equal rewards are not run. experts_width: as in `from_episodes`.
+    share_prompts: shared work of the samples of a prompt counts once in `seq["work"]`. model_parts: parts that a reward
+    model will add.
     """
     # A rank without samples knows no names of reward parts, and the columns must agree.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
     prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
-    # With an environment also estimators that do not ask for turns see them and their rewards.
+    # With an environment, estimators that do not compare turns see them and their rewards, too.
     acts = bool(cfg.env)
     batch = from_episodes(episodes, names, experts_width, acts or turns, acts)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
@@ -56,19 +115,16 @@ def make_batch(
     if share_prompts:
         batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
     batch = replay.mix(batch, seed, step, Peers(world.group, world.device))
-    check_parts(batch, cfg, model_parts)
+    _check_parts(batch, cfg, model_parts)
     order = list(range(prompts))
     generator_for(seed, step, 1).shuffle(order)
-    return share_out(batch, cfg.algo.updates_per_step, prompts, order)
+    return assign_updates(batch, cfg.algo.updates_per_step, prompts, order)
 
 
-def check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
-    """Every sample must have the reward parts that training uses: one that is missing is not 0.
+def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
+    """Raise ValueError if a sample lacks a reward part that training uses, because a missing part is not 0.
 
     later: parts that a model adds, for every sample.
-
-    Raises:
-        ValueError: naming part, prompt and sample.
     """
     given = [name.removeprefix("part/") for name in batch.seq if name.startswith("part/")]
     used = [("--safety.cost", cfg.safety.cost)] if cfg.safety.cost else []
@@ -78,7 +134,7 @@ def check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
     for flag, part in used:
         if part == SCORE or part in later:
             continue
-        missing = f"{flag} {part}: the reward gives no such part"
+        missing = f"{flag} {part}: the reward does not give it"
         if part not in given:
             raise ValueError(f"{missing}; it gives {', '.join([*given, *later]) or 'none'}")
         lacking = torch.nonzero(batch.seq[f"part/{part}"].isnan()).flatten()

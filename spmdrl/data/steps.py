@@ -1,8 +1,18 @@
-"""Steps of a response: where each ends in the text, and which token holds the last character of each."""
+"""Steps of a response: where each ends in text and tokens, and rows of steps with labels for process reward models.
+
+A row holds a prompt, `completions`, which is a list of texts, one for each step of one response, and `labels`, which is
+a list with a number in [0, 1] for each step: true or false, or an estimate of how often an answer that begins so is
+right (https://arxiv.org/abs/2312.08935). A step whose label is null is not trained. TRL's rows have this form.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
+
+from spmdrl.data.dialogues import PROMPTS, Columns, Example, column_of, pair_of
+from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 MARK = "\ufffd"
 """The character that decoders give for bytes that are none."""
@@ -75,3 +85,100 @@ def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -
         return []
     # Marks at the end are of the text.
     return out[:-1] + [len(text)] if out else []
+
+
+@dataclass(frozen=True)
+class StepColumns(Columns):
+    """Names of columns."""
+
+    steps: str = "completions"
+    labels: str = "labels"
+
+
+@dataclass
+class LabelledSteps:
+    """One row."""
+
+    example: Example
+    """The prompt, and the response that is made of the steps."""
+    text: str
+    """The response."""
+    labels: list[float | None]
+    """The label of each step; None: it is not trained."""
+
+
+def has_steps(row: dict, columns: StepColumns) -> bool:
+    """Return True if a row has the columns of steps with labels."""
+    return row.get(columns.steps) is not None and row.get(columns.labels) is not None
+
+
+def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") -> LabelledSteps:
+    """Read one row. separator: ends each step but the last one. system: a system message for dialogues without one.
+
+    Raises RowError if the row has another form, or a part of it is malformed.
+    """
+    row = Row(row)
+    check_text(row)
+    prompt = column_of(row, columns.prompt, PROMPTS)
+    if prompt is None or not has_steps(row, columns):
+        raise RowError(
+            f"its columns are {', '.join(map(str, row)) or 'none'}: it needs a prompt ({', '.join(PROMPTS)}), the "
+            f"steps of a response ({columns.steps}) and their labels ({columns.labels}); other names are given by "
+            "--data.prompt-column, --data.steps-column, --data.labels-column"
+        )
+    steps = _steps(listed(row[columns.steps]), columns.steps)
+    labels = _labels(listed(row[columns.labels]), columns, len(steps))
+    text = _joined(steps, separator)
+    return LabelledSteps(pair_of(row, listed(prompt), text, columns, system), text, labels)
+
+
+def _steps(found: Any, column: str) -> list[str]:
+    if not isinstance(found, list):
+        raise RowError(f"its {column} are {kind_of(found)}: they must be a list with a text for each step")
+    if not found:
+        raise RowError(f"its {column} are empty: give the text of each step, or leave the row out")
+    for i, step in enumerate(found, 1):
+        if not isinstance(step, str):
+            raise RowError(f"step {i} of its {column} is {kind_of(step)}, not text")
+        if not step.strip():
+            raise RowError(f"step {i} of its {column} is empty: leave the step and its label out")
+    return found
+
+
+def _labels(found: Any, columns: StepColumns, steps: int) -> list[float | None]:
+    if not isinstance(found, list):
+        raise RowError(f"its {columns.labels} are {kind_of(found)}: they must be a list with a label for each step")
+    if len(found) != steps:
+        raise RowError(
+            f"it has {steps} steps ({columns.steps}) and {len(found)} labels ({columns.labels}): give each step one, "
+            "null where it is not trained"
+        )
+    for i, label in enumerate(found, 1):
+        if label is not None and not (isinstance(label, int | float) and 0 <= label <= 1):
+            raise RowError(
+                f"label {i} of its {columns.labels} is {kind_of(label)}: it must be true or false, a number in [0, 1], "
+                "or null for a step that is not trained"
+            )
+    return [None if label is None else float(label) for label in found]
+
+
+def _joined(steps: list[str], separator: str) -> str:
+    """Join steps to a response. Raises RowError if `step_ends` finds other steps in it: a step holds the separator."""
+    text, begins = "", []
+    for i, step in enumerate(steps, 1):
+        begins.append(len(text) + len(step) - len(step.lstrip()))
+        text += step
+        if i < len(steps) and not step.endswith(separator):
+            text += separator
+    ends = step_ends(text, separator)
+    bounds = [*begins[1:], len(text)]
+    if len(ends) != len(steps) or any(
+        not begin < end <= bound for begin, end, bound in zip(begins, ends, bounds, strict=True)
+    ):
+        holds = next((i for i, step in enumerate(steps, 1) if len(step_ends(step, separator)) > 1), 0)
+        which = f"step {holds} holds it" if holds else "a step begins or ends with a part of it"
+        raise RowError(
+            f"the separator of steps {separator!r} makes {len(ends)} steps of its {len(steps)}, as {which}: name "
+            "another one (--reward-model.separator), or divide the step and its label"
+        )
+    return text

@@ -1,7 +1,6 @@
-"""Finds the tokens by which a chat template ends an assistant's turn: training teaches them, and engines stop at them.
+"""Finds the tokens by which a chat template ends an assistant's turn: models learn them, and engines stop at them.
 
-They are read from the turns that `turns.py` and `marked_turns.py` find in stand-in dialogues, so that a model stops
-where it was taught to.
+They are read from the turns that `turns.py` finds in stand-in dialogues, so that a model stops where it learned to.
 """
 
 from collections.abc import Iterator
@@ -9,19 +8,17 @@ from typing import Any
 
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.data.chat import CHATML, chosen_template, template_text
-from spmdrl.data.marked_turns import marked_sequences
-from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
-from spmdrl.data.turns import sequences_of
+from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError, tool_call
+from spmdrl.data.turns import trained_sequences
 
-ASKED = {"role": "user", "content": "Xk" + PROBE}
-SAID = {"role": "assistant", "content": "9w" + PROBE}
+QUESTION = {"role": "user", "content": "Xk" + PROBE}
+ANSWER = {"role": "assistant", "content": "9w" + PROBE}
 
 
 def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
     """Return the jinja text of the template by which a job renders dialogues; empty where it renders none.
 
-    Raises:
-        ValueError: `--data.chat-template` names a file that cannot be read.
+    Raises ValueError if `--data.chat-template` names a file that cannot be read.
     """
     found = chosen_template(tokenizer, template_text(cfg.data.chat_template))
     if getattr(cfg, "env", ""):
@@ -44,33 +41,24 @@ def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
         return ()
     for dialogue in _probes():
         try:
-            turns = _turns(render, dialogue)
+            sequences = trained_sequences(render, dialogue, ())
         except ValueError:
             continue
-        for turn in turns:
+        for turn in (s.text[t.start : t.end] for s in sequences for t in s.turns):
             found = list(render.controls.finditer(turn))
             stops = bool(found) and found[-1].end() == len(turn)
             ends += [found[-1].group()] if stops else []
             inner |= {m.group() for m in (found[:-1] if stops else found)}
-    kept = [end for end in dict.fromkeys(ends) if end.strip() and end not in inner]
-    return tuple(tokenizer.convert_tokens_to_ids(kept))
+    outer = [end for end in dict.fromkeys(ends) if end.strip() and end not in inner]
+    return tuple(tokenizer.convert_tokens_to_ids(outer))
 
 
 def _probes() -> Iterator[Dialogue]:
     """Yield an answer, one that a question follows, a thought, and calls of tools, of which some templates take one."""
-    yield Dialogue([ASKED, SAID])
-    yield Dialogue([ASKED, SAID, ASKED, SAID])
-    yield Dialogue([ASKED, SAID | dict.fromkeys(THOUGHT_KEYS, PROBE)])
+    yield Dialogue([QUESTION, ANSWER])
+    yield Dialogue([QUESTION, ANSWER, QUESTION, ANSWER])
+    yield Dialogue([QUESTION, ANSWER | dict.fromkeys(THOUGHT_KEYS, PROBE)])
     for count in (2, 1):
-        calls = [
-            {"id": f"call0000{i}", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
-            for i in range(count)
-        ]
+        calls = [tool_call(PROBE, {"a": PROBE}, i) for i in range(count)]
         answers = [{"role": "tool", "name": PROBE, "tool_call_id": call["id"], "content": PROBE} for call in calls]
-        yield Dialogue([ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *answers, SAID])
-
-
-def _turns(render: Renderer, dialogue: Dialogue) -> list[str]:
-    """Return the texts of a dialogue's turns as they are trained. Raises ValueError where they are not to be had."""
-    find = marked_sequences if render.marked else sequences_of
-    return [s.text[t.start : t.end] for s in find(render, dialogue, ()) for t in s.turns]
+        yield Dialogue([QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *answers, ANSWER])

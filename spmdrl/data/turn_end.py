@@ -1,7 +1,11 @@
-"""Finds what ends a turn of an assistant in rendered text, for supervised rows and for conversations of agents."""
+"""Finds the control token that ends a turn of an assistant, in supervised rows and in conversations of agents."""
 
 import re
+from collections.abc import Callable
 from typing import Literal
+
+from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError
+from spmdrl.data.shown import without_thought
 
 Ends = Literal["own", "last", "next", "none"]
 
@@ -11,9 +15,9 @@ def end_of_turn(
 ) -> tuple[Ends, re.Match[str] | None]:
     """Return how a turn ends, and the control token that ends it.
 
-    controls: finds control tokens. call_ends: those that end a call but not the turn (`Renderer.call_ends`): the policy
-    may go on with another call after them. alone: the text after what the assistant said, where nothing follows the
-    turn. followed: the same where a message follows, without the text of that message or with it.
+    controls: matches control tokens. call_ends: those that end a call but not the turn (`Renderer.call_ends`). alone:
+    the text after the assistant's words where nothing follows the turn. followed: the same where a message follows,
+    without the text of that message or with it.
 
     - own: a token that stands there with and without a message that follows; its place is in `followed`.
     - last: the turn ends with another token where nothing follows (gpt-oss); its place is in `alone`.
@@ -33,3 +37,43 @@ def end_of_turn(
         if followed[:length] == alone[:length] and not followed[length : ours[same].start()].strip():
             return "next", ours[same]
     return "none", None
+
+
+def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[int], str]) -> tuple[str, bool]:
+    """Return the rendering up to message i, cut after the control token that ends it, and whether there is one.
+
+    upto: renders the first messages of the dialogue.
+    """
+    after = [m for m in dialogue.messages[i + 1 : i + 2] if m["role"] != "assistant"]
+    if not after:
+        after = [{"role": "tool" if dialogue.messages[i].get("tool_calls") else "user", "content": PROBE}]
+    written, tail = upto(i + 1), _tail(render, upto(i + 1))
+    kind, end, follows = _end_before(render, dialogue.upto(i + 1), after[0], written, tail)
+    if end is None and (brief := without_thought(dialogue.messages[i])):
+        # The template may drop the thought as soon as a message follows; what begins that message stays the same.
+        shorter = dialogue.upto(i).then(brief)
+        kind, end, _ = _end_before(render, shorter, after[0], text := render(shorter), _tail(render, text))
+        return (written + end.group(), True) if kind == "next" and end else (written, False)
+    if end is None:
+        return written, False
+    return (written if kind == "last" else follows)[: tail + end.end()], True
+
+
+def _tail(render: Renderer, text: str) -> int:
+    """Return the place where the control tokens at the end of a text begin."""
+    tail = len(text)
+    for found in reversed(list(render.controls.finditer(text))):
+        if text[found.end() : tail].strip():
+            break
+        tail = found.start()
+    return tail
+
+
+def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str, tail: int):
+    """Return `end_of_turn` of the last turn of a dialogue, and the rendering with the message after it."""
+    try:
+        follows = render(dialogue.then(after))
+    except TemplateError:
+        follows = written
+    followed = follows[tail:] if follows.startswith(written[:tail]) else ""
+    return *end_of_turn(render.controls, render.call_ends, written[tail:], followed), follows

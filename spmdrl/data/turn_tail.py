@@ -1,10 +1,9 @@
 """Finds the text that a chat template puts between an assistant's turn and the next generation prompt, and proves it.
 
 The dialogue is rendered twice with the answers that follow the turn, and twice without them. All texts of assistants
-are stand-ins that differ between the two, so that the text at the end that both renderings share does not depend on
-what an assistant said. The control token that ends the turn is the last one that is there with and without the answers.
-A rendering with other answers shows that the text up to there does not depend on them, and that each of them is shown
-after it.
+are stand-ins that differ between the two, so the end that both renderings share does not depend on the assistant's
+words. The control token that ends the turn is the last one that is there with and without the answers. A rendering with
+other answers proves that the text up to there does not depend on them, and that each of them is shown after it.
 """
 
 import re
@@ -12,19 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
-from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError
+from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError, tool_call
 from spmdrl.data.turn_end import end_of_turn
 
 STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
-"""Texts that stand for what an assistant said; they differ in the first and the last character and in length."""
+"""Stand-ins for the text of a turn; they differ in the first and the last character and in length."""
 EARLIER = ("Xk" + PROBE + "c", "9wm" + PROBE + "d")
-"""Texts that stand for what it said in earlier turns, so that a template that hides a turn is found out."""
+"""Stand-ins for the texts of earlier turns, which reveal a template that hides a turn."""
 THOUGHT = PROBE + "e"
 SHAPES = ("calls", "first call", "text and calls", "text")
 """Forms of the stand-in for a turn with calls of tools, from the most telling to the least.
 
-Some templates refuse several calls in one turn, and some show no calls: what follows the turn is then looked for with
-one call, or with none.
+Some templates refuse several calls in one turn, and some show no calls: one call is then tried, or none.
 """
 
 
@@ -53,7 +51,7 @@ def linked(messages: list[dict]) -> list[dict]:
         calls = message.pop("tool_calls", None) or []
         if message["role"] == "tool":
             called = next((call for call in waiting if call["id"] == message.get("tool_call_id")), None)
-            called = called or next(iter(waiting), {"id": _id(len(out)), "function": {"name": "tool"}})
+            called = called or next(iter(waiting), tool_call("tool", {}, len(out)))
             waiting = [call for call in waiting if call is not called]
             message["tool_call_id"] = message.get("tool_call_id") or called["id"]
             message["name"] = message.get("name") or called["function"]["name"]
@@ -68,11 +66,7 @@ def _call(call: dict, place: int) -> dict:
     function = dict(call.get("function") or {key: call.get(key) for key in ("name", "arguments")})
     function["name"] = str(function.get("name") or "tool")
     function["arguments"] = {} if function.get("arguments") is None else function["arguments"]
-    return {"id": call.get("id") or _id(place), "type": "function", "function": function}
-
-
-def _id(place: int) -> str:
-    return f"call{place:05d}"
+    return {"id": call.get("id") or f"call{place:05d}", "type": "function", "function": function}
 
 
 def tail_of(
@@ -80,10 +74,9 @@ def tail_of(
 ) -> Tail:
     """Return the text that follows the assistant's turn at index `turn` of a dialogue; messages after it are answers.
 
-    ends: keeps the text after a turn that nothing follows, which depends on the template alone.
+    ends: a cache of the text after a turn that nothing follows, which depends on the template alone.
 
-    Raises:
-        TemplateError: the template refuses the stand-ins, or one of the proofs fails; the message says which.
+    Raises TemplateError if the template refuses the stand-ins, or if a proof fails; the message names it.
     """
     new = whole.messages[turn + 1 :]
     past = [Dialogue(_standins(whole.messages, turn, which, shape), whole.tools, whole.more) for which in (0, 1)]
@@ -99,13 +92,13 @@ def tail_of(
     other = render(_and(past[0], [m | {"content": probe} for m, probe in zip(new, probes, strict=True)]), True)
     before = texts[0].removesuffix(after)
     if not other.startswith(before):
-        raise TemplateError("it renders a turn otherwise when the answer to it changes")
+        raise TemplateError("it renders a turn differently when the answer to it changes")
     for message, probe in zip(new, probes, strict=True):
         if probe not in other[len(before) :]:
             raise TemplateError(f"it does not show the {message['role']} message after the turn")
     first = min(other.index(probe, len(before)) for probe in probes) - len(before)
     if after[:first] != other[len(before) :][:first]:
-        raise TemplateError("it renders the end of a turn otherwise when the answer to it changes")
+        raise TemplateError("it renders the end of a turn differently when the answer to it changes")
     return _cut(controls, render.call_ends, after, first, alone, with_call)
 
 
@@ -130,13 +123,11 @@ def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[d
                 break
             calls.append((answer["tool_call_id"], answer["name"]))
         calls = calls[: 1 if shape == "first call" else None] if shape != "text" else []
-        made = [
-            {"id": key, "type": "function", "function": {"name": name, "arguments": {"a": text}}} for key, name in calls
-        ]
-        standin = {"role": "assistant", "content": "" if made and shape != "text and calls" else text}
-        # The second stand-in has a thought and the first none, so that what follows depends on none either.
-        thought = {"reasoning_content": THOUGHT} if which and not (made and standin["content"]) else {}
-        out.append(standin | ({"tool_calls": made} if made else {}) | thought)
+        fake = [tool_call(name, {"a": text}) | {"id": key} for key, name in calls]
+        standin = {"role": "assistant", "content": "" if fake and shape != "text and calls" else text}
+        # The second stand-in has a thought and the first none, so that the tail does not depend on a thought either.
+        thought = {"reasoning_content": THOUGHT} if which and not (fake and standin["content"]) else {}
+        out.append(standin | ({"tool_calls": fake} if fake else {}) | thought)
     return out
 
 
@@ -144,7 +135,7 @@ def _after_standins(texts: list[str]) -> str:
     """Return the end that the renderings share, which must begin where the stand-ins end."""
     shared = commonprefix([text[::-1] for text in texts])[::-1]
     if not all(text.removesuffix(shared).endswith(standin) for text, standin in zip(texts, STANDINS, strict=True)):
-        raise TemplateError("the text that it puts after an assistant's turn depends on what the assistant said")
+        raise TemplateError("the text that it puts after an assistant's turn depends on the text of the turn")
     return shared
 
 

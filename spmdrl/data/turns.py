@@ -1,25 +1,29 @@
 """Finds the text that an assistant generates in a rendered dialogue, and proves it for each turn.
 
-Every turn is looked at in the place where a model generates it: at the end of the dialogue so far. Let P be the
+Every turn is examined in the place where a model generates it: at the end of the dialogue so far. Let P be the
 rendering of the messages before it with the generation prompt, and E that of the messages up to and with it.
 
 - If E begins with P, the turn is the rest of E.
-- Some generation prompts open what a finished turn lacks, a thought for instance. E then departs from P within that
+- Some generation prompts open a part that a finished turn lacks, such as a thought. E then departs from P within that
   prompt, and the turn begins there. The place must not depend on the turn's text: two other texts depart there too.
-- Some templates render earlier messages otherwise once the turn is there. The turn then begins in E after the whole
+- Some templates render earlier messages differently once the turn is there. The turn then begins in E after the whole
   generation prompt and the end of the message before it, and is trained after P, which is what a model would see.
 - Before a turn that opens a dialogue, templates leave out of P what they write at the beginning of E, such as a message
-  of the system. The turn is then the end of E that is the whole turn after a question, or else what follows in E on the
-  generation prompt that such a question has.
+  of the system. The turn is then the end of E that is the whole turn after a question, or else the text in E after the
+  generation prompt of a question.
 
 A turn ends with the last control token before anything that depends on the next message; in a template that ends no
 turns, with the control token by which the next message begins (`turn_end.py`).
 
-A turn that is trained must be shown whole: a thought that the template drops would be trained away (`turn_shown.py`).
+A turn that is trained must be shown whole (`shown.py`): a thought that the template drops would be trained away.
 
 Turns of one dialogue share a sequence only if its text begins with the context and the text of each. A template that
-rewrites earlier turns (Qwen3 drops their thoughts) breaks this, and such a turn has a sequence of its own. So every
+rewrites earlier turns (Qwen3 drops their thoughts) breaks this, and each of them has a sequence of its own. So every
 token is trained after exactly those that it would be generated after.
+
+A template may mark what an assistant generates (`{% generation %}`). Its marks are trusted, but a trained turn must be
+shown whole between them. Where the rendering of the whole dialogue leaves out a part of a turn, the turn has a sequence
+of its own, in which it is the last one.
 """
 
 from collections.abc import Collection
@@ -28,8 +32,9 @@ from functools import cache
 from os.path import commonprefix
 
 from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
-from spmdrl.data.turn_end import end_of_turn
-from spmdrl.data.turn_shown import check_turn_shown, without_thought
+from spmdrl.data.row_columns import RowError
+from spmdrl.data.shown import check_turn_shown
+from spmdrl.data.turn_end import turn_with_end
 
 OTHERS = ("Xk" + PROBE, "9w" + PROBE)
 """Texts that stand for that of a message; they differ in the first character and not in the last."""
@@ -45,9 +50,9 @@ class Turn:
     end: int
     """Its first character, and the one after its last: after the control token that ends the turn."""
     stops: bool
-    """It ends with a control token; otherwise nothing teaches the model to stop."""
+    """True if it ends with a control token; otherwise the model does not learn to stop."""
     departs: bool
-    """The generation prompt goes on otherwise than the turn begins."""
+    """True if the generation prompt continues differently from the beginning of the turn."""
 
 
 @dataclass
@@ -61,12 +66,11 @@ class Sequence:
 def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] | None = None) -> list[Sequence]:
     """Return the sequences in which every turn of an assistant follows the context in which it is generated.
 
-    There is one where the template keeps what it rendered. Messages after the last turn are left out. trained: indices
-    of the turns that are trained, which must be shown whole; None: all.
+    There is one if the template keeps its renderings. Messages after the last turn are left out. trained: indices of
+    the turns that are trained, which must be shown whole; None: all.
 
-    Raises:
-        TemplateError: the template refuses the dialogue or does not show one of its messages, or a turn cannot be
-            proved; the message tells which, counted from 1.
+    Raises TemplateError if the template refuses the dialogue or does not show one of its messages, or if a turn cannot
+    be proved; it names the message, counted from 1.
     """
     upto = _beginnings(render, dialogue)
     turns = [i for i, m in enumerate(dialogue.messages) if m["role"] == "assistant"]
@@ -75,16 +79,17 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
     out: list[Sequence] = []
     for i in range(turns[-1], -1, -1):
         try:
-            # A message of others is asked for in the longest rendering: what counts is what the turns after it see.
+            # A message of others must stand in the longest rendering: what counts is what the turns after it see.
             if i not in turns:
-                check_message_shown(render, dialogue, i, turns[-1] + 1, upto(turns[-1] + 1))
+                _check_message_shown(render, dialogue, i, turns[-1] + 1, upto(turns[-1] + 1))
                 continue
             text, turn = _turn(render, dialogue, i, upto)
             if trained is None or i in trained:
-                shown, before = text[turn.start : turn.end], text[: turn.start]
-                check_turn_shown(render.controls, dialogue.messages[i], shown, before, i == turns[-1])
+                _check_turn(render, dialogue.messages[i], text, turn, i == turns[-1])
         except TemplateError as e:
-            raise TemplateError(f"message {i + 1} ({dialogue.messages[i]['role']}): {e}{unasked(dialogue)}") from e
+            raise TemplateError(
+                f"message {i + 1} ({dialogue.messages[i]['role']}): {e}{_advice_on_opening(dialogue)}"
+            ) from e
         home = next((s for s in out if s.text.startswith(text)), None)
         if home:
             home.turns.insert(0, turn)
@@ -93,12 +98,17 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
     return out[::-1]
 
 
-def unasked(dialogue: Dialogue) -> str:
-    """Return what helps where a template refuses a dialogue that begins with an assistant's turn; else nothing."""
+def _advice_on_opening(dialogue: Dialogue) -> str:
+    """Return advice for an error in a dialogue that begins with an assistant's turn; empty for another one."""
     roles = [m["role"] for m in dialogue.messages if m["role"] not in ("system", "developer")]
     if roles[:1] != ["assistant"]:
         return ""
     return "; the dialogue begins with an assistant's turn: begin it with a user's message, or leave that turn out"
+
+
+def trained_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
+    """Return the sequences of a dialogue, by the marks of its template where it has them; errors as in both ways."""
+    return (marked_sequences if render.marked else sequences_of)(render, dialogue, trained)
 
 
 def _beginnings(render: Renderer, dialogue: Dialogue):
@@ -128,7 +138,7 @@ def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn
             before, departs = written[:start], True
         else:
             start = _after_rewriting(render, dialogue, i, joint, written, others)
-    text, stops = _ended(render, dialogue, i, upto)
+    text, stops = turn_with_end(render, dialogue, i, upto)
     turn = text[start:]
     if not turn.strip():
         raise TemplateError("the template shows nothing of this turn")
@@ -136,17 +146,14 @@ def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn
 
 
 def _opening(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn]:
-    """Return the text up to the end of a turn that answers nobody, and the turn.
-
-    It begins where its end is the whole turn after a question, else after the generation prompt of a question's answer.
-    """
+    """Return the text up to the end of a turn that opens a dialogue, and the turn."""
     message, question = dialogue.messages[i], {"role": "user", "content": OTHERS[0]}
     messages = [*dialogue.messages[:i], question, *dialogue.messages[i:]]
     longer = Dialogue(messages, dialogue.tools, dialogue.more)
     begun = _beginnings(render, longer)
     whole, proved = _turn(render, longer, i + 1, begun)
     turn = whole[proved.start : proved.end]
-    text, stops = _ended(render, dialogue, i, upto)
+    text, stops = turn_with_end(render, dialogue, i, upto)
     if text.endswith(turn):
         return text, Turn(i, len(text) - len(turn), len(text), stops, proved.departs)
     prompt = begun(i + 1, True)
@@ -177,7 +184,7 @@ def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, w
 
 
 def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: str) -> bool:
-    """Return True if the text of the message before a turn stands between the end of its prompt and what it says."""
+    """Return True if the message before a turn stands between the end of its prompt and the turn."""
     if not i:
         return False
     before, turn = OTHERS
@@ -186,55 +193,23 @@ def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: s
     return before in text[max(text.rfind(joint, 0, latest), 0) : latest]
 
 
-def _ended(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, bool]:
-    """Return the rendering up to message i, cut after the control token that ends it, and whether there is one."""
-    after = [m for m in dialogue.messages[i + 1 : i + 2] if m["role"] != "assistant"]
-    if not after:
-        after = [{"role": "tool" if dialogue.messages[i].get("tool_calls") else "user", "content": PROBE}]
-    written, tail = upto(i + 1), _tail(render, upto(i + 1))
-    kind, end, follows = _end_before(render, dialogue.upto(i + 1), after[0], written, tail)
-    if end is None and (brief := without_thought(dialogue.messages[i])):
-        # The template may drop the thought as soon as a message follows; what begins that message stays the same.
-        shorter = dialogue.upto(i).then(brief)
-        kind, end, _ = _end_before(render, shorter, after[0], text := render(shorter), _tail(render, text))
-        return (written + end.group(), True) if kind == "next" and end else (written, False)
-    if end is None:
-        return written, False
-    return (written if kind == "last" else follows)[: tail + end.end()], True
-
-
-def _tail(render: Renderer, text: str) -> int:
-    """Return the place where the control tokens at the end of a text begin."""
-    tail = len(text)
-    for found in reversed(list(render.controls.finditer(text))):
-        if text[found.end() : tail].strip():
-            break
-        tail = found.start()
-    return tail
-
-
-def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str, tail: int):
-    """Return what `end_of_turn` says of the last turn of a dialogue, and the rendering with the message after it."""
-    try:
-        follows = render(dialogue.then(after))
-    except TemplateError:
-        follows = written
-    followed = follows[tail:] if follows.startswith(written[:tail]) else ""
-    return *end_of_turn(render.controls, render.call_ends, written[tail:], followed), follows
-
-
 def _whole(render: Renderer, text: str, at: int) -> int:
     """Return the place, or where the control token begins that it lies in."""
     return next((m.start() for m in render.controls.finditer(text) if m.start() < at < m.end()), at)
 
 
-def check_message_shown(render: Renderer, dialogue: Dialogue, i: int, count: int, text: str) -> None:
+def _check_message_shown(render: Renderer, dialogue: Dialogue, i: int, count: int, text: str) -> None:
     """Raise TemplateError if `text`, the rendering of the first `count` messages, leaves out message i of others."""
     content = dialogue.messages[i].get("content")
     if not isinstance(content, str) or not content.strip() or content.strip() in text:
         return
     if render(_changed(dialogue.upto(count), i, OTHERS[0])) == text:
         raise TemplateError("the chat template does not show its content")
+
+
+def _check_turn(render: Renderer, message: dict, text: str, turn: Turn, last: bool = True) -> None:
+    """Raise TemplateError if `text` leaves out a part of a turn. last: as in `check_turn_shown`."""
+    check_turn_shown(render.controls, message, text[turn.start : turn.end], text[: turn.start], last)
 
 
 def _with_text(message: dict, text: str) -> dict:
@@ -247,3 +222,66 @@ def _changed(dialogue: Dialogue, i: int, text: str) -> Dialogue:
     messages = list(dialogue.messages)
     messages[i] = messages[i] | {"content": text}
     return Dialogue(messages, dialogue.tools, dialogue.more)
+
+
+def marked_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
+    """Return the sequences of a dialogue by the marks of its template; errors as in `sequences_of`.
+
+    trained: indices of the turns that are trained. Raises RowError if there are not as many marked parts as turns.
+    """
+    messages = dialogue.messages
+    if not any(message["role"] == "assistant" for message in messages):
+        raise TemplateError("no message is an assistant's")
+    try:
+        whole = _marked_sequence(render, dialogue)
+    except TemplateError as e:
+        raise TemplateError(f"{e}{_advice_on_opening(dialogue)}") from e
+    alone: dict[int, Sequence] = {}
+    for i, message in enumerate(messages):
+        try:
+            if message["role"] != "assistant":
+                _check_message_shown(render, dialogue, i, len(messages), whole.text)
+            elif i in trained and not _shows_turn(render, message, whole, i):
+                alone[i] = _ending_with(render, dialogue, i)
+        except TemplateError as e:
+            raise TemplateError(f"message {i + 1} ({message['role']}): {e}") from e
+    whole.turns = [turn for turn in whole.turns if turn.message not in alone]
+    return [*alone.values(), *([whole] if whole.turns else [])]
+
+
+def _ending_with(render: Renderer, dialogue: Dialogue, i: int) -> Sequence:
+    """Return the sequence that ends with the turn of message i."""
+    found = _marked_sequence(render, dialogue.upto(i + 1))
+    found.turns = found.turns[-1:]
+    last = all(message["role"] != "assistant" for message in dialogue.messages[i + 1 :])
+    _check_turn(render, dialogue.messages[i], found.text, found.turns[0], last)
+    return found
+
+
+def _shows_turn(render: Renderer, message: dict, sequence: Sequence, i: int) -> bool:
+    turn = next(turn for turn in sequence.turns if turn.message == i)
+    try:
+        _check_turn(render, message, sequence.text, turn)
+    except TemplateError:
+        return False
+    return True
+
+
+def _marked_sequence(render: Renderer, dialogue: Dialogue) -> Sequence:
+    """Return the rendering of a dialogue, with the marked part of each turn."""
+    text, places = render.marks(dialogue)
+    parts: list[tuple[int, int]] = []
+    for start, end in places:
+        if parts and parts[-1][1] == start:
+            parts[-1] = (parts[-1][0], end)
+        elif text[start:end].strip():
+            parts.append((start, end))
+    turns = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
+    if len(parts) != len(turns):
+        raise RowError(
+            f"the chat template marks {len(parts)} parts as generated, and the dialogue has {len(turns)} turns of "
+            "an assistant: mend the template, or give one without marks (--data.chat-template)"
+        )
+    controls = {m.end() for m in render.controls.finditer(text)}
+    ended = [(i, start, start + len(text[start:end].rstrip())) for i, (start, end) in zip(turns, parts, strict=True)]
+    return Sequence(text, [Turn(i, start, end, end in controls, False) for i, start, end in ended])

@@ -5,8 +5,7 @@ from typing import Any
 
 from spmdrl.config.user_code import error_text
 from spmdrl.data.builtin import nearest
-from spmdrl.data.reasoning import answer_of, graded, score
-from spmdrl.data.scores import is_right
+from spmdrl.data.scores import answer_of, data_set_score, is_right, puzzle_score
 from spmdrl.env.messages import opening, seed_of
 
 ASK = "Put your final answer between <answer> and </answer>."
@@ -56,7 +55,7 @@ class Attempts:
         if "entry" in row and "task" in row:
             if row["task"] != self._task:
                 raise ValueError(f"reasoning_gym:{self._task} got a row of the task {row['task']}: name the same task")
-            self._score = lambda answer: score(row["task"], row["config"], row["entry"], answer)
+            self._score = lambda answer: puzzle_score(row["task"], row["config"], row["entry"], answer)
             return None
         import reasoning_gym
 
@@ -66,7 +65,7 @@ class Attempts:
             entry = made[0]
         except Exception as e:  # each task checks its settings in its own way
             raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({error_text(e)})") from e
-        self._score = lambda answer: graded(made, entry, answer)
+        self._score = lambda answer: data_set_score(made, entry, answer)
         return opening(row, f"{entry['question']}\n\n{ASK}")
 
     def step(self, message: dict) -> tuple[str | None, None, bool]:

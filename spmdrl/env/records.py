@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdrl.data.keys import describe
+from spmdrl.data.scores import describe
 from spmdrl.env.base import AssistantTurn, Opening, digest
 from spmdrl.env.processes import Host
 

@@ -7,8 +7,9 @@ from unittest.mock import patch
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch, from_episodes
+from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.data.pack import from_episodes
 from spmdrl.policy import learner
 from spmdrl.policy.objectives.algorithm import Algorithm
 

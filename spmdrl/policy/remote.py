@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import deal
+from spmdrl.data.distribute import distribute
 from spmdrl.data.packing import work_of
 from spmdrl.policy.contract import HeadFunction, Policy, Second
 from spmdrl.spmd.exchange import Table, exchange, select
@@ -50,7 +50,7 @@ class RemotePolicy:
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the contract. A scorer passes an empty batch and gets an empty result."""
-        request = deal(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
+        request = distribute(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: tuple[torch.Tensor, ...] = (torch.zeros(0, *self.shape), torch.zeros(0, *self.shape))
         if self.model is not None:
             answers = self.model.logprobs(request, temperature, second)
@@ -59,7 +59,7 @@ class RemotePolicy:
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
         """See the contract. `function.empty` holds the result for no tokens."""
-        request = deal(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
+        request = distribute(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: Any = function.empty  # type: ignore[attr-defined]
         if self.model is not None:
             answers = self.model.read(request, temperature, function) or answers

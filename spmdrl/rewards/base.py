@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spmdrl.config.user_code import printable
-from spmdrl.data.keys import describe
-from spmdrl.data.scores import as_score
+from spmdrl.data.scores import as_score, describe
 
 NAMED = 10
 """Ungraded responses that the log of each rank names."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spmdrl.data.keys import describe
+from spmdrl.data.scores import describe
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, left_out
 
 TURN = 0.02

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from spmdrl.config.judge import JudgeConfig
-from spmdrl.data.keys import describe
+from spmdrl.data.scores import describe
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput
 from spmdrl.rewards.judge_verdict import VALUES, Question, Verdict, pair_questions, question
 

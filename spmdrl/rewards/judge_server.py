@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spmdrl.config.judge import JudgeConfig
-from spmdrl.data.keys import describe
+from spmdrl.data.scores import describe
 from spmdrl.health.status import tick
 from spmdrl.rewards.base import RewardError, UngradedError
 from spmdrl.rewards.judge import Answer, Asker, Case

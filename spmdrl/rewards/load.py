@@ -9,8 +9,8 @@ from spmdrl.config.judge import is_judge, read_judge
 from spmdrl.config.rewards import functions, kwargs_of, same_names, short_name, weighted
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
-from spmdrl.data.keys import describe
 from spmdrl.data.prompts import PromptSet
+from spmdrl.data.scores import describe
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward
 from spmdrl.rewards.combined_reward import CombinedReward, Term
 from spmdrl.rewards.forms import load_builtin

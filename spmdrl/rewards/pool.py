@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdrl.data.keys import describe
+from spmdrl.data.scores import describe
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput
 from spmdrl.workers import processes
 from spmdrl.workers.processes import Process, Processes

@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.data.reasoning import answer_of, score
+from spmdrl.data.scores import answer_of, puzzle_score
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.text import SIGNS, to_decimal, truth_text
 
@@ -83,7 +83,7 @@ def reasoning_reward(item: RewardInput) -> Reward:
     if not {"task", "config", "entry"} <= item.extra.keys():
         raise ValueError("the reward reasoning_gym grades prompts of --data.train reasoning-gym:<task> only")
     answer, tagged = answer_of(item.solution)
-    value = score(item.extra["task"], item.extra["config"], item.extra["entry"], answer)
+    value = puzzle_score(item.extra["task"], item.extra["config"], item.extra["entry"], answer)
     return Reward(value, {"format": float(tagged)})
 
 

@@ -13,8 +13,8 @@ from spmdrl.config.named import load_function
 from spmdrl.config.rewards import runs_programs
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet, load_prompts
-from spmdrl.data.replay_buffer import ReplayBuffer
 from spmdrl.data.row_columns import unread_line
+from spmdrl.data.step_batch import ReplayBuffer
 from spmdrl.data.template_ends import job_template
 from spmdrl.engines.build import check_engine, prompt_limit, stop_tokens
 from spmdrl.hub.resolve import resolve

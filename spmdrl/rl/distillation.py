@@ -13,7 +13,7 @@ from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
-from spmdrl.data.order import drawn_indices
+from spmdrl.data.mixture import drawn_indices
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.data.tree import prompt_lengths

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import from_episodes
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.data.episode import Episode
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.scores import counts_as_right
 from spmdrl.health.failure import exit_reason

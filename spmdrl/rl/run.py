@@ -12,11 +12,11 @@ from functools import cached_property
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch, to_episodes
+from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode
+from spmdrl.data.pack import to_episodes
 from spmdrl.data.prompts import PromptSet
-from spmdrl.data.replay_buffer import ReplayBuffer
-from spmdrl.data.step_batch import make_batch
+from spmdrl.data.step_batch import ReplayBuffer, make_batch
 from spmdrl.health.preempt import AbandonedError, PreemptedError, any_rank
 from spmdrl.policy.models import shares_prompts
 from spmdrl.policy.objectives.algorithm import Algorithm

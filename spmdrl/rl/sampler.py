@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spmdrl.config.schema import Config
-from spmdrl.data.order import drawn_indices
+from spmdrl.data.mixture import drawn_indices
 from spmdrl.data.prompts import PromptSet
 from spmdrl.engines.engine import Engine
 from spmdrl.health.preempt import AbandonedError, any_rank, preemption

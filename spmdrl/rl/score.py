@@ -18,7 +18,7 @@ from spmdrl.algos.shaping import (
 from spmdrl.algos.value import implicit_rewards
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import gather_rows
+from spmdrl.data.distribute import gather_rows
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.models import Models
 from spmdrl.policy.objectives.algorithm import MOMENTS, Algorithm, add_mismatch, mean

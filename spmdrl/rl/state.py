@@ -24,7 +24,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, Segment, episode_of, prompt_segment, segments_of
 from spmdrl.data.prompts import Prompt, PromptSet
-from spmdrl.data.replay_buffer import ReplayBuffer
+from spmdrl.data.step_batch import ReplayBuffer
 from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rl.conversation_state import ConversationState
 from spmdrl.rl.rollout_plan import Experience, PromptGroup

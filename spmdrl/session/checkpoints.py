@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl import checkpoint
+from spmdrl.checkpoint.background import Saver
+from spmdrl.checkpoint.files import rank_files
+from spmdrl.checkpoint.store import find_resume, load
 from spmdrl.config.fields import flag
 from spmdrl.config.resume import file_digests, fixed_settings
 from spmdrl.config.schema import TrainingConfig
@@ -50,7 +52,7 @@ class Checkpoints:
     def __init__(self, session: Session, models: Models, kept: Kept, data: str):
         """data: digest of the training data."""
         self.session, self.models, self.kept = session, models, kept
-        self.saver = checkpoint.Saver(session.cfg, session.folder / "checkpoints", session.world)
+        self.saver = Saver(session.cfg, session.folder / "checkpoints", session.world)
         self.saver.prepare(models, session.warn)
         self.rank_files: list[Path] = []
         self.made_with = {"prompts": data, "files": self._files(), "device": session.world.device.type}
@@ -58,10 +60,10 @@ class Checkpoints:
 
     def _resume(self) -> int:
         session, models = self.session, self.models
-        found = checkpoint.find_resume(session.folder / "checkpoints", session.world)
+        found = find_resume(session.folder / "checkpoints", session.world)
         if found is None:
             return 0
-        state = checkpoint.load(found, models)
+        state = load(found, models)
         self._compare(found, state)
         if models.policy:
             models.policy.version = state["version"]
@@ -74,7 +76,7 @@ class Checkpoints:
             if model.loss_scale is not None and (held := state.get("loss_scales", {}).get(name)):
                 model.loss_scale.restore(held)
         self.kept.restore(state)
-        self.rank_files = checkpoint.rank_files(found)
+        self.rank_files = rank_files(found)
         self.saver.resumed()
         if session.world.is_first and state.get("wandb") and not wandb_id(session.folder):
             # The checkpoint was moved to another folder.

@@ -4,14 +4,22 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import date
 from typing import Any
 
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from spmdrl import checkpoint
+from spmdrl.checkpoint.folder import (
+    check_evaluation,
+    check_settings,
+    first_day,
+    take_folder,
+    write_config,
+    write_first_day,
+)
+from spmdrl.checkpoint.published import steps_saved
 from spmdrl.config.load import Loaded
 from spmdrl.config.paths import check_run_folder, run_folder
 from spmdrl.config.schema import TrainingConfig
@@ -24,7 +32,7 @@ from spmdrl.session.environ import keep_freed_memory, keep_what_started, share_c
 from spmdrl.session.job import Job, jobs
 from spmdrl.session.session import Session
 from spmdrl.spmd.devices import without_gpu
-from spmdrl.spmd.lockstep import lockstep
+from spmdrl.spmd.lockstep import Lockstep
 from spmdrl.spmd.mesh import start
 from spmdrl.spmd.network import choose_interface
 from spmdrl.spmd.world import World
@@ -46,7 +54,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
     with named_exit(lambda: timer.phase, give_terminal_back):
         make_deterministic(cfg.run)
         folder = run_folder(cfg)
-        newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
+        newest = lambda: next(iter(steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
             # For a failure before the watch begins.
             rank_status.saved = newest
@@ -54,15 +62,15 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         world, notes = _connect(cfg)
         check_run_folder(folder)
         if keeps:
-            notes += checkpoint.take_folder(folder, cfg.run.fresh, world, cfg.run.timeout)
+            notes += take_folder(folder, cfg.run.fresh, world, cfg.run.timeout)
         else:
-            checkpoint.check_evaluation(folder, world)
+            check_evaluation(folder, world)
         setup_logging(folder, world.rank)
         watch(world.store, world.rank, world.size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
         if keeps:
             kinds = {module: each.settings for module, each in jobs().items()}
-            notes += checkpoint.check_settings(folder, cfg, world, loaded.given, kinds)
-        Today.kept = today = checkpoint.first_day(folder, world)
+            notes += check_settings(folder, cfg, world, loaded.given, kinds)
+        Today.kept = today = first_day(folder, world)
         if today != date.today():
             notes.append(f"chat templates that show the date show {today}, on which this run began first")
         notes.append(_prepare_for(world.device.type, cfg))
@@ -72,12 +80,12 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
             timer = Timer(console.phase)
             for line in [*filter(None, notes), *job.lines(cfg, world.size)]:
                 console.note(line)
-        with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
+        with Lockstep(world.store, cfg.run.timeout) if cfg.run.lockstep_debug else nullcontext():
             run = job.build(Session(cfg, world, timer, console))
             if keeps and world.is_first:
                 # After everything was built: a start that fails leaves an existing run folder as it was.
-                checkpoint.write_config(folder, cfg)
-                checkpoint.write_first_day(folder, today)
+                write_config(folder, cfg)
+                write_first_day(folder, today)
                 (folder / "PREEMPTED").unlink(missing_ok=True)
             keep_what_started()
             try:

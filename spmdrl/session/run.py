@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
 from spmdrl.policy.models import Models

@@ -3,8 +3,6 @@
 mesh.py        starts the job: process groups, mesh axes, and worlds for frozen models and for threads
 world.py       groups, axes and roles of one rank
 roles.py       the ranks that train, score and sample; sizes of axes
-groups.py      makes process groups and device meshes over some ranks
-rendezvous.py  gives each start of a job its own key prefix in the store
 devices.py     the device of each rank
 network.py     the network interface between nodes
 peers.py       a group of ranks and the device of its collectives

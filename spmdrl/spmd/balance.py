@@ -106,23 +106,13 @@ def assign_groups(
     Either groups stay together, or items are assigned one by one, whichever gives the busiest rank less work.
     """
     alone = assign_balanced(costs_N, share_N, ranks)
-    _, unit_N = torch.unique(torch.stack([share_N, group_N], 1), dim=0, return_inverse=True)
-    units = int(unit_N.max()) + 1 if len(unit_N) else 0
-    own = torch.zeros(units, dtype=torch.int64).index_add_(0, unit_N, costs_N - common_N)
-    common = torch.zeros(units, dtype=torch.int64).scatter_reduce_(0, unit_N, common_N, "amax")
-    share = torch.zeros(units, dtype=torch.int64).scatter_(0, unit_N, share_N)
-    together = assign_balanced(own + common, share, ranks)[unit_N]
-    return (
-        together
-        if _busiest(together, costs_N, share_N, unit_N, common_N, ranks)
-        <= _busiest(alone, costs_N, share_N, unit_N, common_N, ranks)
-        else alone
-    )
+    together = assign_units(costs_N, share_N, group_N, common_N, ranks)
+    return min(together, alone, key=lambda rank_N: _busiest(rank_N, costs_N, share_N, group_N, common_N, ranks))
 
 
-def _busiest(rank_N, costs_N, share_N, unit_N, common_N, ranks: int) -> int:
+def _busiest(rank_N, costs_N, share_N, group_N, common_N, ranks: int) -> int:
     """Sum over shares the work of the busiest rank, where each rank pays the common part of a group once."""
-    pairs, place_N = torch.unique(torch.stack([share_N * ranks + rank_N, unit_N], 1), dim=0, return_inverse=True)
+    pairs, place_N = torch.unique(torch.stack([share_N * ranks + rank_N, group_N], 1), dim=0, return_inverse=True)
     common = torch.zeros(len(pairs), dtype=torch.int64).scatter_reduce_(0, place_N, common_N, "amax")
     slots = (int(share_N.max()) + 1) * ranks if len(share_N) else 0
     work = torch.zeros(slots, dtype=torch.int64).index_add_(0, share_N * ranks + rank_N, costs_N - common_N)
@@ -138,8 +128,7 @@ def assign_balanced(costs_N: torch.Tensor, share_N: torch.Tensor, ranks: int) ->
     target = torch.zeros(len(costs_N), dtype=torch.int64)
     for share in share_N.unique(sorted=True).tolist():
         items = torch.nonzero(share_N == share).flatten()
-        parts = karmarkar_karp(costs_N[items].tolist(), ranks)
-        for rank, part in enumerate(parts):
+        for rank, part in enumerate(karmarkar_karp(costs_N[items].tolist(), ranks)):
             target[items[part]] = rank
     return target
 

@@ -17,8 +17,7 @@ def kind_of(device: torch.device) -> str:
 def pick_device(kind: str, local_rank: int) -> torch.device:
     """Return the device of this rank: its own GPU, or the CPU.
 
-    Raises:
-        ValueError: this machine has fewer GPUs than ranks that need one.
+    Raises ValueError if this machine has fewer GPUs than ranks that need one.
     """
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -48,8 +47,7 @@ def without_gpu() -> str:
 def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
     """Check that this rank's device is of the same kind as rank 0's.
 
-    Raises:
-        ValueError: it is not; a group of both kinds would never finish a collective.
+    Raises ValueError if it is not; a group of both kinds would never finish a collective.
     """
     # One key for all: rank 0 writes it and the others wait for it.
     if rank == 0:

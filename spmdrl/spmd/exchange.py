@@ -30,6 +30,10 @@ class Table:
         return len(self.keys_nK)
 
 
+def _group_rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_group_rank(group, dist.get_rank())
+
+
 def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Gather the rows of every rank of the group, which may differ in number: [n_r, K] for each r. Collective.
 
@@ -38,17 +42,10 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]
     count = torch.tensor([len(rows_nK)], dtype=torch.int64, device=rows_nK.device)
-    counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=rows_nK.device)
-    dist.all_gather_into_tensor(counts, count, group=group)
-    most = int(counts.max())
-    padded = rows_nK.new_zeros((most, *rows_nK.shape[1:]))
+    counts = all_gather_alike(count, group).flatten()
+    padded = rows_nK.new_zeros((int(counts.max()), *rows_nK.shape[1:]))
     padded[: len(rows_nK)] = rows_nK
-    everyone = rows_nK.new_empty((len(counts) * most, *rows_nK.shape[1:]))
-    dist.all_gather_into_tensor(everyone, padded, group=group)
-    return [
-        part[:n]
-        for part, n in zip(everyone.split(most) if most else [everyone] * len(counts), counts.tolist(), strict=True)
-    ]
+    return [part[:n] for part, n in zip(all_gather_alike(padded, group), counts.tolist(), strict=True)]
 
 
 def all_gather_alike(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -74,8 +71,7 @@ def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.Proc
     """
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]
-    world, me = len(counts), dist.get_group_rank(group, dist.get_rank())
-    total = sum(counts)
+    world, me, total = len(counts), _group_rank(group), sum(counts)
     share = -(-total // world)
     begins = [0, *accumulate(counts)]
 
@@ -103,7 +99,7 @@ def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) 
     if len(numbers) == 1:
         return [rows_nK], of
     firsts = [marks.index(mark) for mark in numbers]
-    me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
+    me = _group_rank(group)
     counts = [0] * len(marks)
     for rank in firsts:
         counts[rank] = marks[rank][1]
@@ -155,9 +151,8 @@ def gather_names(names: Iterable[str], group: dist.ProcessGroup | None) -> list[
 def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> torch.Tensor:
     """All-reduce by `sum`, `max` or `min` over the group, in place. Collective."""
     if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(
-            x, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op], group=group
-        )
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        dist.all_reduce(x, op=operation, group=group)
     return x
 
 
@@ -212,7 +207,6 @@ def redistribute(
         group: the ranks that take part; None for a world of one.
         device: device of the group's collectives.
     """
-    me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
     world = len(everyone)
     if world == 1:
         return select(table, lexsort(table.keys_nK))
@@ -225,7 +219,7 @@ def redistribute(
         raw = [part.values[name].contiguous().view(-1).view(torch.uint8) for name in names]
         send_sizes[rank] = sum(map(len, raw))
         send += raw
-    incoming = torch.nonzero(torch.cat(destinations) == me).flatten()
+    incoming = torch.nonzero(torch.cat(destinations) == _group_rank(group)).flatten()
     rows = torch.cat(everyone)[incoming]
     of = torch.repeat_interleave(torch.arange(world), torch.tensor([len(part) for part in everyone]))[incoming]
     row_bytes = (rows[:, n_keys:] * torch.tensor(widths)).sum(1)
@@ -260,12 +254,6 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
     return Table(rows[:, :n_keys], lengths, {name: torch.cat(p) for name, p in parts.items()})
 
 
-def describe(table: Table) -> torch.Tensor:
-    """Return keys and the length of every column, int64 [n, K + C], which ranks gather before an exchange."""
-    columns = [table.lengths[name][:, None] for name in table.values]
-    return torch.cat([table.keys_nK, *columns], 1)
-
-
 def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Table, torch.Tensor]:
     """Move every item to the rank that `assign` returns for it. Collective.
 
@@ -279,12 +267,13 @@ def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torc
     Returns:
         This rank's items sorted by key, and the rows [N, K + C] of all ranks sorted by key.
     """
-    parts = all_gather_rows(describe(table).to(device), group)
+    columns = [table.lengths[name][:, None] for name in table.values]
+    parts = all_gather_rows(torch.cat([table.keys_nK, *columns], 1).to(device), group)
     rows = torch.cat(parts).cpu()
     everyone = list(rows.split([len(part) for part in parts]))
     order = lexsort(rows[:, : table.keys_nK.shape[1]])
     target = torch.empty(len(rows), dtype=torch.int64)
     target[order] = assign(rows[order])
     destinations = list(target.split([len(part) for part in everyone]))
-    me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
-    return redistribute(table, destinations[me], everyone, destinations, group, device), rows[order]
+    mine = destinations[_group_rank(group)]
+    return redistribute(table, mine, everyone, destinations, group, device), rows[order]

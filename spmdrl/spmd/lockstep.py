@@ -10,7 +10,6 @@ import hashlib
 import sys
 import time
 from collections import deque
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -119,10 +118,3 @@ class Lockstep(TorchDispatchMode):
                 return None
             time.sleep(0.0005)
         return self.store.get(key).decode()
-
-
-def lockstep(enabled: bool, store: dist.Store, timeout: float) -> AbstractContextManager:
-    """Return `Lockstep` if enabled, else a context that does nothing."""
-    from contextlib import nullcontext
-
-    return Lockstep(store, timeout) if enabled else nullcontext()

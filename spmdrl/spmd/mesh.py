@@ -5,23 +5,28 @@ gloo (CPU); small collectives on the host always run on a gloo group of their ow
 """
 
 import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.spmd.devices import check_alike, pick_device
-from spmdrl.spmd.groups import apart_from_default, make_data_group, make_mesh, make_shard_mesh, make_side
-from spmdrl.spmd.rendezvous import own_names
-from spmdrl.spmd.roles import axis_sizes, roles_of
+from spmdrl.spmd.roles import AXES, axis_sizes, roles_of
 from spmdrl.spmd.world import World
 
 JOIN = timedelta(seconds=120)
 """Minimum time that ranks wait for each other at the start."""
 LATER = timedelta(seconds=60)
 """Time after `--run.timeout` at which NCCL ends a job. `failure.watch` ends it before that, and names the rank."""
+JOIN_POLL = 0.02
+"""Seconds between two polls of rank 0 while ranks join."""
 
 
 def _single_process_environment() -> None:
@@ -70,6 +75,49 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
     return world_from_group(parallel, rollout_tp, where, local_rank, wait)
 
 
+def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.Store:
+    """Return the store under a prefix that no other start has. Collective over all ranks of this start.
+
+    torchrun's agent keeps one store through all restarts, and a start must not find keys of an earlier one (addresses
+    of processes that are gone, counters). Ranks have no common number of the start: an agent counts only the restarts
+    that its own node requested.
+
+    Rank 0 draws the prefix and answers each rank's request, under a key that only this rank knows, until all ranks have
+    the prefix. It also answers requests of processes that are gone, which does no harm: torchrun starts processes only
+    after all processes of the start before have ended. Raises RuntimeError if a rank has not come within `wait`.
+    """
+    joining, me = dist.PrefixStore("joining", store), secrets.token_hex(8)
+    if rank:
+        # All requests are in one text, so that rank 0 needs one read for all ranks, after their count has risen.
+        joining.append("requests", f"{me} ")  # type: ignore[attr-defined]
+        joining.add("requested", 1)
+        try:
+            joining.wait([f"answer/{me}"], wait)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank 0 did not answer within {wait.total_seconds():.0f} s of this rank's start: check its log, and "
+                "that every node runs the same command"
+            ) from error
+        prefix = joining.get(f"answer/{me}").decode()
+        joining.add(f"has/{prefix}", 1)
+        return dist.PrefixStore(prefix, store)
+    until, answered, seen = time.monotonic() + wait.total_seconds(), 0, 0
+    while joining.add(f"has/{me}", 0) < size - 1:
+        if (count := joining.add("requested", 0)) != seen:
+            seen, requests = count, joining.get("requests").decode().split()
+            if keys := [f"answer/{name}" for name in requests[answered:]]:
+                joining.multi_set(keys, [me] * len(keys))  # type: ignore[attr-defined]
+            answered = len(requests)
+        if time.monotonic() > until:
+            came = f"{joining.add(f'has/{me}', 0) + 1} of {size} ranks came"
+            raise RuntimeError(
+                f"{came} within {wait.total_seconds():.0f} s: check the logs of the others, and that every node runs "
+                "the same command"
+            )
+        time.sleep(JOIN_POLL)
+    return dist.PrefixStore(me, store)
+
+
 def world_from_group(
     parallel: ParallelConfig,
     rollout_tp: int,
@@ -82,19 +130,19 @@ def world_from_group(
     roles = roles_of(parallel, size)
     sizes = axis_sizes(parallel, len(roles.trainers))
     kind = device.type
-    mesh = make_mesh(kind, roles.trainers, sizes)
-    shard_mesh = make_shard_mesh(kind, roles.trainers, sizes)
+    mesh = _make_mesh(kind, roles.trainers, sizes)
+    shard_mesh = _make_shard_mesh(kind, roles.trainers, sizes)
     later = wait + LATER if kind == "cuda" else wait
-    data_group, holders = make_data_group(mesh, later)
-    rollout = make_mesh(kind, roles.samplers, {"engine": len(roles.samplers) // rollout_tp, "tp": rollout_tp})
+    data_group, holders = _make_data_group(mesh, later)
+    rollout = _make_mesh(kind, roles.samplers, {"engine": len(roles.samplers) // rollout_tp, "tp": rollout_tp})
     host = dist.new_group(backend="gloo", timeout=wait)
     assert isinstance(host, dist.ProcessGroup)
     # Every rank makes every group.
-    rollout_group = make_side(roles.samplers, host, wait)
-    training_group = make_side(roles.trainers, host, wait)
+    rollout_group = _make_side(roles.samplers, host, wait)
+    training_group = _make_side(roles.trainers, host, wait)
     role_group = rollout_group if rank in roles.samplers else training_group
     if roles.scorers not in (roles.trainers, roles.samplers):
-        scorers = make_side(roles.scorers, host, wait)
+        scorers = _make_side(roles.scorers, host, wait)
         role_group = scorers if rank in roles.scorers else role_group
     store = dist.PrefixStore("spmdrl", dist.distributed_c10d._get_default_store())
     meshes = [m for m in (mesh, shard_mesh, rollout) if m.get_coordinate() is not None]
@@ -116,9 +164,9 @@ def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> Wo
     if ranks == world.roles.trainers:
         return world
     sizes = axis_sizes(replace(parallel, dp_replicate=1, dp_shard=-1, sp=1), len(ranks))
-    mesh, shard_mesh = (make(world.mesh.device_type, ranks, sizes) for make in (make_mesh, make_shard_mesh))
+    mesh, shard_mesh = (make(world.mesh.device_type, ranks, sizes) for make in (_make_mesh, _make_shard_mesh))
     later = wait + LATER if world.device.type == "cuda" else wait
-    data_group, holders = make_data_group(mesh, later)
+    data_group, holders = _make_data_group(mesh, later)
     return replace(world, mesh=mesh, shard_mesh=shard_mesh, data_group=data_group, holders=holders)
 
 
@@ -130,6 +178,70 @@ def twin(world: World, wait: timedelta) -> World:
     with apart_from_default():
         host = dist.new_group(backend="gloo", timeout=wait)
     assert isinstance(host, dist.ProcessGroup)
-    training = make_side(world.roles.trainers, host, wait)
+    training = _make_side(world.roles.trainers, host, wait)
     groups = dict(host_group=host, training_group=training, role_group=training)
     return replace(world, **groups, device=torch.device("cpu"), is_twin=True)
+
+
+@contextmanager
+def apart_from_default() -> Iterator[None]:
+    """Inside this context new groups are not split off the default group's NCCL communicator.
+
+    torch splits it if a device is bound to the default group. Ranks outside of a group then take part in making it, and
+    a rank waits forever if the group itself is on gloo, or if the other ranks do not make the call.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def _make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
+    """Make a host-side group of some ranks and one of the others; returns this rank's. Collective over all ranks."""
+    size = dist.get_world_size()
+    if len(ranks) == size:
+        return host
+    sides = [ranks, tuple(r for r in range(size) if r not in ranks)]
+    with apart_from_default():
+        # Every rank makes every group.
+        both = [dist.new_group(side, backend="gloo", timeout=wait) for side in sides]
+    mine = both[dist.get_rank() not in ranks]
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+def _make_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:
+    """Make named axes over some ranks of the job. Collective over all ranks."""
+    if len(ranks) == dist.get_world_size():
+        return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return DeviceMesh(kind, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _make_shard_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:
+    """Make `World.shard_mesh`, in which the ranks of one sp group are adjacent inside dp_shard. Collective."""
+    axes = {axis: sizes[axis] for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
+    axes["dp_shard"] *= sizes["sp"]
+    mesh = _make_mesh(kind, ranks, axes)
+    if mesh.get_coordinate() is None:
+        return mesh
+    return mesh["dp_replicate", "dp_shard"] if sizes["dp_replicate"] > 1 else mesh["dp_shard"]
+
+
+def _make_data_group(mesh: DeviceMesh, wait: timedelta) -> tuple[dist.ProcessGroup | None, torch.Tensor]:
+    """Make `World.data_group` and `World.holders`. Collective."""
+    places = [AXES.index(axis) for axis in ("dp_replicate", "dp_shard", "pp", "sp", "tp")]
+    ordered = mesh.mesh.long().permute(places)
+    holders = ordered.reshape(ordered.shape[0] * ordered.shape[1], -1)
+    positions, copies = holders.shape
+    if positions == 1:
+        return None, holders
+    if positions == dist.get_world_size():
+        return dist.group.WORLD, holders
+    mine = None
+    for ranks in holders.T.tolist():
+        # Every rank makes every group.
+        group = dist.new_group(ranks, timeout=wait)
+        mine = group if dist.get_rank() in ranks else mine
+    return mine, holders  # type: ignore[return-value]

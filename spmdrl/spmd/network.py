@@ -36,9 +36,7 @@ def choose_interface(
     """Set NAMES, unless the user has, to the interface towards the first node of a job on several nodes.
 
     Returns a line for the log; empty on a single node, or if no route is IPv4.
-
-    Raises:
-        ValueError: every route leads to this node itself.
+    Raises ValueError if every route leads to this node itself.
     """
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return ""

@@ -39,11 +39,7 @@ class PromptQueue:
 
     def _take_from_counter(self, want: int) -> list[int]:
         first = self.world.store.add(self.key, want) - want if self.world.engine_tp_rank == 0 else 0
-        if self.world.engine_group is not None:
-            # The engine's first rank decides and broadcasts (law 1).
-            box = torch.tensor([first], dtype=torch.int64, device=self.world.device)
-            dist.broadcast(box, group=self.world.engine_group, group_src=0)
-            first = int(box.item())
+        first = _of_first_rank(first, self.world)
         return list(range(first, min(first + want, self.n)))
 
 
@@ -69,9 +65,13 @@ class Tally:
         if self.world.engine_tp_rank == 0 and (more or time.monotonic() >= self.poll_at):
             self.count = self.world.store.add(self.key, more)
             self.poll_at = time.monotonic() + POLL_EVERY
-        total = self.count
-        if self.world.engine_group is not None:
-            box = torch.tensor([total], dtype=torch.int64, device=self.world.device)
-            dist.broadcast(box, group=self.world.engine_group, group_src=0)
-            total = int(box.item())
-        return total >= self.enough
+        return _of_first_rank(self.count, self.world) >= self.enough
+
+
+def _of_first_rank(number: int, world: World) -> int:
+    """Return the number of the engine's first rank on all of its ranks (law 1). Collective over the engine."""
+    if world.engine_group is None:
+        return number
+    box = torch.tensor([number], dtype=torch.int64, device=world.device)
+    dist.broadcast(box, group=world.engine_group, group_src=0)
+    return int(box.item())

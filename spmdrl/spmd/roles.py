@@ -29,8 +29,7 @@ class Roles:
 def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
     """Return the size of each axis with dp_shard = -1 filled in.
 
-    Raises:
-        ValueError: the axes do not multiply to world_size.
+    Raises ValueError if the axes do not multiply to world_size.
     """
     sizes = {axis: getattr(parallel, axis) for axis in AXES}
     sizes["sp"] *= parallel.cp
@@ -47,11 +46,7 @@ def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
 
 
 def roles_of(parallel: ParallelConfig, world_size: int) -> Roles:
-    """Return the roles of all ranks according to the settings.
-
-    Raises:
-        ValueError: no rank is left to train.
-    """
+    """Return the roles of all ranks according to the settings. Raises ValueError if no rank is left to train."""
     everyone = tuple(range(world_size))
     if parallel.placement == "colocated":
         return Roles(everyone, everyone, everyone)

@@ -60,8 +60,7 @@ class Parked:
             place: place of the bytes.
             device: device of the tensors.
 
-        Raises:
-            OSError: the folder for temporary files cannot hold the bytes; the tensors are unchanged.
+        Raises OSError if the folder for temporary files cannot hold the bytes; the tensors are unchanged.
         """
         self.place, self.device = place, device
         storages = storages_of(tensors, device.type)
@@ -92,9 +91,8 @@ class Parked:
     def bring_back(self) -> None:
         """Allocate every storage again and fill it, unless its bytes are gone.
 
-        Raises:
-            RuntimeError: the device is out of memory (torch's own error). Restored storages stay; call again for the
-                rest.
+        Raises RuntimeError if the device is out of memory (torch's own error). Restored storages stay; call again for
+        the rest.
         """
         while self.waiting:
             storage, size, offset = self.waiting[-1]
@@ -210,8 +208,7 @@ def _tape(place: Place, total: int, device: torch.device) -> _Host | _Disk | Non
 def scratch_folder() -> str:
     """Return $TMPDIR if it is set, else /var/tmp, which unlike /tmp is never in memory, else Python's choice.
 
-    Raises:
-        ValueError: TMPDIR is not a writable folder. Python would silently take another one.
+    Raises ValueError if TMPDIR is not a writable folder. Python would silently take another one.
     """
     named = os.environ.get("TMPDIR")
     if named:

@@ -13,7 +13,7 @@ from spmdrl.checkpoint import treefile
 from spmdrl.config.rules import never_measured
 from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.engines.build import context_length

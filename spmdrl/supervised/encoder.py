@@ -9,12 +9,12 @@ import torch
 from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import encode, template_text
-from spmdrl.data.dialogues import Columns, Example, RowError, as_dialogue, example_of
-from spmdrl.data.marked_turns import marked_sequences
+from spmdrl.data.dialogues import Columns, Example, as_dialogue, example_of
 from spmdrl.data.rendering import Renderer
+from spmdrl.data.row_columns import RowError
+from spmdrl.data.shown import LOOKED, UNSHOWN, check_read, unshown
 from spmdrl.data.tokens import Masked, masked
-from spmdrl.data.turns import sequences_of
-from spmdrl.data.unshown import LOOKED, UNSHOWN, check_read, unshown
+from spmdrl.data.turns import trained_sequences
 
 
 @dataclass
@@ -110,8 +110,7 @@ class Encoder:
         if (example.dialogue.tools or example.dialogue.more) and self.looked < LOOKED:
             self.looked += 1
             out.notes.update(f"{name} {UNSHOWN}" for name in unshown(self.renderer, example.dialogue))
-        find = marked_sequences if self.renderer.marked else sequences_of
-        for sequence in find(self.renderer, example.dialogue, trained):
+        for sequence in trained_sequences(self.renderer, example.dialogue, trained):
             turns = [turn for turn in sequence.turns if turn.message in trained]
             places = [(turn.start, turn.end) for turn in turns]
             if self.train_on == "all":

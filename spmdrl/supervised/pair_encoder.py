@@ -8,9 +8,10 @@ import torch
 
 from spmdrl.config.preference import PreferenceDataConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.dialogues import Example, RowError, as_dialogue
+from spmdrl.data.dialogues import Example, as_dialogue
 from spmdrl.data.preferences import CHOSEN, REJECTED, SIDES, Preference, PreferenceColumns, preference_of
 from spmdrl.data.rendering import Dialogue, TemplateError
+from spmdrl.data.row_columns import RowError
 from spmdrl.data.tokens import Masked
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.objectives.pairs import MISMATCHED

@@ -7,8 +7,8 @@ from typing import Any
 
 from spmdrl.data.mixture import Mixture
 from spmdrl.data.row_columns import Row, unread_line
+from spmdrl.data.shown import UNSHOWN, unshown_line
 from spmdrl.data.tokens import Masked
-from spmdrl.data.unshown import UNSHOWN, unshown_line
 from spmdrl.supervised.rows import Encode
 from spmdrl.tracking.console import clean
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.dialogues import RowError
-from spmdrl.data.step_rows import StepColumns, has_steps
+from spmdrl.data.row_columns import RowError
+from spmdrl.data.steps import StepColumns, has_steps
 from spmdrl.hub.build import SCORERS
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve

@@ -14,8 +14,8 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Blocks, Drawn, Mixture, Permuted
 from spmdrl.data.row_columns import Row, unread_line
 from spmdrl.data.rowfiles import Table, open_rows
+from spmdrl.data.shown import UNSHOWN, unshown_line
 from spmdrl.data.tokens import Masked
-from spmdrl.data.unshown import UNSHOWN, unshown_line
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World

@@ -6,9 +6,8 @@ import torch
 
 from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.dialogues import RowError
-from spmdrl.data.step_rows import LabelledSteps, StepColumns, steps_of
-from spmdrl.data.steps import step_ends, tokens_of_ends
+from spmdrl.data.row_columns import RowError
+from spmdrl.data.steps import LabelledSteps, StepColumns, step_ends, steps_of, tokens_of_ends
 from spmdrl.data.tokens import Masked
 from spmdrl.supervised.encoder import Encoded, Encoder
 from spmdrl.supervised.rows import pack

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.data.mixture import Drawn, Mixture, Permuted
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text, all_reduce

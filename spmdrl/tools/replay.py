@@ -131,12 +131,13 @@ def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | No
 
     None and 0 stand for the model that the run started from.
     """
-    from spmdrl import checkpoint
+    from spmdrl.checkpoint.manifest import problems
+    from spmdrl.checkpoint.published import steps_saved
 
     best: tuple[Path | None, int] = (None, 0)
-    for step in checkpoint.steps_saved(run / "checkpoints"):
+    for step in steps_saved(run / "checkpoints"):
         folder = run / "checkpoints" / f"step_{step}"
-        if checkpoint.problems(folder):
+        if problems(folder):
             continue
         state = json.loads((folder / "state" / "run.json").read_text())
         done = state["updates_done"] if which == "policy" else state["trained"].get(which, 0)
@@ -223,7 +224,7 @@ def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: in
 
     reader: reads the calls of their turns; None: there is no environment.
     """
-    from spmdrl.data.batch import to_episodes
+    from spmdrl.data.pack import to_episodes
 
     def size(row: dict, name: str) -> float:
         return abs(row[name]) if math.isfinite(row[name]) else math.inf

@@ -1,7 +1,7 @@
 """Boxes are parts of named tensors, ranges in every dimension, as Python objects or as rows of integers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,12 @@ class Entry:
     @property
     def box(self) -> Box:
         """The box of the whole tensor."""
-        return tuple((0, n) for n in self.shape)
+        return full_box(self.shape)
+
+
+def full_box(shape: Iterable[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return tuple((0, n) for n in shape)
 
 
 def size(box: Box) -> int:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-Box = tuple[tuple[int, int], ...]
-"""(first index, last index + 1) along each dimension."""
+from spmdrl.weights.boxes import Box, full_box
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,6 @@ class Slot:
     """`shard[index]` is a view of the shard with the box's shape, for reading and writing."""
 
 
-def full_box(shape: Iterable[int]) -> Box:
-    """Return the box of an undivided tensor."""
-    return tuple((0, n) for n in shape)
-
-
 class Layout:
     """The mapping from parameters of one architecture to the tensors of its checkpoints."""
 
@@ -45,8 +39,10 @@ class Layout:
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
-        # The reverse mapping leads from parameters to checkpoints; save_pretrained uses it as well.
-        backwards = [t.reverse_transform() for t in known[::-1] if _expressible(t)]
+        # The reverse mapping leads from parameters to checkpoints; save_pretrained uses it as well. Parameters with
+        # another conversion keep transformers' name, which its from_pretrained accepts.
+        known = [t for t in known if not isinstance(t, WeightConverter) or packs_experts(t)]
+        backwards = [t.reverse_transform() for t in known[::-1]]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
         self.converters = [t for t in backwards if isinstance(t, WeightConverter)]
         self.cache: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
@@ -85,16 +81,11 @@ class Layout:
         }
 
 
-def _expressible(transform: Any) -> bool:
-    """Return True for a renaming, or a packing of experts along the first dimension and projections along the second.
+def packs_experts(converter: Any) -> bool:
+    """Return True if a WeightConverter of transformers packs experts along dim 0, their projections along dim 1."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    Parameters with another conversion keep transformers' name, which its from_pretrained accepts as well.
-    """
-    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
-
-    if not isinstance(transform, WeightConverter):
-        return True
-    steps = [(type(op), getattr(op, "dim", None)) for op in transform.operations]
+    steps = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
     return steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 

@@ -41,8 +41,7 @@ class Tensors:
             folder: safetensors, in one file or with an index.
             blocks: rows and columns of the blocks of fp8 weights that share a scale; None without fp8 weights.
 
-        Raises:
-            ValueError: a file is missing or unreadable.
+        Raises ValueError if a file is missing or unreadable.
         """
         self.folder, self.blocks = folder, blocks
         self.handles: dict[str, Any] = {}
@@ -101,8 +100,7 @@ class Tensors:
     def check_scales(self, name: str) -> None:
         """Check that an fp8 tensor can be dequantised.
 
-        Raises:
-            ValueError: its scales are missing or do not fit, or the folder declares no blocks.
+        Raises ValueError if its scales are missing or do not fit, or the folder declares no blocks.
         """
         if self.dtype(name) not in FP8:
             return

@@ -1,4 +1,4 @@
-"""Plans which rank sends which regions of tensors to which; every rank computes it from all ranks' boxes.
+"""Plans the regions of tensors that ranks send to each other; every rank computes its plan from all ranks' boxes.
 
 Data whose size is ranks times boxes stays in arrays: a plan holds rows for the regions that its own rank sends and
 receives, and makes Python objects for one bucket at a time. A small plan keeps them for the next push.
@@ -11,8 +11,8 @@ import numpy as np
 
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
-KEPT = 4096
-"""Largest number of regions, sent and received, with which a plan keeps its buckets: a few MiB."""
+SMALL = 4096
+"""Largest number of regions, sent and received, for which a plan keeps its buckets: a few MiB."""
 
 Regions = list[tuple[int, Box]]
 """(number of a piece or tensor, region), in the order of a message."""
@@ -58,14 +58,14 @@ class Parcel:
     """int32 [buckets]: end of each bucket in `sent`."""
 
 
-class Sources:
+class Holders:
     """The distinct boxes that ranks hold; several ranks hold a replicated box."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
         """wanted: bool [tensors]; boxes of other tensors are omitted."""
-        kept = [rows[wanted[rows[:, 0]]] for rows in held.rows]
-        number = np.repeat(np.arange(len(kept), dtype=np.int32), [len(rows) for rows in kept])
-        rows = np.concatenate(kept)
+        near = [rows[wanted[rows[:, 0]]] for rows in held.rows]
+        number = np.repeat(np.arange(len(near), dtype=np.int32), [len(rows) for rows in near])
+        rows = np.concatenate(near)
         order, begins = runs(rows)
         self.rows = rows[order[begins]]
         self.sets, self.begins = number[order], begins
@@ -74,10 +74,10 @@ class Sources:
         self.by_set = np.argsort(self.sets, kind="stable").astype(np.int32)
         self.places = np.repeat(np.arange(len(begins), dtype=np.int32), self.counts)[self.by_set]
         """Boxes of the first set, then of the second, and so on."""
-        self.set_ends = np.cumsum(np.bincount(number, minlength=len(kept)))
+        self.set_ends = np.cumsum(np.bincount(number, minlength=len(near)))
         self.of = held.of
         self.ranks = np.argsort(held.of, kind="stable")
-        self.ranks_in = np.bincount(held.of, minlength=len(kept))
+        self.ranks_in = np.bincount(held.of, minlength=len(near))
         self.ranks_at = np.cumsum(self.ranks_in) - self.ranks_in
 
     def of_rank(self, rank: int) -> np.ndarray:
@@ -109,33 +109,27 @@ class Routes:
     ):
         """Compute the plan, without communication.
 
-        Args:
-            held: boxes that ranks hold. If several hold the same box, one of them sends it; different boxes do not
-                overlap.
-            wanted: boxes that ranks need, without overlap within a rank.
-            me: this rank.
-            pieces: int64, index of this rank's piece for each box of its own set in `held`.
-            entries: the tensors.
-            buckets: int64 [tensors], the bucket of each, never decreasing.
+        held: boxes that ranks hold. If several hold the same box, one of them sends it; different boxes do not overlap.
+        wanted: boxes that ranks need, without overlap within a rank. me: this rank. pieces: int64, index of this rank's
+        piece for each box of its own set in `held`. buckets: int64 [tensors], the bucket of each, never decreasing.
 
-        Raises:
-            ValueError: a part that this rank needs and that no rank holds, or that overlapping boxes hold.
+        Raises ValueError if no rank holds a part that this rank needs, or if overlapping boxes hold it.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0
         mine, want = held.rows[held.of[me]], wanted.rows[wanted.of[me]]
         near = np.zeros(len(entries), dtype=bool)
         near[mine[:, 0]] = near[want[:, 0]] = True
-        sources = Sources(held, near)
+        holders = Holders(held, near)
         # Ranks with equal needs and holdings take turns; their numbers may be far apart, as the first ranks of engines.
         self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
-        self._receive(sources, want, me, pieces, buckets, count)
-        self._send(sources, wanted, me, pieces, buckets, count)
-        self.small = len(self.regions_in) + sum(len(parcel.sent) for parcel in self.parcels) <= KEPT
-        self.kept: dict[int, Bucket] = {}
+        self._receive(holders, want, me, pieces, buckets, count)
+        self._send(holders, wanted, me, pieces, buckets, count)
+        self.small = len(self.regions_in) + sum(len(parcel.sent) for parcel in self.parcels) <= SMALL
+        self.cache: dict[int, Bucket] = {}
 
-    def _receive(self, sources: Sources, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
-        box, source, regions = meet(want, sources.rows)
+    def _receive(self, holders: Holders, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
+        box, source, regions = meet(want, holders.rows)
         # Overlapping boxes could hide a gap in the sum below, and the last copy to arrive would be random.
         if (twice := clashing(box, regions)).size:
             ((i, part),) = to_boxes(want[twice[:1]], self.entries)
@@ -148,11 +142,11 @@ class Routes:
         if (lacking := np.flatnonzero(covered < sizes(want))).size:
             ((i, lacks),) = to_boxes(want[lacking[:1]], self.entries)
             raise ValueError(f"{self.entries[i].name}: no rank holds all of {lacks}")
-        sender = sources.senders(source, me, self.turns[me])
+        sender = holders.senders(source, me, self.turns[me])
         here = sender == me
         order, _ = runs(regions[here])
         kept = regions[here][order]
-        piece = pieces[np.searchsorted(sources.of_rank(me), source[here][order])]
+        piece = pieces[np.searchsorted(holders.of_rank(me), source[here][order])]
         self.own: list[Regions] = [[] for _ in range(count)]
         for bucket, n, (_, region) in zip(
             buckets[kept[:, 0]].tolist(), piece.tolist(), to_boxes(kept, self.entries), strict=True
@@ -164,17 +158,17 @@ class Routes:
         self.regions_in, self.sender = regions[order], sender[order].astype(np.int32)
         self.receive_ends = np.searchsorted(bucket[order], np.arange(count), "right").tolist()
 
-    def _send(self, sources: Sources, wanted: Sets, me: int, pieces: np.ndarray, buckets, count: int) -> None:
+    def _send(self, holders: Holders, wanted: Sets, me: int, pieces: np.ndarray, buckets, count: int) -> None:
         self.parcels: list[Parcel] = []
-        own = sources.of_rank(me)
-        mine = sources.rows[own]
+        own = holders.of_rank(me)
+        mine = holders.rows[own]
         for s, rows in enumerate(wanted.rows):
             place, _, regions = meet(mine, rows)
             order, _ = runs(regions)
             regions, source, piece = regions[order], own[place[order]], pieces[place[order]].astype(np.int32)
             alike: dict[bytes, list[int]] = {}
             for receiver in np.flatnonzero(wanted.of == s).tolist():
-                sent = np.flatnonzero(sources.senders(source, receiver, self.turns[receiver]) == me).astype(np.int32)
+                sent = np.flatnonzero(holders.senders(source, receiver, self.turns[receiver]) == me).astype(np.int32)
                 if receiver != me and len(sent):
                     alike.setdefault(sent.tobytes(), []).append(receiver)
             for raw, ranks in alike.items():
@@ -184,11 +178,11 @@ class Routes:
 
     def bucket(self, k: int) -> Bucket:
         """Return one bucket as Python objects; the caller must not change it."""
-        if k in self.kept:
-            return self.kept[k]
+        if k in self.cache:
+            return self.cache[k]
         bucket = self._bucket(k)
         if self.small:
-            self.kept[k] = bucket
+            self.cache[k] = bucket
         return bucket
 
     def _bucket(self, k: int) -> Bucket:

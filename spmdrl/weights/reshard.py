@@ -1,7 +1,7 @@
-"""Sends named tensors from ranks that hold parts of them to ranks that need parts of them, and no other bytes.
+"""Sends the parts of named tensors that ranks need from ranks that hold them, and no other bytes.
 
 Held and needed parts are boxes (`boxes.py`). Each rank intersects its own boxes with those that others need (`plan.py`)
-and sends exactly these regions, a bucket of tensors at a time; the next bucket travels while one is used. The module
+and sends exactly these regions, a bucket of tensors at a time; the next bucket travels while one is used. This module
 does not know models: `policy/` supplies the held boxes, `engines/` the needed ones.
 """
 
@@ -47,7 +47,7 @@ def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
     ]
 
 
-def gather_sets(rows: np.ndarray, group: dist.ProcessGroup) -> Sets:
+def _gather_sets(rows: np.ndarray, group: dist.ProcessGroup) -> Sets:
     """Gather the boxes of every rank. rows: this rank's, sorted and unique. Collective."""
     parts, of = all_gather_distinct(torch.from_numpy(rows), group)
     return Sets([part.numpy() for part in parts], np.array(of))
@@ -80,19 +80,13 @@ class Reshard:
     ):
         """Make the plan. Collective.
 
-        Args:
-            entries: as `catalogue` returns them.
-            pieces: this rank's parts. If several ranks hold the same box, one of them sends it; different boxes may
-                not overlap.
-            needs: (tensor, box) that this rank needs; boxes may overlap.
-            host_group: host-side group of all ranks that take part.
-            device: device of the tensors.
-            dtype: type to which tensors are cast before the transfer, unless they keep their own.
-            bucket_bytes: bytes of whole tensors in a bucket (a larger tensor is a bucket of its own).
-            over: group of the transfer; None for the default group.
+        entries: as `catalogue` returns them. pieces: this rank's parts. If several ranks hold the same box, one of them
+        sends it; different boxes may not overlap. needs: (tensor, box) that this rank needs; boxes may overlap.
+        host_group: host-side group of all ranks that take part. device: device of the tensors. dtype: type to which
+        tensors are cast before the transfer, unless they keep their own. bucket_bytes: bytes of whole tensors in a
+        bucket (a larger tensor is a bucket of its own). over: group of the transfer; None for the default group.
 
-        Raises:
-            ValueError: no rank holds a needed part, or ranks hold overlapping boxes of it.
+        Raises ValueError if no rank holds a needed part, or if ranks hold overlapping boxes of it.
         """
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]
@@ -108,7 +102,7 @@ class Reshard:
         numbers = order[begins]
         wanted = to_rows(merged(needs), dims)
         wanted = wanted[runs(wanted)[0]]
-        sets = gather_sets(rows[numbers], host_group), gather_sets(wanted, host_group)
+        sets = _gather_sets(rows[numbers], host_group), _gather_sets(wanted, host_group)
         me = self.ranks.index(dist.get_rank())
         self.routes = Routes(*sets, me, numbers, entries, np.array(places))
         width = np.array([dtype.itemsize for dtype in self.dtypes])
@@ -122,9 +116,7 @@ class Reshard:
 
         pieces: those of the plan, with current values. A tensor that this rank holds whole and in the right type is
         yielded without a copy, so callers must only read it.
-
-        Raises:
-            CorruptWeightsError: received bytes differ from those sent; names the rank, and tensors of its message.
+        Raises CorruptWeightsError if received bytes differ from those sent; names the rank, and tensors of its message.
         """
         flights: deque[Flight] = deque()
         self.received_bytes = 0
@@ -144,9 +136,9 @@ class Reshard:
             kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
             out = torch.empty(message_bytes(kinds), dtype=torch.uint8, device=self.device)
             outbox.append(out)
-            for (n, region), part in zip(regions, regions_in(out, kinds), strict=True):
+            for (n, region), part in zip(regions, _regions_in(out, kinds), strict=True):
                 part.copy_(inside(held[n], region, pieces[n].box))
-            digest_in(out).copy_(digest(out[:-DIGEST]))
+            _digest_in(out).copy_(digest(out[:-DIGEST]))
             operations += [dist.P2POp(dist.isend, out, self.ranks[place], self.over) for place in places]
         for place, regions in bucket.receive.items():
             inbox[place] = torch.empty(message_bytes(self._kinds(regions)), dtype=torch.uint8, device=self.device)
@@ -174,7 +166,7 @@ class Reshard:
                 part.copy_(inside(tensor, region, piece.box))
         self._check(flight)
         for place, regions in bucket.receive.items():
-            parts = regions_in(flight.inbox[place], self._kinds(regions))
+            parts = _regions_in(flight.inbox[place], self._kinds(regions))
             for (i, region), part in zip(regions, parts, strict=True):
                 inside(self._space(whole, i), region, self.entries[i].box).copy_(part)
         return whole
@@ -184,7 +176,7 @@ class Reshard:
         if not flight.inbox:
             return
         computed = torch.stack([digest(message[:-DIGEST]) for message in flight.inbox.values()])
-        sent = torch.stack([digest_in(message) for message in flight.inbox.values()])
+        sent = torch.stack([_digest_in(message) for message in flight.inbox.values()])
         wrong = torch.nonzero(computed != sent).flatten().tolist()
         if wrong:
             place = list(flight.inbox)[wrong[0]]
@@ -206,25 +198,24 @@ class Reshard:
 
 def message_bytes(kinds: Iterable[tuple[torch.dtype, Box]]) -> int:
     """Return the size of a message in bytes: the regions, then their digest."""
-    return DIGEST + sum(aligned(size(box) * dtype.itemsize) for dtype, box in kinds)
+    return DIGEST + sum(_aligned(size(box) * dtype.itemsize) for dtype, box in kinds)
 
 
-def aligned(n: int) -> int:
-    """Round up to a multiple of ALIGN."""
+def _aligned(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-def regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]]) -> list[torch.Tensor]:
+def _regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]]) -> list[torch.Tensor]:
     """Return the regions of a message, as views."""
     at, parts = 0, []
     for dtype, box in kinds:
         nbytes = size(box) * dtype.itemsize
         parts.append(message[at : at + nbytes].view(dtype).view([b - a for a, b in box]))
-        at += aligned(nbytes)
+        at += _aligned(nbytes)
     return parts
 
 
-def digest_in(message: torch.Tensor) -> torch.Tensor:
+def _digest_in(message: torch.Tensor) -> torch.Tensor:
     """Return the sender's digest in a message, a view: int64 scalar."""
     return message[-DIGEST:].view(torch.int64)[0]
 

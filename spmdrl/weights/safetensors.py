@@ -9,9 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from spmdrl.spmd.world import World
-from spmdrl.weights.experts import Layout, full_box
+from spmdrl.weights.boxes import Piece, full_box
+from spmdrl.weights.experts import Layout
 from spmdrl.weights.folder import FP8, Tensors
-from spmdrl.weights.reshard import Piece, Reshard, catalogue
+from spmdrl.weights.reshard import Reshard, catalogue
 from spmdrl.weights.shards import local, pieces_of
 from spmdrl.weights.writer import SafetensorsWriter
 
@@ -25,8 +26,7 @@ BUCKET = 256 << 20
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
     """Return True if the optimizer state in `folder` holds float32 weights. saved: name -> shape of its tensors.
 
-    Raises:
-        ValueError: these weights belong to another model.
+    Raises ValueError if these weights belong to another model.
     """
     if not any(name.startswith(f"{MASTERS}.") for name in saved):
         return False
@@ -47,9 +47,7 @@ def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = 
     """Copy tensors of a HF folder into the tensors of pieces; only their boxes are read.
 
     least: the narrowest float type that is accepted; None accepts any.
-
-    Raises:
-        ValueError: a tensor is missing in the folder, or has another shape or a narrower type.
+    Raises ValueError if a tensor is missing in the folder, or has another shape or a narrower type.
     """
     folder = tensors.folder
     for piece in pieces:
@@ -115,9 +113,7 @@ def prediction_heads(folder: Path, config: Any) -> Stored:
     """Find a checkpoint's multi-token prediction heads (MTP), which transformers' models do not have.
 
     They are layers after the last one (DeepSeek-V3), or are named mtp. config: transformers' config.
-
-    Raises:
-        ValueError: there are none.
+    Raises ValueError if there are none.
     """
     layers = config.get_text_config().num_hidden_layers
     found = []
@@ -139,16 +135,11 @@ def save_model(
     more: Stored | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write a HF folder on rank 0. Collective over ranks of this rank's role.
+    """Write a HF folder, which exists, on rank 0. Collective over ranks of this rank's role.
 
-    Args:
-        folder: the folder, which exists.
-        pieces: this rank's parts of the model.
-        world: this rank's world.
-        dtype: type of the saved weights.
-        fixed: files beside the weights (`policy/model_files.py`).
-        more: tensors of other folders to copy; fp8 weights are dequantised, as the saved model is not quantised.
-        blocks: blocks of the fp8 weights in `more` (as in `weights/folder.py`).
+    pieces: this rank's parts of the model. dtype: type of the saved weights. fixed: files beside the weights
+    (`policy/model_files.py`). more: tensors of other folders to copy; fp8 weights are dequantised, because the saved
+    model is not quantised. blocks: blocks of the fp8 weights in `more` (as in `weights/folder.py`).
     """
     target = folder if world.is_first else None
     if target:
@@ -158,16 +149,12 @@ def save_model(
     writer = SafetensorsWriter(target)
     for tensors in on_first(pieces, world, dtype):
         writer.add(tensors)
-    for folder, names in _by_folder(more or []).items() if target else []:
+    by_folder: dict[Path, set[str]] = {}
+    for file, name in more or [] if target else []:
+        by_folder.setdefault(file.parent, set()).add(name)
+    for folder, names in by_folder.items():
         tensors = Tensors(folder, blocks)
         for name in [name for name in tensors.names() if name in names]:
             found = tensors.read(name, full_box(tensors.shape(name)))
             writer.add({name: found.to(dtype) if tensors.dtype(name) in FP8 else found})
     writer.close()
-
-
-def _by_folder(more: Stored) -> dict[Path, set[str]]:
-    found: dict[Path, set[str]] = {}
-    for file, name in more:
-        found.setdefault(file.parent, set()).add(name)
-    return found

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from spmdrl.weights.experts import Layout, full_box
-from spmdrl.weights.reshard import Box, Piece
+from spmdrl.weights.boxes import Box, Piece, full_box
+from spmdrl.weights.experts import Layout
 
 
 def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:

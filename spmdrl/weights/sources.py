@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from spmdrl.weights.boxes import Box, cut, inside
-from spmdrl.weights.experts import full_box
+from spmdrl.weights.boxes import Box, cut, full_box, inside
+from spmdrl.weights.experts import packs_experts
 from spmdrl.weights.folder import Tensors
 
 
@@ -31,12 +31,8 @@ class Converted:
     """Pattern of the converter -> tensors whose names match it, in transformers' order."""
 
     def packs(self) -> bool:
-        """Return True if the conversion only packs experts along dim 0 and their projections along dim 1."""
-        from transformers.core_model_loading import Concatenate, MergeModulelist
-
-        steps = [(type(op), getattr(op, "dim", None)) for op in self.converter.operations]
-        several = len(self.converter.target_patterns) > 1
-        return not several and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+        """Return True if the conversion only packs experts into one parameter."""
+        return len(self.converter.target_patterns) == 1 and packs_experts(self.converter)
 
     def projections(self) -> list[list[str]]:
         """Return the experts' tensors of each projection, in the order of projections along dim 1."""
@@ -50,8 +46,8 @@ class Converted:
                 shape = tensors.shape(name)
                 found = torch.empty(shape, device="meta") if meta else tensors.read(name, full_box(shape))
                 converter.add_tensor(self.first, name, pattern, found)
-        made = converter.convert(self.first, model=hf, config=hf.config)
-        return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+        parameters = converter.convert(self.first, model=hf, config=hf.config)
+        return {name: x[0] if isinstance(x, list) else x for name, x in parameters.items()}
 
 
 class Sources:
@@ -70,10 +66,10 @@ class Sources:
         self.converted: dict[str, Converted] = {}
         self.last: tuple[Converted, dict[str, torch.Tensor]] | None = None
         self._match()
-        # A conversion may make several parameters, and only it knows their names.
+        # A conversion may make several parameters, whose names it alone defines.
         for first, each in list(self.converted.items()):
             if not each.packs():
-                for name in self._made(each):
+                for name in self._result_shapes(each):
                     self.converted.setdefault(name, self.converted[first])
 
     def _match(self) -> None:
@@ -105,13 +101,13 @@ class Sources:
                 at = self.converted.setdefault(renamed, Converted(renamed, of_pattern[pattern], {}))
                 at.by_pattern.setdefault(pattern, []).append(name)
 
-    def _made(self, each: Converted) -> dict[str, tuple[int, ...]]:
+    def _result_shapes(self, each: Converted) -> dict[str, tuple[int, ...]]:
         try:
-            made = each.run(self.hf, self.tensors, meta=True)
+            parameters = each.run(self.hf, self.tensors, meta=True)
         except (RuntimeError, ValueError, IndexError):
             # The tensors do not fit together; `fits` returns False for them.
             return {}
-        return {name: tuple(x.shape) for name, x in made.items()}
+        return {name: tuple(x.shape) for name, x in parameters.items()}
 
     def __contains__(self, name: str) -> bool:
         """Return True if the folder has tensors for a parameter."""
@@ -126,7 +122,7 @@ class Sources:
             return False
         each = self.converted[name]
         if not each.packs():
-            return self._made(each).get(name) == shape
+            return self._result_shapes(each).get(name) == shape
         projections = each.projections()
         if len(shape) < 2 or shape[1] % len(projections):
             return False

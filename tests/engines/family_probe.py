@@ -65,8 +65,8 @@ class Lines(logging.Handler):
 
 def measure(run: Any, folder: Path, record: dict[str, Any]) -> None:
     """Sample and score with the weights of this version, and keep them as a checkpoint would."""
-    from spmdrl.data.batch import from_episodes
     from spmdrl.data.episode import episode_of
+    from spmdrl.data.pack import from_episodes
     from spmdrl.engines.engine import Request
 
     policy, engine = run.models.policy, run.memory.engine

@@ -138,8 +138,8 @@ class Probe:
     @torch.no_grad()
     def agree(self, prompts: list[list[int]], temperature: float = 1.0) -> dict:
         """Returns largest and mean |difference| of engine, transformers and trainer on fresh samples."""
-        from spmdrl.data.batch import from_episodes
         from spmdrl.data.episode import episode_of
+        from spmdrl.data.pack import from_episodes
 
         self.refresh_hf()
         done = self.drain(

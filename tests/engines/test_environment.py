@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from spmdrl.data.batch import from_episodes
+from spmdrl.data.pack import from_episodes
 from spmdrl.hub.resolve import resolve
 from spmdrl.train import train
 from tests.builds import no_sglang, no_vllm

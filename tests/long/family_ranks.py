@@ -14,8 +14,8 @@ from tests.ranks.harness import RankError, run_ranks
 
 def batch_of(rows: list[dict[str, Any]]) -> Any:
     """Build the batch of a record's rows."""
-    from spmdrl.data.batch import from_episodes
     from spmdrl.data.episode import episode_of
+    from spmdrl.data.pack import from_episodes
 
     episodes = []
     for i, row in enumerate(rows):

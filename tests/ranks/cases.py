@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import from_episodes
-from spmdrl.data.dealing import balance, share_out
+from spmdrl.data.distribute import assign_updates, balance
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.packing import work_of
-from spmdrl.data.replay_buffer import ReplayBuffer
+from spmdrl.data.step_batch import ReplayBuffer
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
@@ -200,7 +200,7 @@ def packed(
     batch = ReplayBuffer(cfg.filter, prompts).mix(batch, 0, 0, Peers(world.group, world.device))
     order = list(range(prompts))
     generator_for(3).shuffle(order)
-    return balance(share_out(batch, cfg.algo.updates_per_step, prompts, order), world)
+    return balance(assign_updates(batch, cfg.algo.updates_per_step, prompts, order), world)
 
 
 def scored_batch(cfg: Config, world, models: Models, everyone: list[Episode], batch=None):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spmdrl.config.supervised import SupervisedConfig
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import with_steps
 from spmdrl.supervised.rows import open_mixture

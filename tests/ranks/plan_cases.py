@@ -14,7 +14,7 @@ from spmdrl.checkpoint.store import saved_models
 from spmdrl.config.placement import trainers
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import share_out
+from spmdrl.data.distribute import assign_updates
 from spmdrl.engines.build import build_engine
 from spmdrl.plan.batch import full_batch
 from spmdrl.plan.job import own_tensors
@@ -342,7 +342,7 @@ def batch_of(cfg: Config, world, algo) -> Batch:
     groups = -(-mine // samples)
     batch = full_batch(cfg, algo, groups, samples, 128)
     batch.token["tokens"] = torch.arange(batch.n_tokens) * 7 % 101 + 3
-    return share_out(batch, cfg.algo.updates_per_step, groups, list(range(groups)))
+    return assign_updates(batch, cfg.algo.updates_per_step, groups, list(range(groups)))
 
 
 def train(cfg: Config, world, models, algo) -> None:

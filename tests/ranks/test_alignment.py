@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from tests.ranks.cases import small_model

@@ -13,17 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmdrl import checkpoint
 from spmdrl.checkpoint import files, store, treefile
 from spmdrl.checkpoint.background import Saver
-from spmdrl.checkpoint.keep import Keep
+from spmdrl.checkpoint.files import rank_files
 from spmdrl.checkpoint.manifest import contents, problems, write_manifest
+from spmdrl.checkpoint.published import Keep, steps_saved
+from spmdrl.checkpoint.store import find_resume, load
 from spmdrl.hub.folder import TINY
 from spmdrl.policy import model_files as fixed
 from spmdrl.policy.models import Models
 from spmdrl.policy.safe_pickle import vet
 from tests.ranks.cases import build_policy, config, full_weights, synthetic_batch, update_once
 from tests.ranks.harness import run_ranks
+from tests.saving import save
 
 
 def tiny(world, dtype="float32", **checkpoint_settings):
@@ -47,7 +49,7 @@ def take_up(world, root, dtype="float32"):
     """Takes up a policy as the newest checkpoint has it."""
     cfg = tiny(world, dtype)
     policy = build_policy(cfg, world)
-    state = checkpoint.load(checkpoint.find_resume(Path(root), world), Models(policy))
+    state = load(find_resume(Path(root), world), Models(policy))
     policy.version, policy.updates_done = state["version"], state["updates_done"]
     policy.updates_due = policy.updates_done
     return cfg, policy, state
@@ -61,7 +63,7 @@ def three_steps(world, root):
         step(cfg, world, policy)
         mine = {"rank": world.rank, "of": torch.arange(world.rank + 2)}
         keep = Keep(3)
-        checkpoint.save(Path(root), done, Models(policy), state_of(policy), mine, world, keep, cfg)
+        save(Path(root), done, Models(policy), state_of(policy), mine, world, keep, cfg)
     return step(cfg, world, policy), full_weights(policy)
 
 
@@ -82,7 +84,7 @@ def test_resume_manifest_names_layout_settings_and_ranks(saved):
     assert manifest["layout"]["backend"] == "fsdp" and manifest["layout"]["placement"] == "colocated"
     assert manifest["layout"]["axes"]["dp_shard"] == 2 and manifest["layout"]["axes"]["dp_replicate"] == 1
     assert len(manifest["config_hash"]) == 32
-    trees = [treefile.read(path) for path in checkpoint.rank_files(root / "step_3")]
+    trees = [treefile.read(path) for path in rank_files(root / "step_3")]
     assert [tree["rank"] for tree in trees] == [0, 1] and [len(tree["of"]) for tree in trees] == [2, 3]
     assert (root / "step_3" / "state" / "config.yaml").is_file()
 
@@ -151,7 +153,7 @@ CORRUPTIONS = 30
 
 def resume_all(world, roots):
     """Returns the checkpoint from which each of many folders would be resumed, and the result of loading it."""
-    return [checkpoint.find_resume(Path(root), world).name for root in roots]
+    return [find_resume(Path(root), world).name for root in roots]
 
 
 def test_resume_30_random_corruptions_30_detected_0_loaded(saved, tmp_path):
@@ -178,7 +180,7 @@ def test_resume_30_random_corruptions_30_detected_0_loaded(saved, tmp_path):
 def carry(world, source, root):
     """Loads, and saves again from this layout."""
     cfg, policy, state = take_up(world, source)
-    checkpoint.save(Path(root), 3, Models(policy), state, None, world, config=cfg)
+    save(Path(root), 3, Models(policy), state, None, world, config=cfg)
 
 
 def go_on(world, root, dtype="float32"):
@@ -213,7 +215,7 @@ def steps_in_bfloat16(world, root):
     policy = build_policy(cfg, world)
     for _ in range(2):
         step(cfg, world, policy)
-    checkpoint.save(Path(root), 2, Models(policy), state_of(policy), None, world, config=cfg)
+    save(Path(root), 2, Models(policy), state_of(policy), None, world, config=cfg)
     weights = full_weights(policy)
     return weights, step(cfg, world, policy), full_weights(policy)
 
@@ -279,7 +281,7 @@ def saved_before(world, root, way: str):
     cfg = tiny(world)
     policy = build_policy(cfg, world)
     if way != "alone":
-        checkpoint.save(Path(root), 1, Models(policy), state_of(policy), None, world, config=cfg)
+        save(Path(root), 1, Models(policy), state_of(policy), None, world, config=cfg)
     if way == "resumed":
         cfg, policy, _ = take_up(world, root)
     step(cfg, world, policy)
@@ -296,7 +298,7 @@ def test_resume_a_checkpoint_before_the_first_update_changes_nothing(tmp_path):
 def other_settings(world, root):
     cfg = config(optimizer={"lr": 1e-3, "weight_decay": 7.0, "betas": (0.1, 0.2), "eps": 1e-3})
     policy = build_policy(cfg, world)
-    checkpoint.load(checkpoint.find_resume(Path(root), world), Models(policy))
+    load(find_resume(Path(root), world), Models(policy))
     steps = {float(state["step"]) for state in policy.optimizer.state.values()}
     return steps, [(group["weight_decay"], group["betas"], group["eps"]) for group in policy.optimizer.param_groups]
 
@@ -385,7 +387,7 @@ def both_ways(world, root):
         step(cfg, world, policy)
     mine = {"numbers": torch.arange(3.0) + world.rank}
     state = state_of(policy) | {"list": [1]}
-    checkpoint.save(root / "step", 2, Models(policy), state, mine, world, config=cfg)
+    save(root / "step", 2, Models(policy), state, mine, world, config=cfg)
     saver, gate = Saver(cfg, root / "beside", world), Gate(policy)
     saver.save(2, state, mine, Models(gate))
     # Values that were handed over may change from here on, as the weights do.
@@ -410,7 +412,7 @@ def test_background_checkpoint_is_of_the_moment_it_was_taken(tmp_path):
     assert problems(one) == [] and problems(other) == []
     names = contents(one)
     assert names.keys() == contents(other).keys() and "model/model.safetensors" in names
-    assert sum(name.endswith(".distcp") for name in names) == 2 and len(checkpoint.rank_files(other)) == 2
+    assert sum(name.endswith(".distcp") for name in names) == 2 and len(rank_files(other)) == 2
     # torch numbers storages in its own metadata at random; tensors are in the .distcp files.
     for name in names:
         if not name.endswith(".metadata"):
@@ -439,7 +441,7 @@ def two_in_a_row(world, root):
 def test_background_at_most_one_is_in_flight(tmp_path):
     for alone, waited, there, most, begun in run_ranks(two_in_a_row, 2, str(tmp_path)):
         assert alone == ["checkpoint step_1"] and waited > 0.25 and there and most == 1 and begun == [0, 1]
-    assert checkpoint.steps_saved(tmp_path) == [2] and problems(tmp_path / "step_2") == []
+    assert steps_saved(tmp_path) == [2] and problems(tmp_path / "step_2") == []
 
 
 def fail_beside(world, root):
@@ -464,7 +466,7 @@ def test_background_an_error_ends_the_job_on_every_rank_and_what_was_there_stays
     said = "checkpoint step_2 could not be written in the background: "
     assert first.startswith(said) and "rank 1: " in first
     assert second.startswith(said + "TypeError")
-    assert checkpoint.steps_saved(tmp_path) == [1] and problems(tmp_path / "step_1") == []
+    assert steps_saved(tmp_path) == [1] and problems(tmp_path / "step_1") == []
     assert not list(tmp_path.glob(".incomplete*"))
 
 
@@ -472,7 +474,7 @@ def room(world, root, dtype):
     """Bytes that a checkpoint was estimated to take, and those that it took."""
     cfg = tiny(world, dtype)
     policy = build_policy(cfg, world)
-    thought = store.expected_bytes(Models(policy))
+    thought = sum(model.checkpoint_bytes() for model in store.saved_models(Models(policy)))
     saver = Saver(cfg, Path(root), world)
     warned = []
     saver.prepare(Models(policy), warned.append)

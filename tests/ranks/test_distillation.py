@@ -10,7 +10,7 @@ import torch
 
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.hub.resolve import resolve
 from spmdrl.rl.distillation import build_distillation
 from spmdrl.session.session import Session

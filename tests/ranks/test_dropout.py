@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.data.batch import from_episodes
-from spmdrl.data.dealing import share_out
+from spmdrl.data.distribute import assign_updates
+from spmdrl.data.pack import from_episodes
 from spmdrl.policy.contract import LossResult, Objective, Shared
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.tracking.metrics import Metrics
@@ -74,7 +74,7 @@ def passes(world, folders: dict) -> dict:
             )
             own = OptimizerConfig(lr=1e-3, clip_grad_norm=0.0)
             model = build_policy(cfg, world) if head == "lm" else FsdpPolicy(cfg, world, 9, True, path, "value", own)
-            batch = share_out(from_episodes(episodes), 1, 2, [0, 1])
+            batch = assign_updates(from_episodes(episodes), 1, 2, [0, 1])
             batch.token["place"] = torch.arange(batch.n_tokens)
             seen = torch.zeros(batch.n_tokens)
 

@@ -13,8 +13,8 @@ import torch
 
 from spmdrl.algos.samples import Samples
 from spmdrl.algos.turns import gigpo
-from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import STATES, Episode, Segment, prompt_segment, segments_of
+from spmdrl.data.pack import from_episodes, to_episodes
 from spmdrl.data.prompts import Prompt
 from spmdrl.rl.environment import Environment, Observation
 from spmdrl.rl.state import experience, group

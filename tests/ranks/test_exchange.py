@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from spmdrl.data.batch import from_episodes
-from spmdrl.data.dealing import balance, gather_rows
+from spmdrl.data.distribute import balance, gather_rows
 from spmdrl.data.episode import FINISH_REASONS, Episode, episode_of
+from spmdrl.data.pack import from_episodes
 from spmdrl.spmd.balance import assign_balanced
 from spmdrl.spmd.exchange import (
     Table,

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from spmdrl.algos.filters import mixed
 from spmdrl.config.learning import FilterConfig
-from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import Episode, episode_of
-from spmdrl.data.replay_buffer import ReplayBuffer
+from spmdrl.data.pack import from_episodes
+from spmdrl.data.step_batch import ReplayBuffer
 from spmdrl.rl.rollout_plan import Experience, RolloutPlan
 from spmdrl.rl.sampler import Sampler
 from spmdrl.spmd.exchange import all_gather_rows

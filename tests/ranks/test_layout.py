@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.data.batch import from_episodes
-from spmdrl.data.dealing import share_out
+from spmdrl.data.distribute import assign_updates
+from spmdrl.data.pack import from_episodes
 from spmdrl.hub.folder import TINY
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
@@ -164,7 +164,7 @@ def shares(everyone) -> list[list[int]]:
     prompts = max(t.position for t in everyone) + 1
     order = list(range(prompts))
     generator_for(3).shuffle(order)
-    update = share_out(from_episodes(everyone), 2, prompts, order).seq["update"].tolist()
+    update = assign_updates(from_episodes(everyone), 2, prompts, order).seq["update"].tolist()
     return [[i for i, u in enumerate(update) if u == share] for share in range(2)]
 
 

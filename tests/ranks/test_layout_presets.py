@@ -335,7 +335,7 @@ def budget_for(shares: tuple[tuple[int, ...], ...], micro: int) -> int:
 
 def cut(cfg: Config, world: World, layout: Layout, everyone: list[Episode]) -> tuple[Config, Batch]:
     """Cuts this rank's share of the batch, and gives the config the token budget of the layout's micro-batches."""
-    unbalanced = mock.patch("spmdrl.data.dealing.assign_balanced", lopsided) if layout.lopsided else nullcontext()
+    unbalanced = mock.patch("spmdrl.data.distribute.assign_balanced", lopsided) if layout.lopsided else nullcontext()
     with unbalanced:
         batch = packed(cfg, world, everyone)
     rows = all_gather_rows(torch.stack([batch.seq["update"], batch.lengths], 1), group_of(world))

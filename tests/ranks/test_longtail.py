@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.data.episode import Episode, prompt_segment
-from spmdrl.data.order import drawn_indices
+from spmdrl.data.mixture import drawn_indices
 from spmdrl.data.prompts import Prompt
 from spmdrl.rl.build import build_run
 from spmdrl.rl.rollout_plan import Experience, RolloutPlan, shares

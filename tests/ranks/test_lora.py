@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl import checkpoint
+from spmdrl.checkpoint.store import find_resume, load
 from spmdrl.config.engines import pushed_parts
-from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import episode_of
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.engines.engine import Request, StaleEngineError
 from spmdrl.engines.hf.engine import HFEngine
@@ -40,6 +40,7 @@ from tests.ranks.demo import STEPS, metrics, train_demo, untimed
 from tests.ranks.harness import RankError, run_ranks
 from tests.ranks.test_placement import DOUBLE, split, split_demo
 from tests.ranks.test_shared_prompts import float64_norm
+from tests.saving import save
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
 EXACT, WHOLE = 1e-10, 1 << 20
@@ -327,14 +328,14 @@ def train_and_save(world, folder, root):
     policy = adapted(cfg, world)
     for _ in range(2):
         step(cfg, world, policy)
-    checkpoint.save(Path(root), 2, Models(policy), {"version": 2}, None, world)
+    save(Path(root), 2, Models(policy), {"version": 2}, None, world)
     return halves(policy)[1], step(cfg, world, policy)
 
 
 def go_on(world, folder, root, lora):
     cfg = settings(folder, world, **lora)
     policy = adapted(cfg, world)
-    checkpoint.load(checkpoint.find_resume(Path(root), world), Models(policy))
+    load(find_resume(Path(root), world), Models(policy))
     policy.version = policy.updates_done = policy.updates_due = 2
     return halves(policy)[1], step(cfg, world, policy)
 

@@ -12,7 +12,7 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.online_preference import OnlinePreferenceConfig, check_online_preference
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.hub.resolve import resolve
 from spmdrl.rl.online_preference import build_online_preference

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmdrl.config.preference import PreferenceConfig
-from spmdrl.data.order import drawn_indices
+from spmdrl.data.mixture import drawn_indices
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.sft import train

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl import checkpoint
-from spmdrl.checkpoint import find_resume, newest_valid, problems, steps_saved
+from spmdrl.checkpoint.manifest import problems
+from spmdrl.checkpoint.published import steps_saved
+from spmdrl.checkpoint.store import find_resume, load
 from spmdrl.data.chat import CHATML
 from spmdrl.hub.folder import TINY
 from spmdrl.policy.fsdp.policy import FsdpPolicy
@@ -20,6 +21,7 @@ from spmdrl.weights.safetensors import SafetensorsWriter
 from tests.ranks.cases import build_policy, config, full_weights, synthetic_batch, update_once, whole
 from tests.ranks.demo import STEPS, Interrupted, metrics, open_demo, untimed
 from tests.ranks.harness import run_ranks
+from tests.saving import newest_valid, save
 
 
 def tiny(world, path="tiny", **optimizer):
@@ -48,7 +50,7 @@ def train_and_save(world, root, path):
     for _ in range(2):
         update_once(cfg, world, policy, None, synthetic_batch())
     state = {"step": 2, "version": policy.version, "updates_done": policy.updates_done}
-    folder = checkpoint.save(Path(root), 2, Models(policy), state, {"rank": world.rank}, world)
+    folder = save(Path(root), 2, Models(policy), state, {"rank": world.rank}, world)
     saved = full_weights(policy)
     return str(folder), result(cfg, world, policy), saved if world.rank == 0 else None
 
@@ -57,7 +59,7 @@ def load_and_go_on(world, root):
     cfg = tiny(world)
     policy = build_policy(cfg, world)
     found = find_resume(Path(root), world)
-    state = checkpoint.load(found, Models(policy))
+    state = load(found, Models(policy))
     policy.version, policy.updates_done = state["version"], state["updates_done"]
     policy.updates_due = policy.updates_done
     saved = full_weights(policy)
@@ -164,8 +166,8 @@ def keep_some(world, root):
     torch.distributed.barrier()
     before = find_resume(root, world)
     for step in (1, 2, 3):
-        checkpoint.save(root, step, Models(Plain()), {"step": step}, None, world)
-    checkpoint.save(root, 3, Models(Plain()), {"step": 3, "again": True}, None, world)
+        save(root, step, Models(Plain()), {"step": step}, None, world)
+    save(root, 3, Models(Plain()), {"step": 3, "again": True}, None, world)
     return before, str(find_resume(root, world))
 
 
@@ -350,7 +352,7 @@ def load_with_critic(world, root):
     cfg = tiny(world)
     models = Models(build_policy(cfg, world), critic=FsdpPolicy(cfg, world, 1, head="value"))
     try:
-        checkpoint.load(find_resume(Path(root), world), models)
+        load(find_resume(Path(root), world), models)
     except ValueError as error:
         return str(error)
     return ""

@@ -17,10 +17,10 @@ import torch
 
 from spmdrl.checkpoint import treefile
 from spmdrl.checkpoint.manifest import write_manifest
-from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
+from spmdrl.data.pack import from_episodes, to_episodes
 from spmdrl.data.prompts import Prompt, PromptSet
-from spmdrl.data.replay_buffer import ReplayBuffer
+from spmdrl.data.step_batch import ReplayBuffer
 from spmdrl.rl.rollout_plan import Experience, PromptGroup
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.state import RankState, dealt

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmdrl.config.reward_model import RewardModelConfig
-from spmdrl.data.order import drawn_indices
+from spmdrl.data.mixture import drawn_indices
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.models import build_models
 from spmdrl.rl.compose import compose

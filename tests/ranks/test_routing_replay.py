@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from spmdrl.data.batch import from_episodes
-from spmdrl.data.dealing import balance, share_out
+from spmdrl.data.distribute import assign_updates, balance
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.routing import FREE, experts_of
@@ -113,7 +113,7 @@ def learned(world, folder, cases):
         batch.seq["seed"], batch.seq["work"] = batch.seq["position"].clone(), batch.lengths
         if share:
             batch.seq["common"] = prompt_lengths(batch.lengths, batch.token["mask"])
-        batch = balance(share_out(batch, 2, 6, order), world)
+        batch = balance(assign_updates(batch, 2, 6, order), world)
         assert batch.token["experts"].shape == (batch.n_tokens, TOP_K) and batch.token["experts"].dtype == torch.int16
         policy = FsdpPolicy(cfg, world, 100, routing_replay=replay)
         models = Models(policy)

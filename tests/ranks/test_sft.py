@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmdrl.config.sft import SFTConfig
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.hub.resolve import resolve
 from spmdrl.sft import train
 from spmdrl.supervised.sft import build_sft
@@ -108,7 +108,7 @@ def plain_loss(model) -> tuple[torch.Tensor, float]:
     """Loss and accuracy of a transformers model on the rows of the first step."""
     from transformers import AutoTokenizer
 
-    from spmdrl.data.order import drawn_indices
+    from spmdrl.data.mixture import drawn_indices
 
     tokenizer = AutoTokenizer.from_pretrained(resolve("tiny", False))
     total, right, count = torch.zeros((), dtype=torch.float64), 0, 0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
 from spmdrl.hub.resolve import resolve
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import world_from_group

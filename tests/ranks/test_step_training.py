@@ -8,7 +8,7 @@ import torch
 
 from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.data.episode import episode_of
-from spmdrl.data.order import drawn_indices
+from spmdrl.data.mixture import drawn_indices
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.models import build_models

@@ -7,7 +7,7 @@ a mean over sequences is a mean over episodes.
 import pytest
 import torch
 
-from spmdrl.data.batch import from_episodes
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.packing import units_of
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models

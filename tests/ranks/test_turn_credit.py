@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.data.pack import from_episodes
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose

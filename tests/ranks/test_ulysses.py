@@ -15,8 +15,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.data.batch import from_episodes
-from spmdrl.data.dealing import balance
+from spmdrl.data.distribute import balance
+from spmdrl.data.pack import from_episodes
 from spmdrl.hub.folder import TINY
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.ulysses import check_config

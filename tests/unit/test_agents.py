@@ -14,10 +14,10 @@ from spmdrl.algos.samples import Samples
 from spmdrl.algos.turns import gigpo
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.schema import DataConfig
-from spmdrl.data.batch import from_episodes
 from spmdrl.data.chat import CHATML
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import STATES, Episode
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.rl.agents import Agents
 from spmdrl.rl.build import check_named

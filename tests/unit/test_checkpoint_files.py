@@ -10,22 +10,22 @@ import sys
 from collections import namedtuple
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import xxhash
 from safetensors.torch import save_file
 
-from spmdrl import checkpoint
-from spmdrl.checkpoint import disk_space, files, published, store
+from spmdrl.checkpoint import files, published, store
 from spmdrl.checkpoint.__main__ import main
-from spmdrl.checkpoint.keep import Keep, best_step, measured_value, record_measured
+from spmdrl.checkpoint.files import rank_files
+from spmdrl.checkpoint.manifest import problems
+from spmdrl.checkpoint.published import Keep, best_step, measured_value, record_measured, steps_saved
 from spmdrl.config.rules import never_measured
 from spmdrl.config.schema import CheckpointConfig
 from spmdrl.policy.models import Models
-
-ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
+from tests.saving import ALONE, newest_valid
+from tests.saving import save as save_models
 
 
 class FilePolicy:
@@ -56,13 +56,13 @@ def save(tmp_path):
 def test_resume_prune_never_counts_damaged_newer_ones(save, tmp_path):
     for step in range(1, 7):
         save(step, 3)
-    assert checkpoint.steps_saved(tmp_path) == [6, 5, 4]
+    assert steps_saved(tmp_path) == [6, 5, 4]
     for step in (5, 6):
         (tmp_path / f"step_{step}" / "model" / "model.safetensors").write_text("x")
-    assert checkpoint.newest_valid(tmp_path).name == "step_4"
+    assert newest_valid(tmp_path).name == "step_4"
     save(5, 1)
     assert (tmp_path / "latest").resolve().name == "step_5"
-    assert checkpoint.problems(tmp_path / "step_5") == []
+    assert problems(tmp_path / "step_5") == []
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_resume_malformed_manifest_is_damage_and_falls_back(save, tmp_path, mani
     save(1, 2)
     save(2, 2)
     (tmp_path / "step_2" / "MANIFEST.json").write_text(manifest, encoding="latin-1")
-    assert checkpoint.problems(tmp_path / "step_2")
-    assert checkpoint.newest_valid(tmp_path).name == "step_1"
+    assert problems(tmp_path / "step_2")
+    assert newest_valid(tmp_path).name == "step_1"
 
 
 def test_resume_every_changed_file_is_found(save, tmp_path):
@@ -83,11 +83,11 @@ def test_resume_every_changed_file_is_found(save, tmp_path):
         path = folder / name
         whole = path.read_bytes()
         path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        assert checkpoint.problems(folder), name
+        assert problems(folder), name
         path.unlink()
-        assert checkpoint.problems(folder), name
+        assert problems(folder), name
         path.write_bytes(whole)
-    assert checkpoint.problems(folder) == []
+    assert problems(folder) == []
 
 
 def test_resume_every_bit_of_the_manifest_counts(save):
@@ -96,7 +96,7 @@ def test_resume_every_bit_of_the_manifest_counts(save):
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
-        assert checkpoint.problems(path.parent), (place, whole[max(0, place - 20) : place + 20])
+        assert problems(path.parent), (place, whole[max(0, place - 20) : place + 20])
 
 
 def sign(folder: Path, change) -> None:
@@ -131,34 +131,34 @@ WRONG = {
 def test_resume_a_manifest_that_is_whole_and_wrong_is_refused(save, how):
     change, message = WRONG[how]
     folder = save(1, mine={"a": 1})
-    assert checkpoint.problems(folder) == [] and len(checkpoint.rank_files(folder)) == 1
+    assert problems(folder) == [] and len(rank_files(folder)) == 1
     sign(folder, lambda manifest: None)
-    assert checkpoint.problems(folder) == [], "the test's own hash is right"
+    assert problems(folder) == [], "the test's own hash is right"
     sign(folder, change)
-    assert any(message in line for line in checkpoint.problems(folder)), checkpoint.problems(folder)
+    assert any(message in line for line in problems(folder)), problems(folder)
 
 
 def test_resume_files_and_links_that_the_manifest_does_not_list_are_refused(save, tmp_path):
     folder = save(1)
     extra = folder / "model" / "pytorch_model.bin"
     extra.write_bytes(b"a pickle, perhaps")
-    assert checkpoint.problems(folder) == ["model/pytorch_model.bin: is not in the manifest"]
+    assert problems(folder) == ["model/pytorch_model.bin: is not in the manifest"]
     extra.unlink()
     weights = folder / "model" / "model.safetensors"
     weights.rename(tmp_path / "elsewhere")
     weights.symlink_to(tmp_path / "elsewhere")
-    assert checkpoint.problems(folder) == ["model/model.safetensors: is no plain file"]
+    assert problems(folder) == ["model/model.safetensors: is no plain file"]
     weights.unlink()
     (tmp_path / "elsewhere").rename(weights)
     (folder / "more").symlink_to(tmp_path)
-    assert checkpoint.problems(folder) == ["more: is not in the manifest"]
+    assert problems(folder) == ["more: is not in the manifest"]
 
 
 def test_resume_none_usable_is_refused(save, tmp_path):
     folder = save(1, 2)
     (folder / "state" / "run.json").unlink()
     with pytest.raises(ValueError, match="move the folder away"):
-        checkpoint.newest_valid(tmp_path)
+        newest_valid(tmp_path)
 
 
 def test_resume_the_manifest_says_what_it_is_of(save, tmp_path):
@@ -183,7 +183,7 @@ def test_keep_the_newest_every_nth_and_the_best(save, tmp_path):
         save(step, 2, every=3, best="eval/accuracy")
         record_measured(tmp_path, step, {"eval/accuracy": value})
     # The two newest, multiples of 3, and of the two best the one that came first.
-    assert checkpoint.steps_saved(tmp_path) == [8, 7, 6, 3, 2]
+    assert steps_saved(tmp_path) == [8, 7, 6, 3, 2]
     assert best_step(tmp_path, [8, 7, 6, 3, 2], "eval/accuracy") == 2
     assert best_step(tmp_path, [8, 7, 6, 3, 2], "-eval/accuracy") == 8
     assert best_step(tmp_path, [8, 7], "loss") is None
@@ -196,7 +196,7 @@ def test_keep_only_what_was_measured_of_the_weights_themselves_counts(save, tmp_
         save(step, **rules)
         if value is not None:
             record_measured(tmp_path, step, {"acc": value})
-    assert checkpoint.steps_saved(tmp_path) == [5, 2], "3 was never measured; 5 is no better than 2"
+    assert steps_saved(tmp_path) == [5, 2], "3 was never measured; 5 is no better than 2"
     assert best_step(tmp_path, [5, 2], "acc") == 2
     record_measured(tmp_path, 5, {"acc": 0.7})
     assert best_step(tmp_path, [5, 2], "acc") == 5
@@ -235,7 +235,7 @@ def test_keep_a_checkpoint_that_reads_back_wrong_takes_nothing_away(save, tmp_pa
     monkeypatch.setattr(files, "flush", bad_disk)
     with pytest.raises(ValueError, match="step_2 reads back damaged .*its hash is not the manifest's"):
         save(2, 1)
-    assert checkpoint.steps_saved(tmp_path) == [1] and checkpoint.problems(tmp_path / "step_1") == []
+    assert steps_saved(tmp_path) == [1] and problems(tmp_path / "step_1") == []
     assert not list(tmp_path.glob(".incomplete*"))
 
 
@@ -247,7 +247,7 @@ def test_keep_a_kill_between_the_renames_loses_nothing(save, tmp_path):
     shutil.copytree(tmp_path / "step_1", tmp_path / ".replaced-step_1")
     published.clean(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
-    assert checkpoint.problems(tmp_path / "step_2") == []
+    assert problems(tmp_path / "step_2") == []
 
 
 # ── room ─────────────────────────────────────────────────────────────────────
@@ -260,9 +260,9 @@ def test_full_disk_is_told_before_anything_is_written(save, tmp_path, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 2048, 2048))
     content = store.content_of(2, Models(FilePolicy()), {"step": 2}, None)
     content.expected_bytes = 5 << 20
-    with pytest.raises(disk_space.DiskFullError, match=r"takes 5.0 MiB and .* has 2.0 KiB free: .*--checkpoint.keep"):
+    with pytest.raises(files.DiskFullError, match=r"takes 5.0 MiB and .* has 2.0 KiB free: .*--checkpoint.keep"):
         store.write(tmp_path, content, ALONE, Keep())
-    assert checkpoint.steps_saved(tmp_path) == [1] and not list(tmp_path.glob(".incomplete*"))
+    assert steps_saved(tmp_path) == [1] and not list(tmp_path.glob(".incomplete*"))
     content.expected_bytes = 2000
     assert store.write(tmp_path, content, ALONE, Keep()).name == "step_2"
 
@@ -284,10 +284,10 @@ class FullPolicy(FilePolicy):
 def test_full_disk_in_the_middle_removes_what_is_half_written_and_nothing_else(save, tmp_path):
     save(1)
     with pytest.raises(
-        disk_space.DiskFullError, match="step_2 could not be written to .*No space left.*Earlier checkpoints"
+        files.DiskFullError, match="step_2 could not be written to .*No space left.*Earlier checkpoints"
     ):
-        checkpoint.save(tmp_path, 2, Models(FullPolicy()), {}, None, ALONE)
-    assert checkpoint.steps_saved(tmp_path) == [1] and checkpoint.problems(tmp_path / "step_1") == []
+        save_models(tmp_path, 2, Models(FullPolicy()), {}, None, ALONE)
+    assert steps_saved(tmp_path) == [1] and problems(tmp_path / "step_1") == []
     assert not list(tmp_path.glob(".incomplete*"))
 
 
@@ -298,13 +298,13 @@ def test_full_disk_as_safetensors_and_the_system_tell_it(tmp_path):
 import resource, signal, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from spmdrl.checkpoint import disk_space
+from spmdrl.checkpoint import files
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
-    with disk_space.explain_full_disk(Path(sys.argv[1]), 3):
+    with files.explain_full_disk(Path(sys.argv[1]), 3):
         save_file({"x": torch.zeros(100_000)}, sys.argv[1] + "/x.safetensors")
-except disk_space.DiskFullError as error:
+except files.DiskFullError as error:
     print("told", error)
 """
     run = [sys.executable, "-c", script, str(tmp_path)]
@@ -313,7 +313,7 @@ except disk_space.DiskFullError as error:
 
 
 def test_full_disk_is_not_what_another_error_is(tmp_path):
-    with pytest.raises(PermissionError), disk_space.explain_full_disk(tmp_path, 1):
+    with pytest.raises(PermissionError), files.explain_full_disk(tmp_path, 1):
         raise PermissionError(errno.EACCES, "Permission denied")
 
 
@@ -328,7 +328,7 @@ def run_folder(tmp_path):
         weights["a"][2, 1] += step - 1
         save_file(weights, tmp_path / "w.safetensors")
         policy = FilePolicy((tmp_path / "w.safetensors").read_bytes())
-        checkpoint.save(tmp_path / "run" / "checkpoints", step, Models(policy), {"step": step, "seed": 3}, None, ALONE)
+        save_models(tmp_path / "run" / "checkpoints", step, Models(policy), {"step": step, "seed": 3}, None, ALONE)
         (tmp_path / "run" / "config.yaml").write_text("optimizer: {lr: 0.1}\n")
     return tmp_path / "run"
 

@@ -15,8 +15,8 @@ from spmdrl.config.classifier import ClassifierConfig, read_classifier
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.resume import file_digests
 from spmdrl.config.use import is_read
-from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import episode_of
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.steps import step_ends, tokens_of_ends
 from spmdrl.hub.build import build_model, empty_model

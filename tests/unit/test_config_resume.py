@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from spmdrl import checkpoint
+from spmdrl.checkpoint.folder import check_settings, write_config
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.engines import engine_name
 from spmdrl.config.learning import resampling
@@ -35,7 +35,7 @@ def folder(tmp_path) -> Path:
     """Makes a run folder that was begun with FLAGS."""
     run = tmp_path / "run"
     run.mkdir()
-    checkpoint.write_config(run, load())
+    write_config(run, load())
     return run
 
 
@@ -60,7 +60,7 @@ def test_resume_with_another_engine_is_a_change_also_where_auto_takes_it(folder,
         monkeypatch.setattr("spmdrl.config.engines.vllm_wants_gpu", lambda: False)
 
     installed(True)
-    checkpoint.write_config(folder, load())
+    write_config(folder, load())
     assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["engine"] == "vllm"
     assert lines(folder) == lines(folder, "--rollout.engine", "vllm") == []
     assert lines(folder, "--rollout.engine", "hf") == ["--rollout.engine: vllm there, hf here"]
@@ -75,7 +75,7 @@ def test_resume_with_another_engine_is_a_change_also_where_auto_takes_it(folder,
 
 
 def test_resume_and_files_read_the_power_of_resampling_that_stood_apart(folder, tmp_path):
-    checkpoint.write_config(folder, load("--filter.resample", "pow=3"))
+    write_config(folder, load("--filter.resample", "pow=3"))
     text = (folder / "config.yaml").read_text()
     assert "resample: pow=3" in text
     (folder / "config.yaml").write_text(text.replace("resample: pow=3", "resample: pow\n  resample_power: 3.0"))
@@ -143,7 +143,7 @@ def test_resume_every_other_change_is_listed(folder):
 
 def test_resume_the_length_of_a_run_counts_where_the_learning_rate_depends_on_it(folder, tmp_path):
     assert may_change(load(), "run.steps") and not may_change(load("--optimizer.schedule", "cosine"), "run.steps")
-    checkpoint.write_config(tmp_path, load("--optimizer.schedule", "linear"))
+    write_config(tmp_path, load("--optimizer.schedule", "linear"))
     assert lines(tmp_path, "--optimizer.schedule", "linear", "--run.steps", "99") == ["--run.steps: 60 there, 99 here"]
 
 
@@ -182,7 +182,7 @@ def test_resume_settings_older_than_the_program_count_as_their_defaults(folder):
 def test_resume_keeps_defaults_that_nobody_named(schema, flags, older, more, tmp_path):
     """A folder that was begun with other defaults goes on by the same command; a flag is still a change."""
     here = [*flags.split(), "--run.dir", str(tmp_path)]
-    checkpoint.write_config(tmp_path, from_command_line([*here, *older.split()], schema=schema).config)
+    write_config(tmp_path, from_command_line([*here, *older.split()], schema=schema).config)
     path = tmp_path / "config.yaml"
     loaded = from_command_line(here, schema=schema)
     assert differences(path, loaded.config).lines == [] and not loaded.given & {"optimizer.lr", "preference.beta"}
@@ -199,33 +199,33 @@ def test_resume_from_a_folder_that_cannot_be_looked_at_is_no_matter_of_settings(
 
 
 def test_resume_of_a_folder_without_a_template_whose_messages_were_chatml(tmp_path):
-    checkpoint.write_config(tmp_path, SFTConfig())
+    write_config(tmp_path, SFTConfig())
     cfg = SFTConfig()
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, chat_template="chatml"))
     assert differences(tmp_path / "config.yaml", cfg).lines == []
     assert differences(tmp_path / "config.yaml", cfg, {"data.chat_template"}).lines == [
         "--data.chat-template: '' there, chatml here"
     ]
-    assert checkpoint.check_settings(tmp_path, cfg, ALONE) == []
+    assert check_settings(tmp_path, cfg, ALONE) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("there", KINDS.values())
 @pytest.mark.parametrize("here", KINDS.values())
 def test_resume_a_run_of_another_entry_point_is_refused_by_its_name(tmp_path, there, here):
-    checkpoint.write_config(tmp_path, there())
+    write_config(tmp_path, there())
     cfg = here()
     cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, allow_changes=True))
     if there is here:
-        assert checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS) == []
+        assert check_settings(tmp_path, cfg, ALONE, kinds=KINDS) == []
         return
     name = next(name for name, schema in KINDS.items() if schema is there)
     with pytest.raises(ValueError, match=f"holds a run of {name}, which"):
-        checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
+        check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
     with open(tmp_path / "config.yaml", "a") as file:
         file.write("section_of_another_version: {x: 1}\n")
     with pytest.raises(ValueError, match=f"holds a run of {name}, which"):
-        checkpoint.check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
+        check_settings(tmp_path, cfg, ALONE, kinds=KINDS)
 
 
 @pytest.mark.slow
@@ -240,14 +240,14 @@ def test_resume_a_file_that_is_no_config_is_told_and_counts_as_defaults(folder, 
 
 def test_resume_is_refused_with_the_difference_and_allowed_when_asked(folder):
     with pytest.raises(ValueError) as error:
-        checkpoint.check_settings(folder, load("--run.seed", "1"), ALONE)
+        check_settings(folder, load("--run.seed", "1"), ALONE)
     said = str(error.value)
     assert "--run.seed: 0 there, 1 here. Take the same settings, another --run.dir, --run.fresh" in said
     assert "--run.allow-changes" in said and len(said.splitlines()) == 1
-    notes = checkpoint.check_settings(folder, load("--run.seed", "1", "--run.allow-changes"), ALONE)
+    notes = check_settings(folder, load("--run.seed", "1", "--run.allow-changes"), ALONE)
     assert notes == ["--run.allow-changes: --run.seed: 0 there, 1 here"]
-    assert checkpoint.check_settings(folder, load(), ALONE) == []
-    assert checkpoint.check_settings(folder / "none", load("--run.seed", "1"), ALONE) == []
+    assert check_settings(folder, load(), ALONE) == []
+    assert check_settings(folder / "none", load("--run.seed", "1"), ALONE) == []
 
 
 def test_resume_without_the_runs_own_config_that_of_the_newest_checkpoint_counts(folder):
@@ -255,12 +255,12 @@ def test_resume_without_the_runs_own_config_that_of_the_newest_checkpoint_counts
     state.mkdir(parents=True)
     (folder / "config.yaml").rename(state / "config.yaml")
     with pytest.raises(ValueError, match="--run.seed: 0 there, 1 here"):
-        checkpoint.check_settings(folder, load("--run.seed", "1"), ALONE)
+        check_settings(folder, load("--run.seed", "1"), ALONE)
 
 
 def test_resume_the_written_config_asks_for_no_new_start(tmp_path):
     cfg = load("--run.fresh", "--run.allow-changes")
-    checkpoint.write_config(tmp_path, cfg)
+    write_config(tmp_path, cfg)
     begun = load("--rollout.engine", engine_name(cfg))
     assert from_command_line(["--config", str(tmp_path / "config.yaml")]).config == begun
     assert (tmp_path / "config.yaml").read_text() == to_yaml(begun) and not list(tmp_path.glob(".*"))

@@ -313,12 +313,12 @@ BROKEN = {
     "between": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
         "{% if m.role == 'assistant' %}{{ m.content | length }}{% endif %}\n{% endfor %}" + ASK,
-        "depends on what the assistant said",
+        "depends on the text of the turn",
     ),
     "in the header": (
         "{% for m in messages %}<|im_start|>{{ m.role }}{% if loop.previtem %}{{ loop.previtem.content | length }}"
         "{% endif %}\n{{ m.content }}<|im_end|>\n{% endfor %}" + ASK,
-        "depends on what the assistant said",
+        "depends on the text of the turn",
     ),
     "in the prompt": (LOOP + ASK + "{{ messages[-2].content | length if messages | length > 1 }}", "depends on"),
     "hoists the answer": ("Asked: {{ messages[-1].content }}\n" + LOOP + ASK, "when the answer to it changes"),

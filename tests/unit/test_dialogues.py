@@ -2,8 +2,9 @@
 
 import pytest
 
-from spmdrl.data.dialogues import Columns, RowError, as_dialogue, example_of
+from spmdrl.data.dialogues import Columns, as_dialogue, example_of
 from spmdrl.data.rendering import Dialogue
+from spmdrl.data.row_columns import RowError
 
 ASKED, SAID = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}

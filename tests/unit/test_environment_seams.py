@@ -9,8 +9,8 @@ import torch
 from spmdrl.algos.filters import FILTERS
 from spmdrl.config.learning import FilterConfig
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import Episode
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.segment import prompt_segment
 from spmdrl.rl.describe import describe
 from spmdrl.rl.fill_batch import Filling, passing, rewards_by_turn

@@ -9,11 +9,11 @@ import torch
 from spmdrl.algos.aggregate import AGGREGATIONS, Totals, count_totals, token_weights
 from spmdrl.checkpoint import treefile
 from spmdrl.config.schema import Config, FilterConfig
-from spmdrl.data.batch import concatenate, from_episodes, to_episodes
+from spmdrl.data.batch import concatenate
 from spmdrl.data.episode import Episode, Segment, prompt_segment
-from spmdrl.data.paths import parents
-from spmdrl.data.replay_buffer import ReplayBuffer, copies
+from spmdrl.data.pack import from_episodes, parents, to_episodes
 from spmdrl.data.segment import NONE, PREVIOUS
+from spmdrl.data.step_batch import ReplayBuffer, copies
 from spmdrl.rl.compose import compose
 from spmdrl.rl.describe import describe, sample_row
 from spmdrl.rl.score import shape

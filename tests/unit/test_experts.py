@@ -258,8 +258,8 @@ def test_hf_engine_tells_the_experts_of_a_forward_over_the_whole_sequence(tmp_pa
 
 
 def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
-    from spmdrl.data.batch import all_experts
     from spmdrl.data.episode import Episode, prompt_segment
+    from spmdrl.data.pack import all_experts
     from spmdrl.data.prompts import Prompt
     from spmdrl.engines.engine import Completion
     from spmdrl.rewards.base import Reward

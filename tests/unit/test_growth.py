@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from spmdrl.health import heartbeat, overview
 from spmdrl.health.heartbeat import Heartbeat
-from spmdrl.spmd import exchange, queue, rendezvous
+from spmdrl.spmd import exchange, mesh, queue
 from spmdrl.spmd.agreement import rank_ranges
 from spmdrl.spmd.devices import check_alike
 from spmdrl.spmd.lockstep import Lockstep
@@ -186,7 +186,7 @@ def test_ranks_join_by_a_few_requests_each_and_rank_0_looks_once_for_all(size):
     prefixes = set()
 
     def join(rank: int) -> None:
-        own = rendezvous.own_names(store.as_rank(rank), rank, size, second)
+        own = mesh.own_names(store.as_rank(rank), rank, size, second)
         own.set(f"came/{rank}", "")
 
     with ThreadPoolExecutor(64) as pool:
@@ -323,7 +323,7 @@ def test_an_exchange_works_on_its_items_not_on_all_ranks(size, monkeypatch):
     lengths = torch.arange(1, 9)
     values = torch.arange(int(lengths.sum()), dtype=torch.float32) + 7
     table = exchange.Table(torch.arange(8)[:, None], {"x": lengths}, {"x": values})
-    rows = exchange.describe(table)
+    rows = torch.cat([table.keys_nK, lengths[:, None]], 1)
     to = torch.tensor([0] + [1] * 7)
     got = exchange.redistribute(table, to, [rows] * size, [to] * size, object(), torch.device("cpu"))
     assert picked == [1, 7, size]

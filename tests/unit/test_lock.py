@@ -14,9 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmdrl import checkpoint
 from spmdrl.checkpoint import lock
-from spmdrl.checkpoint.folder import check_still_owned
+from spmdrl.checkpoint.folder import check_evaluation, check_still_owned, take_folder
+from spmdrl.checkpoint.manifest import problems
+from spmdrl.checkpoint.published import steps_saved
 from spmdrl.health.status import rank_status
 from tests.ranks.harness import run_ranks
 
@@ -73,7 +74,7 @@ def test_second_job_is_refused_by_name_and_goes_on_once_the_first_was_killed(fol
     for part in (str(folder), f"process {process.pid} on {os.uname().nodename}", "--run.dir", "wait until"):
         assert part in str(refused.value)
     with pytest.raises(ValueError, match="is in use by process"):
-        checkpoint.take_folder(folder, True, ALONE, 0.2)
+        take_folder(folder, True, ALONE, 0.2)
     assert folder.exists() and not Path(f"{folder}.old-1").exists(), "a folder in use is not moved aside"
     process.kill()
     process.wait()
@@ -112,7 +113,7 @@ def test_without_locks_the_job_goes_on_with_a_warning_and_sees_another_come(fold
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "lockf", none)
-    notes = checkpoint.take_folder(folder, False, ALONE)
+    notes = take_folder(folder, False, ALONE)
     assert len(notes) == 1 and notes[0].startswith(f"warning: {folder} is on a file system without locks")
     check_still_owned(ALONE)
     rank_status.folder = folder
@@ -125,7 +126,7 @@ def test_without_locks_the_job_goes_on_with_a_warning_and_sees_another_come(fold
 
 
 def test_folder_that_another_job_moved_aside_is_left_alone(folder, tmp_path):
-    checkpoint.take_folder(folder, False, ALONE)
+    take_folder(folder, False, ALONE)
     check_still_owned(ALONE)
     os.rename(folder, tmp_path / "run.old-1")
     check_still_owned(ALONE)  # gone, and nobody else's
@@ -137,7 +138,7 @@ def test_folder_that_another_job_moved_aside_is_left_alone(folder, tmp_path):
 
 def test_looking_at_the_file_does_not_let_go_of_the_lock(folder, monkeypatch):
     """Closing any handle of a file lets go of what a process holds on it."""
-    checkpoint.take_folder(folder, False, ALONE)
+    take_folder(folder, False, ALONE)
     stat = os.stat
     # Some file systems number files anew in this way.
     monkeypatch.setattr(os, "fstat", lambda handle: SimpleNamespace(st_dev=0, st_ino=0))
@@ -152,7 +153,7 @@ def test_looking_at_the_file_does_not_let_go_of_the_lock(folder, monkeypatch):
 @pytest.mark.parametrize("text", ["", "{", "3", "[]", '{"agents": 3}', '{"since": "x"}', "[" * 100000, "\xff\x00"])
 def test_malformed_lock_files_count_as_nothing(folder, text):
     (folder / lock.NAME).write_text(text)
-    assert checkpoint.take_folder(folder, False, ALONE) == []
+    assert take_folder(folder, False, ALONE) == []
     assert json.loads((folder / lock.NAME).read_text())["pid"] == os.getpid()
     assert "process" in lock.owner_name({}) and lock.agents_of({"agents": [3]}) == set()
 
@@ -163,7 +164,7 @@ def robbed(world, folder: str, when: str) -> list[str]:
     from spmdrl.train import train
     from tests.ranks.demo import open_demo
 
-    checkpoint.take_folder(Path(folder), False, world)
+    take_folder(Path(folder), False, world)
     run = open_demo(world, folder, {"run": {"steps": 2}, "eval": {"every": 0}, "checkpoint": {"every": 1}})
     save, write_manifest = run.checkpoint, manifest.write_manifest
 
@@ -205,7 +206,7 @@ def test_nothing_is_published_into_another_jobs_folder(tmp_path, when):
         "checkpoints/.incomplete-step_2/theirs",
     ]
     mine = tmp_path / "run.old-1" / "checkpoints"
-    assert checkpoint.steps_saved(mine) == [1] and checkpoint.problems(mine / "step_1") == []
+    assert steps_saved(mine) == [1] and problems(mine / "step_1") == []
 
 
 # ── which job it is ──────────────────────────────────────────────────────────
@@ -213,17 +214,17 @@ def test_nothing_is_published_into_another_jobs_folder(tmp_path, when):
 
 def test_fresh_moves_the_folder_aside_and_deletes_nothing(folder, monkeypatch):
     parent = folder.parent
-    assert checkpoint.take_folder(folder, False, ALONE) == []
+    assert take_folder(folder, False, ALONE) == []
     for index in (1, 2):
         (folder / "mark").write_text(str(index))
-        assert checkpoint.take_folder(folder, True, ALONE) == [f"--run.fresh: {folder} is now {folder}.old-{index}"]
+        assert take_folder(folder, True, ALONE) == [f"--run.fresh: {folder} is now {folder}.old-{index}"]
         assert [path.name for path in folder.iterdir()] == [lock.NAME]
         assert (parent / f"run.old-{index}" / "mark").read_text() == str(index)
-    assert checkpoint.take_folder(folder, True, ALONE) == [], "there is nothing to move"
+    assert take_folder(folder, True, ALONE) == [], "there is nothing to move"
     (folder / "mark").touch()
     monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(PermissionError("not yours")))
     with pytest.raises(ValueError, match="cannot be moved to .*run.old-3 .*another --run.dir"):
-        checkpoint.take_folder(folder, True, ALONE)
+        take_folder(folder, True, ALONE)
     assert not lock.held
 
 
@@ -231,10 +232,10 @@ def attempts(folder: Path, monkeypatch, first: str, second: str) -> bool:
     """Makes two starts with --run.fresh, by launchers of these names; True where the second one went on."""
     (folder / "mark").touch()
     monkeypatch.setattr(lock, "launcher", lambda: first)
-    assert len(checkpoint.take_folder(folder, True, ALONE)) == 1, "an older run was there"
+    assert len(take_folder(folder, True, ALONE)) == 1, "an older run was there"
     (folder / "mark").touch()
     monkeypatch.setattr(lock, "launcher", lambda: second)
-    checkpoint.take_folder(folder, True, ALONE)
+    take_folder(folder, True, ALONE)
     return (folder / "mark").exists()
 
 
@@ -248,11 +249,11 @@ def test_fresh_once_for_all_starts_of_one_torchrun(folder, monkeypatch, first, s
 @pytest.mark.parametrize("job, count, goes_on", [("12", "1", True), ("12", "0", False), ("13", "1", False)])
 def test_fresh_once_for_all_starts_of_one_slurm_job(folder, monkeypatch, job, count, goes_on):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    checkpoint.take_folder(folder, True, ALONE)
+    take_folder(folder, True, ALONE)
     (folder / "mark").touch()
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", count)
-    checkpoint.take_folder(folder, True, ALONE)
+    take_folder(folder, True, ALONE)
     assert (folder / "mark").exists() is goes_on
 
 
@@ -275,7 +276,7 @@ def test_fresh_moves_what_a_link_leads_to(tmp_path):
     disk.mkdir(parents=True)
     folder.symlink_to(disk)
     (disk / "mark").touch()
-    assert checkpoint.take_folder(folder, True, ALONE) == [f"--run.fresh: {disk} is now {disk}.old-1"]
+    assert take_folder(folder, True, ALONE) == [f"--run.fresh: {disk} is now {disk}.old-1"]
     assert folder.is_symlink() and folder.resolve() == disk and (tmp_path / "disk" / "run.old-1" / "mark").exists()
     assert [path.name for path in disk.iterdir()] == [lock.NAME]
 
@@ -286,19 +287,19 @@ def test_fresh_does_not_move_the_working_directory(folder, monkeypatch):
     for at, name in ((folder, "."), (folder / "inner", "..")):
         monkeypatch.chdir(at)
         with pytest.raises(ValueError, match=f"--run.fresh: {folder} is or contains the working directory .*--run.dir"):
-            checkpoint.take_folder(Path(name), True, ALONE)
+            take_folder(Path(name), True, ALONE)
     assert (folder / "mark").exists()
 
 
 def test_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written to .*--run.dir"):
-        checkpoint.take_folder(tmp_path / "file" / "run", False, ALONE)
+        take_folder(tmp_path / "file" / "run", False, ALONE)
 
 
 def test_evaluation_does_not_go_on_from_a_runs_checkpoints(folder):
-    checkpoint.check_evaluation(folder, ALONE)
-    checkpoint.check_evaluation(folder / "none", ALONE)
+    check_evaluation(folder, ALONE)
+    check_evaluation(folder / "none", ALONE)
     (folder / "checkpoints" / "step_3").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds the checkpoints of a run.*--run.dir"):
-        checkpoint.check_evaluation(folder, ALONE)
+        check_evaluation(folder, ALONE)

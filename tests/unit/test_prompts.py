@@ -10,7 +10,7 @@ import pytest
 
 from spmdrl.config.schema import DataConfig
 from spmdrl.data.chat import CHATML
-from spmdrl.data.order import drawn_indices
+from spmdrl.data.mixture import drawn_indices
 from spmdrl.data.prompts import load_prompts
 from tests.unit.chars import char_tokenizer
 

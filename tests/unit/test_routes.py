@@ -173,7 +173,7 @@ def test_a_small_plan_makes_its_buckets_once(monkeypatch):
     entries, box = [Entry(name, (4,)) for name in "abc"], ((0, 4),)
     held, wanted = sets_of([[(i, box) for i in range(3)], []], 1), sets_of([[], [(i, box) for i in range(3)]], 1)
     for kept, small in ((2, False), (3, True)):
-        monkeypatch.setattr(routes, "KEPT", kept)
+        monkeypatch.setattr(routes, "SMALL", kept)
         for rank in range(2):
             plan = Routes(held, wanted, rank, np.arange(3 - 3 * rank), entries, np.arange(3))
             first, second = ([plan.bucket(k) for k in range(3)] for _ in range(2))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmdrl import checkpoint
+from spmdrl.checkpoint.folder import first_day, write_first_day
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.fields import ConfigError
@@ -17,12 +17,12 @@ from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.schema import Config, DataConfig
 from spmdrl.config.sft import SFTConfig, check_sft
 from spmdrl.data.chat import Today
-from spmdrl.data.dialogues import RowError, as_dialogue, example_of
+from spmdrl.data.dialogues import as_dialogue, example_of
 from spmdrl.data.mixture import Drawn
 from spmdrl.data.preferences import PreferenceColumns, preference_of
 from spmdrl.data.prompts import load_prompts
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
-from spmdrl.data.row_columns import Row
+from spmdrl.data.row_columns import Row, RowError
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.turns import sequences_of
 from spmdrl.env.messages import prompt_of
@@ -433,6 +433,6 @@ def test_resume_the_day_of_the_first_start_is_kept_in_the_run_folder(tmp_path):
     from datetime import date
 
     world = SimpleNamespace(is_first=True, host_group=None)
-    assert checkpoint.first_day(tmp_path, world) == date.today()  # type: ignore[arg-type]
-    checkpoint.write_first_day(tmp_path, date(2026, 1, 31))
-    assert checkpoint.first_day(tmp_path, world) == date(2026, 1, 31)  # type: ignore[arg-type]
+    assert first_day(tmp_path, world) == date.today()  # type: ignore[arg-type]
+    write_first_day(tmp_path, date(2026, 1, 31))
+    assert first_day(tmp_path, world) == date(2026, 1, 31)  # type: ignore[arg-type]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl import checkpoint
 from spmdrl.checkpoint import treefile
-from spmdrl.checkpoint.manifest import write_manifest
+from spmdrl.checkpoint.folder import take_folder, write_config
+from spmdrl.checkpoint.manifest import problems, write_manifest
 from spmdrl.config import checks
 from spmdrl.config.dump import REDACTED, redact_text, to_dict, to_yaml
 from spmdrl.config.fields import ConfigError
@@ -225,7 +225,7 @@ def test_checkpoint_of_a_stranger_does_not_run_its_index(run_of_one_step, tmp_pa
         (step / "MANIFEST.json").unlink()
     elif manifest == "of the bomb":
         write_manifest(step, 1, 1)
-        assert checkpoint.problems(step) == []
+        assert problems(step) == []
     with pytest.raises(RankError, match="MANIFEST|hash|bytes|may be read"):
         run_ranks(resumed, 1, str(folder))
     assert not place.exists()
@@ -416,13 +416,13 @@ def names_written(world, folder: str) -> list[str]:
 
     Path(folder).mkdir()
     sys.addaudithook(hook)
-    checkpoint.take_folder(Path(folder), False, world)
+    take_folder(Path(folder), False, world)
     rank_status.folder = Path(folder)
     setup_logging(folder, world.rank)
     sections = {"run": {"steps": 1}, "eval": {"every": 0}, "checkpoint": {"every": 1}}
     sections |= {"tracking": {"trackers": ("jsonl", "tensorboard"), "samples": 1}}
     train_demo(world, folder, sections)
-    checkpoint.write_config(Path(folder), demo(folder, **sections))
+    write_config(Path(folder), demo(folder, **sections))
     # Again from the start, with numbers of the run before.
     shutil.rmtree(Path(folder, "checkpoints"))
     train_demo(world, folder, sections)

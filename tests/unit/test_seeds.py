@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from spmdrl.data.order import drawn_indices
+from spmdrl.data.mixture import drawn_indices
 from spmdrl.spmd.seeds import generator_for, seed_for, uniform
 
 MASK = (1 << 64) - 1

@@ -13,9 +13,9 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import may_change
 from spmdrl.config.sft import SFTConfig, check_sft
 from spmdrl.config.supervised import split_weight
-from spmdrl.data.dialogues import RowError
 from spmdrl.data.mixture import Drawn
 from spmdrl.data.rendering import TemplateError
+from spmdrl.data.row_columns import RowError
 from spmdrl.supervised.build import evaluation_rows
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import shown

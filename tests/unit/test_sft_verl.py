@@ -88,7 +88,7 @@ def test_calls_of_several_tools_have_their_own_arguments_alone(tmp_path, monkeyp
     (tmp_path / "set").mkdir()
     (tmp_path / "tools.parquet").rename(tmp_path / "set" / "train.parquet")
     by_hub = open_rows(f"hf:{tmp_path / 'set'}")
-    assert [by_hub[i] for i in range(2)] == rows != [dict(row) for row in by_hub.held]
+    assert [by_hub[i] for i in range(2)] == rows != [dict(row) for row in by_hub.data]
 
 
 def test_a_null_of_json_stays(tmp_path):

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from spmdrl.checkpoint import file_progress as growth
+from spmdrl.checkpoint import files
 from spmdrl.checkpoint.background import Saver
 from spmdrl.health import exit_message as words
 from spmdrl.health import heartbeat, overview
@@ -16,7 +16,7 @@ from spmdrl.health.exit_message import lost_steps, resume
 from spmdrl.health.heartbeat import Heartbeat
 from spmdrl.health.preempt import ECHO, Preemption, Request
 from spmdrl.health.status import IdleClock, rank_status, tick
-from spmdrl.spmd.rendezvous import own_names
+from spmdrl.spmd.mesh import own_names
 
 
 @pytest.fixture
@@ -191,17 +191,30 @@ def test_signs_of_other_threads_are_not_the_main_ones():
     assert clock.look() == 0.0
 
 
-def test_signs_of_a_library_are_the_files_it_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(growth, "EVERY", 0.05)
-    with growth.growth_is_progress(tmp_path / "step"):
-        time.sleep(0.3)
-        count = rank_status.count
-        (tmp_path / "step").mkdir()
-        (tmp_path / "step" / "x").write_bytes(b"x")
-        time.sleep(0.3)
-        assert rank_status.count == count + 1
-        time.sleep(0.3)
-        assert rank_status.count == count + 1, "it hangs"
+@pytest.mark.parametrize("field", ["count", "side_count"])
+def test_signs_of_a_library_are_the_files_it_writes(tmp_path, monkeypatch, field):
+    """The writer is the main thread, or the thread of `--checkpoint.background`."""
+    monkeypatch.setattr(files, "MEASURE_EVERY", 0.05)
+    added = []
+
+    def write():
+        with files.growth_is_progress(tmp_path / "step"):
+            time.sleep(0.3)
+            before = getattr(rank_status, field)
+            (tmp_path / "step").mkdir()
+            (tmp_path / "step" / "x").write_bytes(b"x")
+            time.sleep(0.3)
+            added.append(getattr(rank_status, field) - before)
+            time.sleep(0.3)
+            added.append(getattr(rank_status, field) - before)
+
+    if field == "count":
+        write()
+    else:
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+    assert added == [1, 1], "without growth it counts as hanging"
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from transformers import LlamaConfig
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.reward_model import RewardModelConfig, ScoredDataConfig, check_reward_model
 from spmdrl.data.builtin import builtin_rows
-from spmdrl.data.dialogues import RowError
 from spmdrl.data.rendering import TemplateError
-from spmdrl.data.step_rows import StepColumns, steps_of
+from spmdrl.data.row_columns import RowError
+from spmdrl.data.steps import StepColumns, steps_of
 from spmdrl.data.tokens import Masked
 from spmdrl.hub.build import empty_model
 from spmdrl.hub.resolve import resolve

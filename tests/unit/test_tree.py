@@ -6,8 +6,8 @@ Samples share their prompt, paths of an episode as much as is equal.
 import pytest
 import torch
 
-from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import episode_of
+from spmdrl.data.pack import from_episodes
 from spmdrl.data.packing import microbatch_count, microbatches, units_of, work_of
 from spmdrl.data.tree import plan_tree, prompt_lengths, shared_tokens
 from spmdrl.policy.attention import packed as attention

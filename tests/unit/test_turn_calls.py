@@ -4,8 +4,8 @@ import pytest
 
 from spmdrl.config.judge import JudgeConfig
 from spmdrl.config.schema import Config, DataConfig, ModelConfig
-from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.data.pack import from_episodes, to_episodes
 from spmdrl.data.prompts import Prompt
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.judge_verdict import _CUT, question, task_of

@@ -23,8 +23,8 @@ from spmdrl.algos import ADVANTAGES, Samples, compute_advantages
 from spmdrl.algos.aggregate import AGGREGATIONS, count_totals, token_weights
 from spmdrl.algos.tree import Turns, depths, tokens_follow
 from spmdrl.config.load import from_command_line
-from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.data.pack import from_episodes
 from spmdrl.rl.compose import compose
 from spmdrl.rl.score import shape
 from spmdrl.spmd.peers import Peers

@@ -8,12 +8,11 @@ from os.path import commonprefix
 import pytest
 
 from spmdrl.data.conversation import Conversation
-from spmdrl.data.marked_turns import marked_sequences
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
+from spmdrl.data.shown import check_turn_shown
 from spmdrl.data.template_ends import end_of_turn_tokens
 from spmdrl.data.tokens import masked
-from spmdrl.data.turn_shown import check_turn_shown
-from spmdrl.data.turns import sequences_of
+from spmdrl.data.turns import sequences_of, trained_sequences
 from tests.unit.dialogues import TOOLS, dialogue, plain_tokenizer, templates, tokenizer_for
 
 TEMPLATES = templates()
@@ -132,8 +131,7 @@ def trained_text(name: str, messages: list[dict], trained: set[int] | None = Non
     """The trained text of a dialogue, by the marks of the template where it has them, or why it is refused."""
     render = Renderer(tokenizer_for(TEMPLATES[name]), TEMPLATES[name])
     turns = trained or {i for i, message in enumerate(messages) if message["role"] == "assistant"}
-    find = marked_sequences if render.marked else sequences_of
-    found = find(render, Dialogue(messages, TOOLS if "calls" in str(messages) else None), turns)
+    found = trained_sequences(render, Dialogue(messages, TOOLS if "calls" in str(messages) else None), turns)
     return "\n".join(s.text[turn.start : turn.end] for s in found for turn in s.turns if turn.message in turns)
 
 

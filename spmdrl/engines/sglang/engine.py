@@ -34,7 +34,7 @@ from spmdrl.engines.sglang.process import Broadcast, EngineDiedError, Process, S
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.resolve import resolve
 from spmdrl.spmd.exchange import all_gather_text, broadcast_text
-from spmdrl.spmd.groups import apart_from_default
+from spmdrl.spmd.mesh import apart_from_default
 from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry
 

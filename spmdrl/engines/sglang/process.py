@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.health.failure import named_exit
 from spmdrl.spmd.checksum import digest
-from spmdrl.spmd.groups import apart_from_default
+from spmdrl.spmd.mesh import apart_from_default
 from spmdrl.weights.reshard import Box, inside
 
 log = logging.getLogger("spmdrl")

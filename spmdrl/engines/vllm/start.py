@@ -24,7 +24,7 @@ from spmdrl.engines.vllm.copies import rank_within_engine
 from spmdrl.engines.vllm.cpu import Packed, name_shared_memory
 from spmdrl.engines.vllm.options import build_llm, set_environment
 from spmdrl.spmd.exchange import broadcast_text
-from spmdrl.spmd.groups import apart_from_default
+from spmdrl.spmd.mesh import apart_from_default
 from spmdrl.spmd.world import World
 
 PROMPTS = (3, 20)

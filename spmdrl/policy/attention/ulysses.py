@@ -180,4 +180,4 @@ def check_same(batch: Batch, group: dist.ProcessGroup | None, device: torch.devi
     sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (tokens, lengths)]
     mine = torch.stack([*sums, lengths.sum(), batch.token["mask"].sum()]).to(device)
     ends = all_reduce(torch.stack([mine, -mine]), "max", group)
-    assert torch.equal(ends[0], -ends[1]), "ranks of one sp group hold different sequences: see data/dealing.balance"
+    assert torch.equal(ends[0], -ends[1]), "ranks of one sp group hold different sequences: see data/distribute.py"

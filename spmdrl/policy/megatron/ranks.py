@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 
-from spmdrl.spmd.groups import apart_from_default
+from spmdrl.spmd.mesh import apart_from_default
 
 MODULES = ("parallel_state", "optimizer", "dist_checkpointing.serialization", "dist_checkpointing.validation")
 STRATEGIES = "dist_checkpointing.strategies.torch"

@@ -16,7 +16,7 @@ from spmdrl.algos.samples import Samples
 from spmdrl.algos.shaping import overlong_mask, token_rewards
 from spmdrl.config.learning import AlgoConfig, CorrectionConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import gather_rows
+from spmdrl.data.distribute import gather_rows
 from spmdrl.data.episode import FINISH_REASONS
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics

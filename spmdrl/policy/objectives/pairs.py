@@ -10,7 +10,7 @@ from spmdrl.algos.aggregate import Totals, sum_per_sequence
 from spmdrl.algos.preference import LOSSES, SFT, Labelled, Pairs, matched_margins, needs_reference
 from spmdrl.config.preference import PreferenceMethod
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import gather_rows
+from spmdrl.data.distribute import gather_rows
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.policy.contract import MEASURE, LossResult, Objective, Policy, Second, Shared
 from spmdrl.policy.objectives.tokens import add_mean

@@ -15,7 +15,7 @@ from spmdrl.algos.kl import kl_estimate
 from spmdrl.algos.losses import LossInputs
 from spmdrl.algos.value import implicit_reward_loss, positive_nll, value_loss
 from spmdrl.data.batch import Batch
-from spmdrl.data.dealing import gather_rows
+from spmdrl.data.distribute import gather_rows
 from spmdrl.policy.contract import LossResult, Objective, Policy, Shared, TokenLoss
 from spmdrl.policy.objectives.algorithm import Algorithm, add_mismatch, mean
 from spmdrl.policy.objectives.tokens import TokenObjective

@@ -1,25 +1,32 @@
-"""Checks that a template shows everything that an assistant said in a turn: its text, its thought and its calls."""
+"""Checks that a chat template shows what a dialogue holds: all parts of a turn, tools, and variables.
+
+A variable counts as read where another value of it renders differently, so a row may set one to its default.
+"""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from spmdrl.data.rendering import THOUGHT_KEYS, TemplateError
+from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError, tool_call
+from spmdrl.data.row_columns import TOOLS
 
 END_OF_THOUGHT = "</think>"
-HELPS = 'take another template with --data.chat-template, or leave this turn untrained ("loss": 0 in the message%s)'
-BUT_LAST = ", or --sft.train-on last"
+LOOKED = 20
+"""Number of rows of a source whose tools and variables are checked."""
+UNSHOWN = "not shown by the chat template"
+"""End of the names under which these rows are counted."""
 
 
 def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "", last: bool = True) -> None:
     """Raise TemplateError if the text of a turn leaves out a part of its message.
 
-    controls: finds control tokens. turn: the rendered text that is trained. before: the text in front of it, which may
-    hold the marks of a thought. last: it is the last turn of its dialogue.
+    controls: matches control tokens. turn: the rendered text that is trained. before: the text in front of it, which
+    may hold the marks of a thought. last: True for the last turn of a dialogue.
 
     White space at the ends of a part may be missing, because templates strip it. Each stretch of the turn stands for
-    one part only, so that a thought is not taken for shown because the answer repeats it.
+    one part only: a thought does not count as shown because the answer repeats it.
     """
     marks = re.compile(f"{controls.pattern}|</?think>")
     rest = marks.sub("\0", turn)
@@ -45,7 +52,10 @@ def without_thought(message: dict) -> dict | None:
 
 
 def _refusal(what: str, last: bool) -> str:
-    helps = HELPS % ("" if last else BUT_LAST)
+    helps = (
+        'take another template with --data.chat-template, or leave this turn untrained ("loss": 0 in the message'
+        f"{'' if last else ', or --sft.train-on last'})"
+    )
     if what == "tool calls":
         return "the chat template does not show its tool calls whole: take another one with --data.chat-template"
     if what == "thought":
@@ -61,12 +71,12 @@ def _refusal(what: str, last: bool) -> str:
 def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[str]]]:
     """Yield each part of a message that must be shown: its name, and the forms of text that count as it."""
     content = message.get("content")
-    for text in _texts(content):
+    for text in _content_texts(content):
         thought, mark, answer = text.rpartition(END_OF_THOUGHT)
         for what, words in (("thought", thought if mark else ""), ("content", answer)):
             yield from ((what, [piece]) for piece in _pieces(marks, words))
     thought = next((message[key] for key in THOUGHT_KEYS if message.get(key)), None)
-    for text in _texts(thought):
+    for text in _content_texts(thought):
         yield from (("reasoning_content", [piece]) for piece in _pieces(marks, text))
     for call in message.get("tool_calls") or []:
         function = call.get("function") or call
@@ -83,7 +93,7 @@ def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[st
                 yield "tool calls", forms
 
 
-def _texts(content: Any) -> list[str]:
+def _content_texts(content: Any) -> list[str]:
     if isinstance(content, list):
         return [str(part.get("text") or "") for part in content if isinstance(part, dict)]
     return [content] if isinstance(content, str) else []
@@ -117,3 +127,73 @@ def _forms(value: Any) -> list[str]:
     apart.append(apart[-1].replace("\n", "\\n").replace("\r", "\\r"))
     forms = dict.fromkeys([plain, *quoted, repr(value).strip("'\"").strip(), *apart])
     return sorted((form for form in forms if form), key=lambda form: -len(form))
+
+
+def unshown(render: Renderer, dialogue: Dialogue) -> list[str]:
+    """Return the names of tools and variables of a dialogue that its template does not show."""
+    out = [TOOLS] if dialogue.tools and _alike(render, dialogue, [replace(dialogue, tools=None)]) else []
+    return out + [name for name in dialogue.more if _unread(render, dialogue, name)]
+
+
+def unshown_line(names: Iterable[str]) -> str:
+    """Return a sentence about names that the template does not show; empty without names."""
+    names = list(dict.fromkeys(names))
+    return f"the chat template does not show {', '.join(names)}, which rows give" if names else ""
+
+
+def check_read(render: Renderer, more: dict[str, Any]) -> None:
+    """Raise ValueError if the template reads one of the run's variables in no probe. more: `--data.template-kwargs`."""
+    probes = [replace(each, more=more) for each in _probes()]
+    for name in more:
+        if all(_unread(render, each, name) for each in probes):
+            raise ValueError(
+                f"--data.template-kwargs: the chat template renders nothing otherwise because of {name!r}: leave it "
+                "out, or take a template that reads it (--data.chat-template)"
+            )
+
+
+def _unread(render: Renderer, dialogue: Dialogue, name: str) -> bool:
+    value, rest = dialogue.more[name], {key: each for key, each in dialogue.more.items() if key != name}
+    others = [not value, PROBE] if isinstance(value, bool) else [PROBE]
+    return _alike(
+        render, dialogue, [replace(dialogue, more=more) for more in (rest, *(rest | {name: o} for o in others))]
+    )
+
+
+def _alike(render: Renderer, dialogue: Dialogue, others: list[Dialogue]) -> bool:
+    here = _texts(render, dialogue)
+    return all(_texts(render, other) == here for other in others)
+
+
+def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
+    """Return the renderings of a dialogue and of the part before its last turn, with and without generation prompt."""
+    count = len(dialogue.messages)
+    last = next((i for i in range(count - 1, 0, -1) if dialogue.messages[i]["role"] == "assistant"), count)
+    out = []
+    for part in (dialogue, dialogue.upto(last)):
+        for ask in (False, True):
+            try:
+                out.append(render(part, ask))
+            except TemplateError:
+                out.append("")
+    return out
+
+
+def _probes() -> list[Dialogue]:
+    """Return dialogues in which templates read their variables: with tools, calls, thoughts and the system."""
+    user, system = {"role": "user", "content": PROBE}, {"role": "system", "content": PROBE}
+    assistant = {"role": "assistant", "content": PROBE} | dict.fromkeys(THOUGHT_KEYS, PROBE)
+    function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+    calling = assistant | {"content": "", "tool_calls": [tool_call(PROBE, {})]}
+    answer = {"role": "tool", "name": PROBE, "tool_call_id": "call00000", "content": PROBE}
+    tools = [{"type": "function", "function": function}]
+    return [
+        Dialogue([*begun, *messages], given)
+        for begun in ([], [system])
+        for messages, given in (
+            ([user], None),
+            ([user, assistant, user, assistant], None),
+            ([user], tools),
+            ([user, calling, answer, assistant, user, assistant], tools),
+        )
+    ]

@@ -1,4 +1,4 @@
-"""Divides the episodes of a batch among ranks and optimizer steps, and looks at those of other ranks."""
+"""Distributes the episodes of a batch over ranks and optimizer steps, and gathers columns of all ranks."""
 
 import torch
 
@@ -19,10 +19,10 @@ def balance(batch: Batch, world: World) -> Batch:
     that work that samples of a prompt on one rank do once. If `seq["unit"]` is there, all sequences of a position go to
     the same data position.
     """
-    return deal(batch, world.holders, Peers(world.group, world.device))
+    return distribute(batch, world.holders, Peers(world.group, world.device))
 
 
-def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
+def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     """Do the work of `balance` over the ranks of a group. Collective.
 
     holders: int64 [data positions, copies], group ranks.
@@ -57,7 +57,7 @@ def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     return from_table(received)
 
 
-def share_out(batch: Batch, updates: int, prompts: int, order: list[int]) -> Batch:
+def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -> Batch:
     """Assign each sequence to an optimizer step: whole groups, an equal number of prompts per step, in `order`.
 
     order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. A replayed
@@ -74,14 +74,8 @@ def gather_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather rows that belong to sequences from all ranks, in sample order. Collective.
 
-    Args:
-        batch: this rank's sequences.
-        seq_n: int64 [n] ascending, the sequence of each row; rows of one sequence keep their order.
-        columns_nK: float64 [n, K].
-        peers: ranks that take part.
-
-    Returns:
-        float64 [N, K], the same on every rank, and int64 [n], the places of this rank's rows in it.
+    seq_n: int64 [n] ascending, the sequence of each row in `batch`; rows of one sequence keep their order. columns_nK:
+    float64 [n, K]. Returns float64 [N, K], the same on every rank, and int64 [n], the places of this rank's rows in it.
     """
     keys = batch.keys[seq_n].double()
     rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))

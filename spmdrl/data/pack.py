@@ -1,0 +1,190 @@
+"""Packs the paths of episodes into a batch, and unpacks episodes from it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from spmdrl.data.batch import Batch
+from spmdrl.data.episode import FINISH_REASONS, Episode
+from spmdrl.data.segment import BY_PATH, NONE, Segment, segments_of, shared_length
+
+
+@dataclass
+class Path:
+    """One path of an episode."""
+
+    episode: Episode
+    number: int
+    paths: int
+    """Number of paths of the episode."""
+    indices: list[int]
+    segments: list[Segment]
+    first: list[bool]
+    """True for each segment that no earlier path has."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.segments))
+
+    def along(self, pick: Callable[[Segment], torch.Tensor]) -> torch.Tensor:
+        """Concatenate `pick` of each segment; it receives one that an earlier path has as an observed one."""
+        pieces = zip(self.segments, self.first, strict=True)
+        return torch.cat([pick(s if first else replace(s, logp=None, version=0)) for s, first in pieces])
+
+    def spread(self, values: list[int]) -> torch.Tensor:
+        """Repeat a number per segment for each of its tokens: int64 [L]."""
+        lengths = torch.tensor([len(s) for s in self.segments])
+        return torch.repeat_interleave(torch.tensor(values, dtype=torch.int64), lengths)
+
+    def turn_rewards(self) -> torch.Tensor:
+        """float64 [L]: the reward of each sampled segment at its last token."""
+        rewards = self.along(lambda s: torch.zeros(len(s), dtype=torch.float64))
+        for s, first, end in zip(self.segments, self.first, accumulate(map(len, self.segments)), strict=True):
+            if first and s.sampled and len(s):
+                rewards[end - 1] = s.reward
+        return rewards
+
+
+def _paths_of(episode: Episode) -> list[Path]:
+    """Return the paths of an episode in their order; a segment belongs to the first path that has it."""
+    seen: set[int] = set()
+    out, paths = [], episode.paths()
+    for number, indices in enumerate(paths):
+        segments = [episode.segments[i] for i in indices]
+        out.append(Path(episode, number, len(paths), indices, segments, [i not in seen for i in indices]))
+        seen |= set(indices)
+    return out
+
+
+def from_episodes(
+    episodes: list[Episode],
+    part_names: tuple[str, ...] = (),
+    experts_width: int = 0,
+    turns: bool = False,
+    turn_rewards: bool = False,
+) -> Batch:
+    """Pack the paths of this rank's episodes in sample order; an empty list gives an empty batch with every column.
+
+    The optional columns must be the same on every rank.
+
+    part_names: parts of the reward that become columns `part/<name>`, nan for a sample without the part.
+    experts_width: width of `token["experts"]`, from `Episode.experts`; 0: no column.
+    turns: add `token["turn"]`, `token["state"]` and `token["parent"]`.
+    turn_rewards: add `token["turn_reward"]`; otherwise rewards of turns are in the total alone. `seq["made"]` and
+    `seq["distinct"]` come with it, because then not all tokens after the prompt were sampled.
+    """
+    ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
+
+    def per_token(pick: Callable[[Path], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([pick(path).to(dtype) for path in ordered]) if ordered else torch.zeros(0, dtype=dtype)
+
+    def column(values, dtype=torch.int64):
+        return torch.tensor(list(values), dtype=dtype)
+
+    token = {
+        "tokens": per_token(lambda p: p.along(lambda s: s.tokens), torch.int64),
+        "mask": per_token(lambda p: p.along(Segment.mask), torch.bool),
+        "rollout_logp": per_token(lambda p: p.along(Segment.rollout_logp), torch.float32),
+        "version": per_token(lambda p: p.along(Segment.versions), torch.int64),
+    }
+    if turns:
+        before = {id(p.episode): parents(p.episode) for p in ordered}
+        token["turn"] = per_token(lambda p: p.spread([s.turn for s in p.segments]), torch.int64)
+        token["state"] = per_token(lambda p: p.spread([s.state for s in p.segments]), torch.int64)
+        token["parent"] = per_token(
+            lambda p: p.spread([before[id(p.episode)][s.turn] for s in p.segments]), torch.int64
+        )
+    if turn_rewards:
+        token["turn_reward"] = per_token(Path.turn_rewards, torch.float64)
+    if experts_width:
+        none = torch.full((0, experts_width), -1, dtype=torch.int16)
+        rows = [all_experts(p.episode, experts_width)[p.episode.rows(p.indices)] for p in ordered]
+        token["experts"] = torch.cat([none, *rows])
+    names = ("prompt", "sample", "position", "version", "turns")
+    seq = {name: column(getattr(p.episode, name) for p in ordered) for name in names}
+    seq |= {"path": column(p.number for p in ordered), "paths": column(p.paths for p in ordered)}
+    if turn_rewards:
+        seq["made"] = column(p.episode.made for p in ordered)
+        seq["distinct"] = column(sum(map(len, p.episode.segments)) for p in ordered)
+    seq["finish"] = column(FINISH_REASONS.index(p.episode.finish) for p in ordered)
+    seq["reward"] = column((p.episode.reward for p in ordered), torch.float64)
+    seq["baseline"] = column((p.episode.baseline for p in ordered), torch.float64)
+    for name in part_names:
+        part = (p.episode.parts.get(name, 0.0 if p.episode.timed_out else math.nan) for p in ordered)
+        seq[f"part/{name}"] = column(part, torch.float64)
+    return Batch(column(len(p) for p in ordered), token, seq)
+
+
+def all_experts(episode: Episode, width: int) -> torch.Tensor:
+    """Return `Episode.experts` for the tokens of all segments, int16 [N, width], -1 if unknown."""
+    out = torch.full((sum(map(len, episode.segments)), width), -1, dtype=torch.int16)
+    if episode.experts is not None:
+        out[: len(episode.experts)] = episode.experts
+    return out
+
+
+def parents(episode: Episode) -> list[int]:
+    """Return, for each turn of an episode, the number of the turn that it follows, -1 for none."""
+    out = [BY_PATH] * episode.turns
+    for i, s in enumerate(episode.segments):
+        if out[s.turn] == BY_PATH:
+            before = [episode.segments[j] for j in episode.path_to(episode.before(i))]
+            sampled_turns = [earlier.turn for earlier in before if earlier.sampled and earlier.turn != s.turn]
+            out[s.turn] = s.parent if s.parent != BY_PATH else sampled_turns[-1] if sampled_turns else -1
+    return out
+
+
+def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
+    """Unpack the episodes that have sampled tokens. leave_out: parts of the reward.
+
+    A turn begins with each answer to a response. The order of turns and their rewards are lost unless the batch has
+    columns for them.
+    """
+    lengths, token = batch.lengths.tolist(), batch.token
+    columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
+    rewards = token.get("turn_reward", torch.zeros(batch.n_tokens)).split(lengths)
+    paths = list(zip(*columns, strict=True))
+    names = [name for name in batch.seq if name.startswith("part/") and name.removeprefix("part/") not in leave_out]
+    seq = {name: batch.seq[name].tolist() for name in ("prompt", "sample", "position", "finish", "reward", *names)}
+    out = []
+    for i, last in zip(batch.firsts.tolist(), batch.lasts.tolist(), strict=True):
+        (tokens, mask, *rest), *others = paths[i : last + 1]
+        parts = {name.removeprefix("part/"): seq[name][i] for name in names if not math.isnan(seq[name][i])}
+        prompt, sample, position, finish = (seq[name][i] for name in ("prompt", "sample", "position", "finish"))
+        segments = segments_of(tokens, mask, *rest)
+        episode = Episode(prompt, sample, position, segments, FINISH_REASONS[finish], seq["reward"][i], parts)
+        _add_rewards(episode, rewards[i])
+        for number, path in enumerate(others, i + 1):
+            _add_path(episode, *path)
+            _add_rewards(episode, rewards[number])
+        if any(s.sampled for s in episode.segments):
+            out.append(episode)
+    return out
+
+
+def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: torch.Tensor, version: torch.Tensor):
+    """Add a path, given as columns [L], to an episode that has the earlier ones."""
+    earlier = [(path, episode.along(lambda s: s.tokens, path)) for path in episode.paths()]
+    # A path that ended is no part of a later one.
+    alike = [(min(shared_length(x, tokens), len(x) - 1), path) for path, x in earlier]
+    shared, path = max(alike, key=lambda pair: pair[0])
+    # What is sampled here is no earlier path's, whatever the tokens are.
+    sampled = torch.nonzero(mask).flatten().tolist()
+    shared = min([shared, len(tokens) - 1, *sampled[:1]])
+    after, turn = episode.cut(shared, path) if shared else NONE, episode.turns
+    rest = segments_of(tokens[shared:], mask[shared:], logp[shared:], version[shared:])
+    for i, s in enumerate(rest):
+        episode.segments.append(replace(s, turn=turn + s.turn, **({} if i else {"after": after})))
+
+
+def _add_rewards(episode: Episode, rewards: torch.Tensor) -> None:
+    """Add rewards by token [L] of the path that is being continued to its segments."""
+    at = 0
+    for i in episode.path:
+        s = episode.segments[i]
+        earned = float(rewards[at : at + len(s)].sum())
+        if earned:
+            episode.segments[i] = replace(s, reward=s.reward + earned)
+        at += len(s)
