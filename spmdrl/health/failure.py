@@ -44,8 +44,7 @@ def is_first_to(what: str = "failed") -> bool:
 
 def write_torchrun_error(message: str) -> None:
     """Write the message into torch.distributed.elastic's error file, whose content torchrun prints at its end."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError), open(path, "w") as f:
             json.dump({"message": {"message": message, "extraInfo": extra}}, f)
@@ -116,35 +115,35 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
     again = preemption.is_repeat(number)
     lost = briefly(heartbeat.lost, "") if heartbeat and "TORCHELASTIC_RUN_ID" in os.environ else ""
     others_failed = bool(heartbeat) and not lost and briefly(lambda: heartbeat.plain.add("failed", 0) > 0, True)
-    if number == signal.SIGTERM and (lost or others_failed):
-        why = "another rank is lost (torchrun names it below; a SIGKILL is often the system's, out of memory)"
-        if lost == "torchrun is gone":
-            why = "torchrun, which started it, is gone"
-        message, code = last_line(f"was ended by {name} in phase {rank_status.name}: {why}. {resume()}"), 143
+    what = f"{name} in phase {rank_status.name}: "
+    if number == signal.SIGTERM and lost == "torchrun is gone":
+        what += "torchrun, which started it, is gone"
+    elif number == signal.SIGTERM and (lost or others_failed):
+        what += "another rank is lost (torchrun names it below; a SIGKILL is often the system's, out of memory)"
     elif again:
-        message = last_line(f"was ended by a second signal, {name}, in phase {rank_status.name}. {resume()}")
-        code = 128 + number
-    elif heartbeat is None or not (rank_status.step or rank_status.keeps_partial):
-        why = "another rank is lost (torchrun names it below), or the job was cancelled"
-        if number == signal.SIGINT:
-            why = "Ctrl-C before the first step, when there is nothing to save"
-        message = last_line(f"was ended by {name} in phase {rank_status.name}: {why}. {resume()}")
-        code = 128 + number
+        what = f"a second signal, {name}, in phase {rank_status.name}"
+    elif heartbeat is not None and (rank_status.step or rank_status.keeps_partial):
+        return _request_to_leave(number, heartbeat)
+    elif number == signal.SIGINT:
+        what += "Ctrl-C before the first step, when there is nothing to save"
     else:
-        request = preemption.request_for(number)
-        heartbeat.publish_request(request)
-        preemption.accept(request)
-        does = (
-            "what is measured so far is reported" if rank_status.keeps_partial else "this step is finished or abandoned"
-        )
-        what = f"{name}: {does} within {request.grace:.0f} s{'' if rank_status.keeps_partial else ', and saved'}"
-        briefly(lambda: log.info(what), None, 1.0)
-        if number == signal.SIGINT and briefly(lambda: is_first_to("interrupted"), True):
-            # A person who pressed Ctrl-C waits for an answer.
-            briefly(lambda: print(f"{what}; Ctrl-C again ends the job at once", file=sys.stderr, flush=True), None)
-        return
+        what += "another rank is lost (torchrun names it below), or the job was cancelled"
+    message = last_line(f"was ended by {what}. {resume()}")
     _log_to_file(logging.ERROR, message)
-    _exit_job(message, code, before_exit)
+    _exit_job(message, 128 + number, before_exit)
+
+
+def _request_to_leave(number: int, heartbeat: Heartbeat) -> None:
+    """Request that all ranks finish or abandon this step, save and leave."""
+    request, partial = preemption.request_for(number), rank_status.keeps_partial
+    heartbeat.publish_request(request)
+    preemption.accept(request)
+    does = "what is measured so far is reported" if partial else "this step is finished or abandoned"
+    what = f"{signal.Signals(number).name}: {does} within {request.grace:.0f} s{'' if partial else ', and saved'}"
+    briefly(lambda: log.info(what), None, 1.0)
+    if number == signal.SIGINT and briefly(lambda: is_first_to("interrupted"), True):
+        # A person who pressed Ctrl-C waits for an answer.
+        briefly(lambda: print(f"{what}; Ctrl-C again ends the job at once", file=sys.stderr, flush=True), None)
 
 
 def _grace_over(before_exit: Callable[[], None]) -> None:
@@ -206,15 +205,8 @@ def watch(
 ) -> Heartbeat:
     """Start this rank's heartbeat. From the first step on it also notices a main thread without progress.
 
-    Args:
-        store: shared by all ranks.
-        rank: this rank.
-        size: number of ranks.
-        timeout: `--run.timeout`.
-        grace: `--run.grace`.
-        folder: the run folder.
-        saved: returns the step of the newest checkpoint, 0 for none.
-        before_exit: as in `named_exit`.
+    store: shared by all ranks. timeout, grace: of `--run`. folder: the run folder. saved: returns the step of the
+    newest checkpoint, 0 for none. before_exit: as in `named_exit`.
     """
     rank_status.folder, rank_status.saved, preemption.grace = folder, saved, grace
     preemption.on_grace_over = lambda: _grace_over(before_exit)

@@ -103,15 +103,10 @@ def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
 def write(
     why: str, others: dict[int, dict] | None = None, error: BaseException | None = None, frames: bool = True
 ) -> Path | None:
-    """Write this rank's record into the run folder; returns None if there is no folder or it cannot be written.
+    """Write this rank's record into the run folder, in any thread; returns None if that is not possible.
 
-    May be called by any thread.
-
-    Args:
-        why: the last line of this rank.
-        others: last beat of every rank, on a few ranks; a killed rank leaves nothing else.
-        error: error whose stack is written; None for the main thread's stack.
-        frames: also write the line of each collective.
+    why: the last line of this rank. others: last beat of every rank, on a few ranks; a killed rank leaves nothing else.
+    error: error whose stack is written; None for the main thread's. frames: also write the line of each collective.
     """
     folder = rank_status.folder
     if folder is None:

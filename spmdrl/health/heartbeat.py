@@ -76,15 +76,10 @@ class Heartbeat(threading.Thread):
     """Thread of the heartbeat. `start()` it once the process group exists; it ends with the process."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, stuck: Callable[[float], None]):
-        """Open connections to the store and publish this process.
+        """Open connections to the store, which all ranks share, and publish this process.
 
-        Args:
-            store: shared by all ranks.
-            rank: this rank.
-            size: number of ranks.
-            timeout: `--run.timeout`.
-            stuck: called with the seconds without progress of the main thread once they exceed the time-out; does not
-                return.
+        timeout: `--run.timeout`. stuck: called with the seconds without progress of the main thread once they exceed
+        the time-out; does not return.
         """
         super().__init__(daemon=True, name="heartbeat")
         # Two clones, because the main thread may wait in its connection. `plain` has the keys of `store`.

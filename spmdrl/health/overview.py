@@ -62,13 +62,7 @@ class Overview:
     """The positions of all ranks, as far as one rank can find them out when it ends."""
 
     def __init__(self, store: dist.Store, read: Callable[[], dict[int, dict]], age: Age):
-        """Read nothing yet.
-
-        Args:
-            store: keys of the heartbeat, over a connection that the main thread does not use.
-            read: returns the last beats of all ranks.
-            age: returns the seconds since a beat.
-        """
+        """Start without beats. store: the heartbeat's keys, over its own connection. read: returns all ranks' beats."""
         self.store, self.read, self.age = store, read, age
         self.reader: bool | None = None
 
@@ -98,10 +92,7 @@ class Overview:
     def missing(self, me: int, here: str, stopped: dict[int, dict]) -> str:
         """Return the ranks that a collective of this rank waits for, as text; empty if that is not known.
 
-        Args:
-            me: this rank.
-            here: its place.
-            stopped: the last beats of ranks of this machine whose processes are stopped.
+        here: this rank's place. stopped: last beats of ranks of this machine whose processes are stopped.
         """
         other = [group for group in self.places() if group.silent or group.place != here]
         count = sum(group.count - (str(me) in group.first) for group in other)

@@ -7,15 +7,9 @@ from typing import Any
 
 import torch
 
-from spmdrl.hub.folder import plain_errors, read_config
-from spmdrl.hub.quantized import drop_quantization
+from spmdrl.hub.folder import drop_quantization, plain_errors, read_config
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 """torch's type for each `--model.dtype`."""
 
 SCORERS = ("ForSequenceClassification", "ForTokenClassification")
@@ -43,8 +37,8 @@ def build_model(
         labels: outputs of a classifier's head.
 
     Raises:
-        ValueError: the model needs Python code of its own and may not run it, its family has no such classifier, or
-            weights are missing or of another shape (transformers would make them up).
+        ValueError: the model needs Python code and may not run it, its family has no such classifier, or weights are
+            missing or of another shape (transformers would make them up).
     """
     dtype, options = _dtype_and_options(dtype)
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
@@ -156,16 +150,12 @@ def _model_class(config: Any, head: str) -> Any:
 
 
 def check_head(folder: Path, head: str, trust_remote_code: bool = False) -> None:
-    """Raise ValueError if the family of a Hugging Face folder has no such head (as in `build_model`)."""
+    """Raise ValueError if the family of a Hugging Face folder has no classifier for a head (as in `build_model`)."""
     _model_class(read_config(folder, trust_remote_code), head)
 
 
 def _check_steps_head(model: Any) -> None:
-    """Check that a token classifier has the score head of a process reward model.
-
-    Raises:
-        ValueError: its head has another name.
-    """
+    """Raise ValueError if a token classifier has no score head, as a process reward model has."""
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise ValueError(
             f"{type(model).__name__} has no linear head named score, which a process reward model needs: take a model "
@@ -206,7 +196,7 @@ def _keep_types(model: Any, dtype: Any) -> None:
 
 
 def _fill_buffers(model: Any) -> None:
-    """Compute the buffers that checkpoints do not hold as `from_pretrained` does: by the model's initialisation."""
+    """Compute the buffers that checkpoints lack by the model's initialisation, as `from_pretrained` does."""
     for module in model.modules():
         module._is_hf_initialized = False
         for name in module._non_persistent_buffers_set:
@@ -224,14 +214,8 @@ def _train_padding(model: Any) -> None:
 
 
 def decoder_layers(hf: Any) -> torch.nn.ModuleList:
-    """Return the repeated blocks of a HF model: its longest ModuleList.
-
-    Raises:
-        ValueError: a model without one.
-    """
-    from torch import nn
-
-    lists = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList)]
+    """Return the repeated blocks of a HF model: its longest ModuleList. Raises ValueError if it has none."""
+    lists = [m for m in hf.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(hf).__name__} has no list of layers to shard; --policy.backend fsdp needs one")
     return max(lists, key=len)

@@ -10,11 +10,7 @@ GENERATION = "generation_config.json"
 
 
 def named_ends(folder: Path) -> list[int]:
-    """Return the end tokens of a folder's generation config, or those of config.json if it names none.
-
-    Raises:
-        ValueError: they are not numbers.
-    """
+    """Return the end tokens of a folder's generation config, or of config.json. Raises ValueError for no numbers."""
     from transformers import GenerationConfig
 
     file, eos = GENERATION, None

@@ -1,4 +1,7 @@
-"""Checks a Hugging Face folder on disk before anything is built from it."""
+"""Checks a Hugging Face folder on disk before anything is built from it.
+
+Of quantised checkpoints only fp8 with a scale for each block is read.
+"""
 
 import json
 import traceback
@@ -11,11 +14,7 @@ TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
 def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
-    """Check that `folder` holds a readable config.json and complete safetensors; returns it.
-
-    Raises:
-        ValueError: names what is missing or wrong.
-    """
+    """Check that `folder` holds a readable config.json and complete safetensors; returns it. Raises ValueError."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {folder} has no config.json (--model.path)")
     read_config(folder, trust_remote_code)
@@ -81,3 +80,45 @@ def plain_errors(folder: Path) -> Iterator[None]:
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(f"cannot read the model in {folder} (--model.path): {reason}") from error
+
+
+def fp8_blocks(folder: Path) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks of a folder's fp8 weights; None for a folder that is not quantised.
+
+    Raises ValueError for another method of quantisation.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return blocks_of(found, folder) if found else None
+
+
+def blocks_of(settings: Any, folder: Path) -> tuple[int, int]:
+    """Return the blocks that a `quantization_config` describes (a dict, or transformers' object); errors as above."""
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method, blocks = str(settings.get("quant_method")), settings.get("weight_block_size")
+    if method != "fp8":
+        raise ValueError(
+            f"{folder} is quantised by {method}: models are read in plain floating point, or in fp8 with a scale for "
+            "each block (quant_method fp8, weight_block_size); take a dequantised folder (--model.path)"
+        )
+    if not (
+        isinstance(blocks, list | tuple) and len(blocks) == 2 and all(isinstance(n, int) and n > 0 for n in blocks)
+    ):
+        raise ValueError(
+            f"{folder}: fp8 with weight_block_size {blocks} is not supported, only with a scale for each block, "
+            "such as [128, 128]; take a dequantised folder (--model.path)"
+        )
+    return blocks[0], blocks[1]
+
+
+def drop_quantization(config: Any, folder: Path) -> Any:
+    """Remove the quantisation from transformers' config of a model, in place; returns the config.
+
+    Weights are dequantised as they are read, so neither the model nor its checkpoints are quantised. Raises ValueError
+    for another method than fp8 by blocks.
+    """
+    for each in {id(c): c for c in (config, config.get_text_config())}.values():
+        if getattr(each, "quantization_config", None):
+            blocks_of(each.quantization_config, folder)
+        vars(each).pop("quantization_config", None)
+    return config

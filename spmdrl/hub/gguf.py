@@ -1,24 +1,19 @@
 """Converts a GGUF file into a Hugging Face folder, once; the folder is kept in the cache."""
 
 import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from spmdrl.hub.cache import made_once
+
 log = logging.getLogger(__name__)
 CONVERSION = 2  # version of the conversion, part of the name of a converted folder
-LOCK_SECONDS = 1800.0
 
 
 def find_package_gguf(name: str) -> Path:
-    """Find the GGUF file inside the installed package `name` (dashes count as underscores) without importing it.
+    """Find the GGUF file in the installed package `name` (dashes count as underscores) without importing it.
 
-    Raises:
-        ValueError: the package is not installed, or does not hold exactly one.
+    Raises ValueError if the package is not installed, or does not hold exactly one.
     """
     module = name.replace("-", "_")
     if not module.isidentifier():
@@ -37,30 +32,14 @@ def find_package_gguf(name: str) -> Path:
 def from_gguf(file: Path) -> Path:
     """Return a folder with the GGUF's model as bfloat16 safetensors and its tokenizer, converted at the first call.
 
-    One process converts (SmolLM2-135M: about 15 s) while others wait for a file lock. The folder appears by a rename,
-    complete or not at all, and its name contains the hash of the file.
+    Converting SmolLM2-135M takes about 15 s. The folder's name contains the hash of the file.
     """
-    folder = cache() / "models" / f"{file.stem}-{digest(file)}"
-    if folder.is_dir():
-        return folder
-    with lock(folder.with_name(folder.name + ".lock")):
-        if folder.is_dir():
-            return folder
-        log.info("converting %s to safetensors, once, into %s", file.name, folder)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            convert_gguf(file, temporary)
-            for part in temporary.iterdir():
-                with open(part, "rb") as handle:
-                    os.fsync(handle.fileno())
-            temporary.chmod(0o755)
-            os.rename(temporary, folder)
-        except OSError:
-            if not folder.is_dir():  # another host may have made it where file locks do not work across the network
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+
+    def make(folder: Path) -> None:
+        log.info("converting %s to safetensors, once, into %s", file.name, folder.parent)
+        convert_gguf(file, folder)
+
+    return made_once(f"{file.stem}-{digest(file)}", make)
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -68,10 +47,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
     transformers' GGUF reader dequantises the tensors, which are put into a model made from the configuration alone:
     `from_pretrained(gguf_file=...)` needs accelerate, and its model keeps a quantization config that save_pretrained
-    refuses.
-
-    Raises:
-        ValueError: transformers cannot read the GGUF.
+    refuses. Raises ValueError if transformers cannot read the GGUF.
     """
     import torch
     from safetensors.torch import save_file
@@ -107,11 +83,6 @@ def convert_gguf(file: Path, folder: Path) -> None:
         part.save_pretrained(folder)
 
 
-def cache() -> Path:
-    """Return the folder for files that spmdrl makes once and keeps: `$SPMDRL_CACHE`, else `~/.cache/spmdrl`."""
-    return Path(os.environ.get("SPMDRL_CACHE") or "~/.cache/spmdrl").expanduser()
-
-
 def digest(file: Path) -> str:
     """Return a hash of the content of `file` and the version of the conversion, 16 hex digits."""
     import xxhash
@@ -121,16 +92,3 @@ def digest(file: Path) -> str:
         while chunk := handle.read(1 << 24):
             state.update(chunk)
     return state.hexdigest()[:16]
-
-
-@contextmanager
-def lock(file: Path) -> Iterator[None]:
-    """Hold `file` as a lock between processes, which the end of its holder releases. Raises TimeoutError."""
-    from filelock import FileLock, Timeout
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(file, timeout=LOCK_SECONDS):
-            yield
-    except Timeout:
-        raise TimeoutError(f"waited {LOCK_SECONDS:.0f} s for the process that holds the lock {file}") from None

@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
-from spmdrl.hub.gguf import cache, lock
+from spmdrl.hub.cache import made_once
 from spmdrl.hub.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -30,10 +29,8 @@ INDEX = "model.safetensors.index.json"
 def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool = False) -> Path:
     """Return the folder of a model whose tokenizer holds `tokens`, each as one special token.
 
-    It is the model's own folder if that holds them all. Several processes may call this at once.
-
-    Raises:
-        ValueError: no embedding table is recognised by its name.
+    It is the model's own folder if that holds them all. Several processes may call this at once. Raises ValueError if
+    no embedding table is recognised by its name.
     """
     tokenizer = load_tokenizer(folder, trust_remote_code)
     present = tokenizer.get_added_vocab()
@@ -42,19 +39,8 @@ def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool =
         return folder
     stat = (folder / "config.json").stat()
     key = json.dumps([FORM, str(folder.resolve()), stat.st_mtime_ns, added])
-    place = cache() / "models" / f"{folder.name}-grown-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if place.is_dir():
-        return place
-    with lock(place.with_name(place.name + ".lock")):
-        if not place.is_dir():
-            temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
-            try:
-                _grow(folder, temporary, tokenizer, added)
-                temporary.chmod(0o755)
-                os.rename(temporary, place)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    return place
+    name = f"{folder.name}-grown-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    return made_once(name, lambda place: _grow(folder, place, tokenizer, added))
 
 
 def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:

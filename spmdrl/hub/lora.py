@@ -41,10 +41,8 @@ def partner(name: str) -> tuple[str, str]:
 def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
     """Return the last name components of the decoder's linear layers to adapt.
 
-    Only linear layers can have adapters; experts that transformers packs into one parameter cannot.
-
-    Raises:
-        ValueError: a target is no linear layer, or one whose adapter the model's forward would ignore.
+    Only linear layers can have adapters; experts that transformers packs into one parameter cannot. Raises ValueError
+    for a target that is no linear layer, or whose adapter the model's forward would ignore.
     """
     ignored = ("out_proj",) if hf.config.model_type in FUSED_MIXERS else ()
     named = [(name.rpartition(".")[2], type(m) is nn.Linear) for name, m in decoder_layers(hf).named_modules()]

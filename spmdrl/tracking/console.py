@@ -51,15 +51,11 @@ class Console:
         columns: Sequence[str] = (),
         phases: Sequence[str] = (),
     ) -> None:
-        """Start showing.
+        """Show a run of `total_steps` steps on a stream, by default stdout.
 
-        Args:
-            kind: `live`, `plain`, or `auto`: live when the stream is a terminal.
-            total_steps: length of the run.
-            first_step: steps finished before (in a resumed run), for the progress bar and its ETA.
-            stream: output stream; None for stdout.
-            columns: the metrics to show; those of an evaluation are shown once measured.
-            phases: the phases of a step, in order; other phases are shown after them.
+        kind: `live`, `plain`, or `auto`: live when the stream is a terminal. first_step: steps finished before, in a
+        resumed run. columns: the metrics to show; those of an evaluation are shown once measured. phases: the phases of
+        a step, in order; other phases are shown after them.
         """
         if kind not in ("auto", "live", "plain"):
             raise ValueError(f"--tracking.console {kind}: must be auto, live or plain")
@@ -115,12 +111,9 @@ class Console:
         self._phase, self._phase_since = name, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Show a finished step.
+        """Show a finished step, of which 1 is the first. Missing metrics are shown as `-`.
 
-        Args:
-            step: number of finished steps, 1 for the first.
-            metrics: by their names in metrics.jsonl; missing ones are shown as `-`.
-            samples: dicts with `prompt`, `completion` and `reward`.
+        samples: dicts with `prompt`, `completion` and `reward`.
         """
         self._metrics = dict(metrics)
         for name, curve in self._curves.items():

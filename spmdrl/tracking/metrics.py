@@ -104,12 +104,8 @@ class Metrics:
         depends on the names and runs only if the digests agree, so that ranks with different names fail instead of
         adding unrelated numbers. Means without weight and maxima without values are left out.
 
-        Args:
-            all_reduce: in place over all ranks, see AllReduce.
-            device: device of the all-reduced tensors.
-
-        Raises:
-            ValueError: on every rank, if ranks added different names; or for more than MOST_MAXIMA maxima.
+        device: of the all-reduced tensors. Raises ValueError on every rank if ranks added different names; or for more
+        than MOST_MAXIMA maxima.
         """
         entries, self._entries = self._entries, {}
         names = sorted(entries)
@@ -163,11 +159,7 @@ class Timer:
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Start empty.
-
-        Args:
-            on_phase: called with the phase in progress whenever it changes, "" for none.
-        """
+        """Start empty. on_phase: called with the phase in progress whenever it changes, "" for none."""
         self.phase = ""
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}

@@ -25,7 +25,7 @@ class Tracker(Protocol):
 def cut_lines(path: Path, resume_step: int) -> list[str]:
     """Keep the lines of a JSONL file whose `step` is before resume_step, and return them.
 
-    A file without such a line is renamed to `<name>.old`, or `.old-1`, `.old-2`, ... if that name is taken.
+    A file without an earlier line is renamed to `<name>.old`, or `.old-1`, `.old-2`, ... if that name is taken.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -62,28 +62,20 @@ class JsonlTracker:
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open for appending.
+        """Open for appending, and make the folder.
 
-        Args:
-            path: the file; folders are made.
-            resume_step: first step that will be logged. Lines from that step on and incomplete lines are dropped. A
-                file without other lines is an older run's, and is renamed by `set_aside`.
+        resume_step: first step that will be logged. Lines from that step on and incomplete lines are dropped. A file
+        without other lines is an older run's, and is renamed by `set_aside`.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._last: dict[str, Any] = {}
         self._last_at = 0
-        if self.path.exists() and self.path.stat().st_size:
-            self._cut(resume_step)
+        if self.path.exists() and self.path.stat().st_size and (kept := cut_lines(self.path, resume_step)):
+            # A finished run that is started again evaluates again, and adds the result to its last line.
+            self._last = json.loads(kept[-1])
+            self._last_at = self.path.stat().st_size - len(kept[-1].encode())
         self._file = self.path.open("a", encoding="utf-8")
-
-    def _cut(self, resume_step: int) -> None:
-        kept = cut_lines(self.path, resume_step)
-        if not kept:
-            return
-        # A finished run that is started again evaluates again, and adds the result to its last line.
-        self._last = json.loads(kept[-1])
-        self._last_at = self.path.stat().st_size - len(kept[-1].encode())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line, or complete the last one if it is of this step."""
@@ -104,11 +96,7 @@ class TensorBoardTracker:
     """Writes event files into `<run_dir>/tensorboard`."""
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open, and make TensorBoard drop the steps from `resume_step` on: all steps if it is 0 or 1.
-
-        Raises:
-            ValueError: tensorboard is not installed.
-        """
+        """Open, and drop the steps from `resume_step` on. Raises ValueError if tensorboard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -151,16 +139,9 @@ class WandbTracker:
     ) -> None:
         """Open a run, or continue the run whose id is in `<run_dir>/wandb/spmdrl_id`; WANDB_MODE sets the mode.
 
-        Args:
-            run_dir: the run folder.
-            project: wandb project.
-            name: displayed name.
-            config: settings without secrets (`dump.to_dict`).
-            resume_step: first step that will be logged; above 1 the run is continued. wandb keeps the first value of
-                each step, so repeated steps show the values from before the stop.
-
-        Raises:
-            ValueError: wandb is not installed.
+        config: settings without secrets (`dump.to_dict`). resume_step: first step that will be logged; above 1 the run
+        is continued. wandb keeps the first value of each step, so repeated steps show the values from before the stop.
+        Raises ValueError if wandb is not installed.
         """
         try:
             import wandb
@@ -200,16 +181,9 @@ def open_trackers(
 ) -> list[Tracker]:
     """Open trackers by name, in the order given. Call on rank 0 only.
 
-    Args:
-        names: any of `jsonl`, `tensorboard`, `wandb`.
-        run_dir: the run folder, in which `metrics.jsonl` is written.
-        project: wandb project.
-        name: name of the run.
-        config_dict: settings without secrets (`dump.to_dict`).
-        resume_step: first step that will be logged, 0 or 1 for a new run; recorded steps from there on are dropped.
-
-    Raises:
-        ValueError: an unknown name, or a package that is not installed.
+    names: any of `jsonl`, `tensorboard`, `wandb`. project: of wandb. name: of the run. config_dict: settings without
+    secrets (`dump.to_dict`). resume_step: first step that will be logged, 0 or 1 for a new run; recorded steps from
+    there on are dropped. Raises ValueError for an unknown name, or a package that is not installed.
     """
     opened: list[Tracker] = []
     for kind in dict.fromkeys(names):

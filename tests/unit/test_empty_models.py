@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from spmdrl.hub.build import build_model, empty_model
-from spmdrl.hub.quantized import fp8_blocks
+from spmdrl.hub.folder import fp8_blocks
 from spmdrl.policy.fsdp.sharding import fill_model
 from spmdrl.weights.experts import full_box
 from spmdrl.weights.folder import Tensors, chunks

@@ -13,8 +13,7 @@ import torch
 from spmdrl.config.engines import Part
 from spmdrl.config.schema import PolicyConfig, TrainingConfig
 from spmdrl.data.batch import Batch
-from spmdrl.hub.folder import plain_errors
-from spmdrl.hub.quantized import drop_quantization
+from spmdrl.hub.folder import drop_quantization, plain_errors
 from spmdrl.policy.contract import Objective, Second, Shared, Write
 from spmdrl.policy.heads import divisor_of, softcap_of
 from spmdrl.policy.learner import Learner

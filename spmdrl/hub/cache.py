@@ -1,0 +1,52 @@
+"""The cache of folders that spmdrl makes once and keeps: `$SPMDRL_CACHE`, else `~/.cache/spmdrl`."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+LOCK_SECONDS = 1800.0
+
+
+def cache() -> Path:
+    """Return the folder of the cache."""
+    return Path(os.environ.get("SPMDRL_CACHE") or "~/.cache/spmdrl").expanduser()
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder of a model in the cache; at the first call `make` fills it.
+
+    One process makes it while others wait for a file lock, which the end of its holder releases. The folder appears by
+    a rename, complete or not at all. Raises TimeoutError.
+    """
+    from filelock import FileLock, Timeout
+
+    folder = cache() / "models" / name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f"{name}.lock")
+    try:
+        with FileLock(lock, timeout=LOCK_SECONDS):
+            if not folder.is_dir():
+                _make(folder, make)
+    except Timeout:
+        raise TimeoutError(f"waited {LOCK_SECONDS:.0f} s for the process that holds the lock {lock}") from None
+    return folder
+
+
+def _make(folder: Path, make: Callable[[Path], None]) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        make(temporary)
+        for part in temporary.iterdir():
+            with open(part, "rb") as handle:
+                os.fsync(handle.fileno())
+        temporary.chmod(0o755)
+        os.rename(temporary, folder)
+    except OSError:
+        if not folder.is_dir():  # another host may have made it where file locks do not work across the network
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
