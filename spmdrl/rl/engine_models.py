@@ -7,8 +7,7 @@ work on their own.
 from pathlib import Path
 
 from spmdrl.config.schema import Config
-from spmdrl.hub.folder import plain_errors, read_config
-from spmdrl.hub.folder import fp8_blocks
+from spmdrl.hub.folder import fp8_blocks, plain_errors, read_config
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.contract import Policy
