@@ -19,6 +19,12 @@ from spmdrl.algos.rows import paper_of, settings_of
 from spmdrl.config.parameters import parameters_of
 from spmdrl.config.preference import METHODS
 
+GRADIENTS = {
+    "exact": "equal to 1e-10",
+    "scaled": "1 - 1/n of the exact gradient, with n samples in the mean that is subtracted; the direction is right",
+    "biased": "another direction, even on average",
+}
+"""Classes of the expected gradient of an advantage, and their meanings."""
 OF_ERRORS = re.compile("wrong|refuse|out_of_range|broken")
 """Marks the names of tests of error messages."""
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "unit"
@@ -73,11 +79,11 @@ def advantages_by_group() -> str:
 
 
 def gradients() -> str:
-    """Return the table of the expected gradients of the advantages."""
-    order = ("exact", "scaled", "biased")
-    rows = sorted(ADVANTAGES.items(), key=lambda row: order.index(row[1].gradient))
-    found = ([names([name], "advantages.md"), row.gradient, row.reason] for name, row in rows)
-    return table(["estimator", "gradient", "reason"], *found)
+    """Return the names of the advantages by their expected gradient."""
+    found = {kind: [name for name, row in ADVANTAGES.items() if row.gradient == kind] for kind in GRADIENTS}
+    return "\n".join(
+        filled(f"- *{kind}*, {says}: {names(found[kind], 'advantages.md')}.", "  ") for kind, says in GRADIENTS.items()
+    )
 
 
 # ── evidence ─────────────────────────────────────────────────────────────────

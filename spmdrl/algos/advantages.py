@@ -207,13 +207,13 @@ def win_rate(x: Samples) -> Result:
 
 
 def _scores(x: Samples) -> tuple[torch.Tensor, Groups, torch.Tensor]:
-    """Total reward of every sequence [N], the groups, and this rank's places [B]."""
+    """Return the total reward of every sequence [N], the groups, and this rank's places [B]."""
     score_N, group_N, mine = x.everyone(x.scores, x.group)
     return score_N, Groups.of([group_N], score_N), mine
 
 
 def _weights(weights: Mapping[str, float] | Sequence[float] | None, names: list[str]) -> dict[str, float]:
-    """Weight of the score and of each part, 0 for one that is not named. names: those of the parts."""
+    """Return the weights of the score and of each part, 0 where `weights` lacks a name. names: of the parts."""
     everything = [SCORE, *names]
     if weights is None:
         weights = dict.fromkeys(everything, 1.0)

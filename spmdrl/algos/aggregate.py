@@ -25,7 +25,7 @@ class Totals:
 
 
 def count_totals(mask_T: torch.Tensor, seq_T: torch.Tensor) -> Totals:
-    """Totals of these tokens alone; add up over micro-batches and ranks to get the global ones.
+    """Return the totals of these tokens; their sums over micro-batches and ranks are the global ones.
 
     mask_T: bool [T]; seq_T: int64 [T], the token's sequence. Waits for the device once.
     """
@@ -37,7 +37,7 @@ def count_totals(mask_T: torch.Tensor, seq_T: torch.Tensor) -> Totals:
 def token_weights(
     mode: str, mask_T: torch.Tensor, seq_T: torch.Tensor, totals: Totals, horizon: float | None = None
 ) -> torch.Tensor:
-    """Weight of each token's loss, fp64 [T]; exactly 0 where the mask is False.
+    """Return the weight of each token's loss, fp64 [T]; exactly 0 where the mask is False.
 
     mode, over the N = totals.sequences sequences of the whole batch:
 
@@ -74,7 +74,7 @@ def token_weights(
 
 
 def sum_per_sequence(value_T: torch.Tensor, seq_T: torch.Tensor, sequences: int | None = None) -> torch.Tensor:
-    """Sum of value over each sequence: [T] -> fp64 [B], differentiable in value.
+    """Return the sum of value over each sequence: [T] -> fp64 [B], differentiable in value.
 
     sequences: B; None: up to the last sequence that has a token. Values that must not count have to be 0 already. Waits
     for the device once where B is not given.

@@ -119,7 +119,7 @@ def reject_sequences(
     high: float | None,
     sequences: int | None = None,
 ) -> torch.Tensor:
-    """Sequences to keep: bool [B], False where the geometric mean of the tokens' ratios is not within low .. high.
+    """Return bool [B], True for sequences whose geometric mean of the tokens' ratios is within low .. high.
 
     Source: https://richardli.xyz/rl-collapse. Bounds close to 1 are usual, such as 0.99 and 1.001.
 
@@ -134,7 +134,7 @@ def reject_sequences(
 def mismatch(
     old_logp_T: torch.Tensor, rollout_logp_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """How far the trainer's old_logp is from the engine's: name -> (mean, weight), 0-d fp64.
+    """Return measures of the distance of old_logp from the engine's logp: name -> (mean, weight), 0-d fp64.
 
     `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the mean of all; `finish_monitors` makes the
     derived numbers of those means. Of tokens:
@@ -165,9 +165,9 @@ def mismatch(
 def disagreement(
     logp_T: torch.Tensor, rollout_logp_T: torch.Tensor, mask_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean of |logp - rollout_logp| in nats, its weight (tokens), the largest: 0-d fp64; 0, 0 and -inf of no tokens.
+    """Return mean of |logp - rollout_logp| in nats, its weight (tokens), and the largest: 0-d fp64.
 
-    Means and the largest of parts are put together as in `mismatch`.
+    Without tokens they are 0, 0 and -inf. They are reduced over micro-batches and ranks as those of `mismatch`.
     """
     difference_T, tokens = _log_ratio(logp_T, rollout_logp_T, mask_T).abs(), mask_T.sum().double()
     largest = torch.where(mask_T, difference_T, -torch.inf).amax() if len(mask_T) else tokens - torch.inf
@@ -175,7 +175,7 @@ def disagreement(
 
 
 def finish_monitors(values: dict[str, float]) -> dict[str, float]:
-    """Numbers of a step with the means of r and r^2 turned into what they say; other names stay as they are.
+    """Return the numbers of a step with chi2 and ess in the place of the means of r and r^2.
 
     For tokens, and with `sequence_` for sequences: `mismatch/chi2` = E[r^2] - 1, the chi-square divergence of old from
     rollout; `mismatch/ess` = E[r]^2 / E[r^2], the effective sample size as a share of the samples, in (0, 1].
@@ -191,7 +191,7 @@ def finish_monitors(values: dict[str, float]) -> dict[str, float]:
 
 
 def _log_ratio(old_logp_T: torch.Tensor, rollout_logp_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """old_logp - rollout_logp in fp64, 0 where the mask is False."""
+    """Return old_logp - rollout_logp in fp64, 0 where the mask is False."""
     return masked(old_logp_T.detach().double(), mask_T) - masked(rollout_logp_T.detach().double(), mask_T)
 
 

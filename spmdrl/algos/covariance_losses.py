@@ -86,7 +86,7 @@ def clip_cov(
 
 
 def check_share(cov_ratio: float) -> None:
-    """ValueError where the share of tokens is not in [0, 1]."""
+    """Check that the share of tokens is in [0, 1]; ValueError otherwise."""
     if not 0 <= cov_ratio <= 1:
         raise ValueError(f"cov_ratio is a share of all tokens, in [0, 1], got {cov_ratio}")
 
@@ -94,8 +94,8 @@ def check_share(cov_ratio: float) -> None:
 def _selected(x: LossInputs, name: str) -> torch.Tensor:
     if x.selected is None:
         raise ValueError(
-            f"{name} needs `selected`: which tokens it holds back is chosen over the whole batch first, by "
-            f"select_{name} of spmdrl.algos.selection"
+            f"{name} needs `selected`: the tokens that it holds back are chosen over the whole batch first, by "
+            f"select_{name} of spmdrl.algos.covariance_losses"
         )
     return x.selected & x.mask
 
@@ -105,8 +105,9 @@ def _selected(x: LossInputs, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Selecting:
-    """This rank's tokens of one optimizer step, on the host. Floats are fp64; elsewhere than under the mask they may
-    hold anything; `seq` ascends.
+    """This rank's tokens of one optimizer step, on the host.
+
+    Floats are fp64, and may hold anything where the mask is False; `seq` ascends.
     """
 
     logp: torch.Tensor
@@ -128,7 +129,7 @@ class Selecting:
 
 
 def select_kl_cov(x: Selecting, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> torch.Tensor:
-    """The tokens with the largest covariance: bool [T], max(1, int(cov_ratio * tokens)) of them over all ranks.
+    """Select the tokens with the largest covariance: bool [T], max(1, int(cov_ratio * tokens)) over all ranks.
 
     Source: https://arxiv.org/abs/2505.22617
 
@@ -149,7 +150,7 @@ def select_clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> torch.Tensor:
-    """A random choice of the tokens with cov_low < covariance < cov_high that PPO's clip has not decided: bool [T].
+    """Select random tokens with cov_low < covariance < cov_high that PPO's clip has not decided: bool [T].
 
     Source: https://arxiv.org/abs/2505.22617
 
@@ -187,7 +188,7 @@ def _covariance(x: Selecting, cov_ratio: float) -> tuple[torch.Tensor, torch.Ten
 def _best(
     x: Selecting, candidates_T: torch.Tensor, value_T: torch.Tensor, place_B: torch.Tensor, most: int
 ) -> torch.Tensor:
-    """bool [T]: the `most` candidates of all ranks with the largest value."""
+    """Return bool [T]: True at the `most` candidates of all ranks with the largest value."""
     index = torch.nonzero(candidates_T).flatten()
     # In sample order, then, keeping that order among equals, by value: candidates that are cut off here are not among
     # the best of all ranks either.

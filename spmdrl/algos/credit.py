@@ -202,7 +202,7 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
 
 
 def lagrangian(advantages_T: torch.Tensor, cost_advantages_T: torch.Tensor, multiplier: float) -> torch.Tensor:
-    """Reward against cost: (A - multiplier * A_cost) / (1 + multiplier), [T].
+    """Return the advantage of reward against cost, (A - multiplier * A_cost) / (1 + multiplier), [T].
 
     Source: Safe RLHF, https://arxiv.org/abs/2310.12773
 
@@ -218,7 +218,7 @@ def lagrangian(advantages_T: torch.Tensor, cost_advantages_T: torch.Tensor, mult
 
 
 def to_go(x: Samples, x_T: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted sum from each sampled token to the end of its sequence, in a tree over all that follows it.
+    """Return the discounted sum from each sampled token to the end of its sequence, in a tree over all descendants.
 
     [T] -> [T], fp64, 0 elsewhere.
     """

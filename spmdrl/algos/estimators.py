@@ -24,20 +24,18 @@ class Advantage:
 
     function: Callable[..., Result]
     needs: tuple[str, ...] = ()
-    """Fields of Samples without which it raises."""
+    """Fields of Samples that it requires."""
     reads: tuple[str, ...] = ()
-    """Further fields that it reads where there are any."""
+    """Further fields of Samples that it reads if they are given."""
     compares: bool = True
-    """It compares the samples of a group. Others do not look at `group`."""
+    """Whether it compares the samples of a group; others ignore `group`."""
     gradient: Literal["exact", "scaled", "biased"] = "biased"
     """Expectation of its policy gradient: `exact`; `scaled` by 1 - 1/n because the baseline of n samples includes the
     sample itself; or `biased` (docs/credit.md)."""
-    reason: str = ""
-    """Reason for that, a cell of a table of docs/credit.md."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Fields of Samples that it reads beside rewards and groups."""
+        """Return the fields of Samples that it reads beside rewards and groups."""
         return (*self.needs, *self.reads)
 
 
@@ -47,118 +45,27 @@ def own_advantage(function: Callable[..., Result]) -> Advantage:
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "gae": Advantage(
-        credit.gae,
-        needs=("values",),
-        compares=False,
-        gradient="exact",
-        reason="with `lam` 1 and `whiten` False, for the same reason token by token",
-    ),
-    "grpo": Advantage(
-        advantages.grpo,
-        reason="the std of the group depends on the own reward",
-    ),
-    "dr_grpo": Advantage(
-        advantages.dr_grpo,
-        gradient="scaled",
-        reason="the own reward is in the mean of the group",
-    ),
-    "rloo": Advantage(
-        advantages.rloo,
-        gradient="exact",
-        reason="the baseline is of other samples, which do not depend on this one's actions",
-    ),
-    "reinforce": Advantage(
-        advantages.reinforce,
-        compares=False,
-        gradient="scaled",
-        reason="the own reward is in the mean of the step; with `baseline` none it is exact",
-    ),
-    "remax": Advantage(
-        credit.remax,
-        needs=("baseline",),
-        compares=False,
-        gradient="exact",
-        reason="the greedy response is another sample of its own",
-    ),
-    "reinforce_plus_plus": Advantage(
-        credit.reinforce_plus_plus,
-        compares=False,
-        reason="mean and std of whitening contain the own returns",
-    ),
-    "reinforce_plus_plus_baseline": Advantage(
-        advantages.reinforce_plus_plus_baseline,
-        reason="whitening",
-    ),
-    "opo": Advantage(
-        advantages.opo,
-        reason="the weight of the own reward in the mean is a length that the actions chose",
-    ),
-    "gpg": Advantage(
-        advantages.gpg,
-        reason="the factor alpha depends on the own reward",
-    ),
-    "grpo_pass_k": Advantage(
-        advantages.grpo_pass_k,
-        reason="by intent: it is for the best of k",
-    ),
-    "gdpo": Advantage(
-        advantages.gdpo,
-        reads=("parts",),
-        reason="std of the group and whitening",
-    ),
-    "optimal_token_baseline": Advantage(
-        credit.optimal_token_baseline,
-        needs=("logp", "collision"),
-        reason="the own return is in the mean, with a weight that the actions chose",
-    ),
-    "gigpo": Advantage(
-        turns.gigpo,
-        reads=("turn", "state", "parent"),
-        reason=(
-            "std, and a baseline with the own return and returns of later turns of the same episode in it, which "
-            "the action moved"
-        ),
-    ),
-    "win_rate": Advantage(
-        advantages.win_rate,
-        reason="by intent: it is for the share of samples that are beaten",
-    ),
-    "per_token": Advantage(
-        credit.per_token,
-        compares=False,
-        gradient="exact",
-        reason="with `gamma` 1; there is no baseline",
-    ),
-    "prime": Advantage(
-        credit.prime,
-        needs=("process",),
-        reason=(
-            "the baseline is subtracted once for each token left, a number that the actions chose; its outcome "
-            "term alone is exact"
-        ),
-    ),
-    "grpo_process": Advantage(
-        credit.grpo_process,
-        needs=("process", "ends"),
-        reason="mean and std of the steps contain the own ones",
-    ),
-    "turn_rloo": Advantage(
-        turns.turn_rloo,
-        reads=("turn", "parent"),
-        gradient="exact",
-        reason=(
-            "the same at each depth: which samples get there, and how well, does not depend on this one's "
-            "actions, and its own depth was known before the turn"
-        ),
-    ),
+    "gae": Advantage(credit.gae, needs=("values",), compares=False, gradient="exact"),
+    "grpo": Advantage(advantages.grpo),
+    "dr_grpo": Advantage(advantages.dr_grpo, gradient="scaled"),
+    "rloo": Advantage(advantages.rloo, gradient="exact"),
+    "reinforce": Advantage(advantages.reinforce, compares=False, gradient="scaled"),
+    "remax": Advantage(credit.remax, needs=("baseline",), compares=False, gradient="exact"),
+    "reinforce_plus_plus": Advantage(credit.reinforce_plus_plus, compares=False),
+    "reinforce_plus_plus_baseline": Advantage(advantages.reinforce_plus_plus_baseline),
+    "opo": Advantage(advantages.opo),
+    "gpg": Advantage(advantages.gpg),
+    "grpo_pass_k": Advantage(advantages.grpo_pass_k),
+    "gdpo": Advantage(advantages.gdpo, reads=("parts",)),
+    "optimal_token_baseline": Advantage(credit.optimal_token_baseline, needs=("logp", "collision")),
+    "gigpo": Advantage(turns.gigpo, reads=("turn", "state", "parent")),
+    "win_rate": Advantage(advantages.win_rate),
+    "per_token": Advantage(credit.per_token, compares=False, gradient="exact"),
+    "prime": Advantage(credit.prime, needs=("process",)),
+    "grpo_process": Advantage(credit.grpo_process, needs=("process", "ends")),
+    "turn_rloo": Advantage(turns.turn_rloo, reads=("turn", "parent"), gradient="exact"),
     "turn_gae": Advantage(
-        turns.turn_gae,
-        needs=("values",),
-        reads=("turn", "parent"),
-        compares=False,
-        gradient="exact",
-        reason="a value is a function of the state before the turn, so with `lam` 1 any values will do",
+        turns.turn_gae, needs=("values",), reads=("turn", "parent"), compares=False, gradient="exact"
     ),
 }
 

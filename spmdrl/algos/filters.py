@@ -50,7 +50,7 @@ FILTERS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the filter") -> torch.Tensor:
-    """Check the result of a filter, perhaps a user's own: bool [B], alike within each group.
+    """Check that a filter, perhaps a user's own, returned bool [B], alike within each group; return it.
 
     name: the function, for the message. ValueError: anything else.
     """
@@ -69,7 +69,7 @@ def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the f
 
 
 def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -> torch.Tensor:
-    """The lowest `wanted` of the kept positions, ascending: int64 [min(wanted, those there are)].
+    """Return the lowest `wanted` of the kept positions, or all if there are fewer: int64, ascending.
 
     kept_positions: int64, one tensor or one per rank or round, in any order; a position that occurs more than once (the
     samples of a prompt) counts once. Which rank or round a position came from makes no difference.
@@ -80,22 +80,22 @@ def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -
 
 
 def shortage(name: str, kept: int, sampled: int, wanted: int, rounds: int) -> str:
-    """The message for a step that the filter `name` left short of prompts, and which flags to change.
+    """Return the message for a step that the filter `name` left short of prompts, with the flags to change.
 
     kept, sampled: prompts over all ranks and all `rounds`; wanted: prompts that the step needs.
     """
     rate = kept / sampled if sampled else 0.0
-    said = (
+    shortfall = (
         f"the filter {name} kept {kept} of {sampled} prompts (acceptance rate {rate:.1%}) in {rounds} "
         f"{'round' if rounds == 1 else 'rounds'}, and a step needs {wanted}: "
     )
     if not kept:
-        return said + (
+        return shortfall + (
             "look at the rewards in samples.jsonl, where every prompt may be too hard or too easy, and choose a milder "
             "--filter.keep; a higher --filter.max-rounds or a lower --rollout.prompts-per-step helps only where some "
             "prompts pass"
         )
-    return said + (
+    return shortfall + (
         f"raise --filter.max-rounds (to about {math.ceil(wanted * rounds / kept)} at this rate), choose a milder "
         f"--filter.keep, or lower --rollout.prompts-per-step (to {kept} or less)"
     )

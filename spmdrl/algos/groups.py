@@ -13,7 +13,7 @@ from spmdrl.algos.rows import in_range
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of rows, and an order to sum them in that does not depend on their arrival."""
+    """Groups of rows, and an order of summation that does not depend on their arrival."""
 
     index_N: torch.Tensor
     """int64: the group of each row, 0 .. G - 1, in order of the keys."""
@@ -24,7 +24,7 @@ class Groups:
 
     @staticmethod
     def of(keys: Sequence[torch.Tensor], *values_N: torch.Tensor) -> "Groups":
-        """Groups of rows with equal keys [N]. values_N: numbers that the terms of the groups' sums are functions of."""
+        """Group rows with equal keys [N]. values_N: the terms of later sums are functions of these numbers."""
         index_N = torch.zeros(len(keys[0]), dtype=torch.int64)
         for key_N in keys:
             _, number_N = torch.unique(key_N, return_inverse=True)
@@ -35,23 +35,23 @@ class Groups:
         return Groups(index_N, order_N, torch.bincount(index_N).double()[index_N])
 
     def sum(self, x_N: torch.Tensor) -> torch.Tensor:
-        """[N]: for each row, the sum of x over its group."""
+        """Return the sum of x over the group of each row, [N]."""
         sums = torch.zeros_like(x_N)  # one slot per group, and there are at most N groups
         return sums.index_add_(0, self.index_N[self.order_N], x_N[self.order_N])[self.index_N]
 
     def low(self, x_N: torch.Tensor) -> torch.Tensor:
-        """[N]: for each row, the lowest x of its group."""
+        """Return the lowest x of the group of each row, [N]."""
         lowest = torch.zeros_like(x_N).scatter_reduce_(0, self.index_N, x_N, "amin", include_self=False)
         return lowest[self.index_N]
 
     def high(self, x_N: torch.Tensor) -> torch.Tensor:
-        """Return [N]: for each row, the highest x of its group."""
+        """Return the highest x of the group of each row, [N]."""
         highest = torch.zeros_like(x_N).scatter_reduce_(0, self.index_N, x_N, "amax", include_self=False)
         return highest[self.index_N]
 
 
 def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """x - group mean. 0 in a group of one."""
+    """Return x - group mean; 0 in a group of one."""
     # Measured from the group's lowest value, so that equal ones centre to exactly 0 and grpo does not divide rounding
     # by eps.
     above_N = x_N - groups.low(x_N)
@@ -59,14 +59,14 @@ def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def spread(centred_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Unbiased std of each row's group, from values that are centred. 0 in a group of one."""
+    """Return the unbiased std of each row's group, from centred values; 0 in a group of one."""
     scale_N = power_of_two(groups.low(-centred_N.abs()))
     squares_N = groups.sum((centred_N / scale_N).square())
     return (squares_N / (groups.size_N - 1).clamp(min=1)).sqrt() * scale_N
 
 
 def normalise(x_N: torch.Tensor, groups: Groups, eps: float) -> torch.Tensor:
-    """(x - group mean) / (group std + eps); in a group of one x / (1 + eps). ValueError: negative eps."""
+    """Return (x - group mean) / (group std + eps); in a group of one x / (1 + eps). ValueError: negative eps."""
     in_range("eps", eps, 0)
     centred_N = centre(x_N, groups)
     scaled_N = torch.where(centred_N == 0, 0.0, centred_N / (spread(centred_N, groups) + eps))
@@ -74,25 +74,25 @@ def normalise(x_N: torch.Tensor, groups: Groups, eps: float) -> torch.Tensor:
 
 
 def subtract_mean(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """x - group mean; in a group of one x itself."""
+    """Return x - group mean; in a group of one x itself."""
     return torch.where(groups.size_N > 1, centre(x_N, groups), x_N)
 
 
 def leave_one_out(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """x - mean of the others of the group; in a group of one x itself."""
+    """Return x - mean of the others of the group; in a group of one x itself."""
     # x - (sum - x) / (n - 1) = (x - mean) * n / (n - 1)
     scaled_N = centre(x_N, groups) * groups.size_N / (groups.size_N - 1).clamp(min=1)
     return torch.where(groups.size_N > 1, scaled_N, x_N)
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The power of two just above each |x|, 1 for 0: dividing by it is exact and keeps squares in range."""
+    """Return the power of two just above each |x|, 1 for 0: dividing by it is exact and keeps squares in range."""
     mantissa, _ = torch.frexp(x.abs())
     return torch.where(x == 0, 1.0, x.abs() / torch.where(x == 0, 1.0, mantissa))
 
 
 def finite_column(score_B: torch.Tensor, what: str = "rewards") -> torch.Tensor:
-    """A column [B] in fp64, without gradient. ValueError: not [B]; a value that is not finite, naming the sequences."""
+    """Return a column [B] in fp64, without gradient. ValueError: not [B], or not finite, naming the sequences."""
     if score_B.ndim != 1:
         raise ValueError(f"{what} must be [B], one per sequence, got {list(score_B.shape)}")
     score_B = score_B.detach().double()

@@ -111,7 +111,7 @@ def adaptive_coef(coef: float, kl: float, target: float, horizon: float, samples
         raise ValueError(f"horizon must be at least a fifth of the step's {samples:g} samples, got {horizon:g}")
     if not math.isfinite(kl):
         raise ValueError(
-            f"the measured KL is {kl}: the policy or the reference gave a log-probability that is no number"
+            f"the measured KL is {kl}: the policy or the reference gave a log-probability that is not a number"
         )
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * samples / horizon)

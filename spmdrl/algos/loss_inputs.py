@@ -35,55 +35,55 @@ class LossInputs:
     weights: torch.Tensor | None = None
     """Importance weights that multiply the loss (correction for rollout_logp != old_logp), no gradient."""
     selected: torch.Tensor | None = None
-    """bool: tokens picked out over the whole batch beforehand (`selection.py`), for the losses with a `select`."""
+    """bool: tokens that were selected over the whole batch beforehand, for the losses with a `select`."""
 
 
 def masked(value_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """The value where the mask is True, else exactly 0, in the gradient too."""
+    """Return the value where the mask is True, else exactly 0, in the gradient too."""
     # On the inputs, before any arithmetic: a nan multiplied by 0 later is still nan, in the gradient too.
     return torch.where(mask_T, value_T, 0.0)
 
 
 def log_ratio_of(x: LossInputs) -> torch.Tensor:
-    """[T]: logp - old_logp, not clamped; 0 where the mask is False."""
+    """Return logp - old_logp, [T], not clamped; 0 where the mask is False."""
     return masked(x.logp, x.mask) - masked(x.old_logp, x.mask)
 
 
 def exp_clamped(log_ratio_T: torch.Tensor) -> torch.Tensor:
-    """Exp of the log ratio clamped to +-20; no gradient beyond."""
+    """Return exp of the log ratio clamped to +-20; no gradient beyond."""
     return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def ratio_stats(ratio_T: torch.Tensor, log_ratio_T: torch.Tensor, x: LossInputs) -> dict[str, torch.Tensor]:
-    """The stats `ratio` and `old_kl`."""
+    """Return the stats `ratio` and `old_kl`."""
     return {"ratio": masked(ratio_T.detach().to(log_ratio_T.dtype), x.mask), "old_kl": -log_ratio_T.detach()}
 
 
 def clipped_surrogate(
     advantages_T: torch.Tensor, ratio_T: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's -A r and -A clip(r, 1 - clip_low, 1 + clip_high), of which the larger is the loss."""
+    """Return PPO's -A r and -A clip(r, 1 - clip_low, 1 + clip_high), of which the larger is the loss."""
     return -advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
 
 
 def weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """The loss times the token's importance weight, if there are weights."""
+    """Return the loss times the token's importance weight, if there are weights."""
     return loss_T if x.weights is None else loss_T * masked(x.weights, x.mask)
 
 
 def sequence_sum(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """fp64 [T]: at every unmasked token, the sum of value over the unmasked tokens of its sequence; 0 elsewhere."""
+    """Return at every unmasked token the sum of value over those of its sequence; 0 elsewhere; fp64 [T]."""
     return masked(sum_per_sequence(masked(value_T, x.mask), x.seq)[x.seq], x.mask)
 
 
 def sequence_mean(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """fp64 [T]: as `sequence_sum`, the mean."""
+    """Return the mean in the way of `sequence_sum`."""
     # A count of 0 belongs to a sequence without any unmasked token, whose sum is 0.
     return sequence_sum(value_T, x) / sum_per_sequence(x.mask, x.seq).clamp(min=1)[x.seq]
 
 
 def sequence_weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """A loss that is one number per sequence, times the geometric mean of the sequence's importance weights.
+    """Return a loss with one number per sequence times the geometric mean of the sequence's importance weights.
 
     Where all tokens have the sequence's weight, that is the weight. A token of weight 0 takes its whole sequence out.
     """
@@ -94,7 +94,7 @@ def sequence_weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def check_clip(clip_low: float, clip_high: float, most_low: float = float("inf")) -> None:
-    """ValueError where a clip width is negative or the lower one above `most_low`."""
+    """Check that the clip widths are not negative and the lower one is at most `most_low`; ValueError otherwise."""
     if not clip_low >= 0 or not clip_high >= 0:
         raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}")
     if clip_low > most_low:

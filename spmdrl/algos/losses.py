@@ -35,9 +35,9 @@ class Loss:
     select: Callable[..., torch.Tensor] | None = None
     """Selects tokens over the whole batch beforehand, for `LossInputs.selected`; takes the settings of the loss."""
     has_ratio: bool = True
-    """It weighs tokens by the ratio of the policy to old_logp, or by their distance."""
+    """Whether it weighs tokens by the ratio of the policy to old_logp, or by their distance."""
     skips: bool = True
-    """A sequence whose advantage is 0 adds nothing, and may be left out of the forward."""
+    """Whether a sequence of advantage 0 adds nothing, so that the forward may skip it."""
 
 
 def own_loss(function: Callable[..., LossResult]) -> Loss:

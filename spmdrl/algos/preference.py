@@ -47,7 +47,7 @@ class Pairs:
 
 
 def score(ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
-    """f'(u) of the divergence at u = exp(ratio), up to a constant that pairs do not see (f-DPO,
+    """Return f'(u) of the divergence at u = exp(ratio), up to a constant that cancels in pairs (f-DPO,
     https://arxiv.org/abs/2309.16240).
 
     divergence: `reverse_kl`, `forward_kl`, `js`, or `alpha` with its exponent.
@@ -64,12 +64,12 @@ def score(ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
 
 
 def difference(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
-    """Score of the chosen response minus that of the rejected one."""
+    """Return the score of the chosen response minus that of the rejected one."""
     return score(x.ratio_chosen, divergence, alpha) - score(x.ratio_rejected, divergence, alpha)
 
 
 def difference_per_token(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
-    """As `difference`, each score divided by the tokens of its response."""
+    """Return the `difference` of scores that are divided by the tokens of their responses."""
     chosen, rejected = (score(ratio, divergence, alpha) for ratio in (x.ratio_chosen, x.ratio_rejected))
     return chosen / x.chosen_tokens - rejected / x.rejected_tokens
 
@@ -199,7 +199,7 @@ def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, centre: float) -> torch.Tensor:
-    """Loss of a reward model, per pair [P]: minus log p that the chosen response wins (Bradley and Terry, 1952).
+    """Return the loss of a reward model, per pair [P]: minus log p that the chosen one wins (Bradley and Terry, 1952).
 
     chosen, rejected: scores. margin: by which the chosen one should lead (Llama 2, https://arxiv.org/abs/2307.09288).
     centre: weight of the squared sum of both scores, which keeps their mean at 0 (https://arxiv.org/abs/2312.09244).
@@ -241,18 +241,18 @@ class PreferenceLoss:
 
     function: Callable[..., torch.Tensor]
     labelled: bool = False
-    """It is of `Labelled` responses and a shift, a number that is the same for all of a step; else of `Pairs`."""
+    """Whether it takes `Labelled` responses and a shift, one number for the whole step, instead of `Pairs`."""
     has_reference: bool = True
     matched: bool = False
-    """It sorts the pairs of the whole step, and needs `Pairs.matched`."""
+    """Whether it sorts the pairs of the whole step, and needs `Pairs.matched`."""
     needs_smoothing: bool = False
-    """It is for labels of which some are wrong: `label_smoothing` is above 0."""
+    """Whether it is for partly wrong labels, with `label_smoothing` above 0."""
     shift: Literal["", "other prompts", "steps so far"] = ""
     """Source of the shift: log-ratios of responses to other prompts of the step, or those of all steps so far."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the settings that it reads, or its objective for it.
+        """Return the names of the settings that the loss or its objective reads.
 
         Losses that sort compare responses of different pairs, which have no weight in common.
         """
@@ -260,7 +260,7 @@ class PreferenceLoss:
         return (*settings_of(self.function), *(("wanted_weight", "unwanted_weight") if self.labelled else of_pairs))
 
     def of(self, x: Pairs | Labelled, settings: Any, *shift: float) -> torch.Tensor:
-        """The loss of each pair or response. settings: an object with the values as attributes."""
+        """Return the loss of each pair or response. settings: an object with the values as attributes."""
         return self.function(x, *shift, **{name: getattr(settings, name) for name in settings_of(self.function)})
 
 
@@ -291,5 +291,5 @@ SFT = "sft"
 
 
 def needs_reference(losses: Iterable[str]) -> bool:
-    """Tell whether any of these losses, by name, holds the policy to a reference."""
+    """Tell whether any of these losses, by name, compares the policy with a reference."""
     return any(name != SFT and LOSSES[name].has_reference for name in losses)

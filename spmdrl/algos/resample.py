@@ -75,7 +75,7 @@ def weights(score_N: torch.Tensor, method: str, group_N: torch.Tensor, power: fl
 
 
 def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
-    """Rows drawn with replacement in proportion to their weight: int64 [n]. A row of weight 0 is never drawn.
+    """Draw rows with replacement in proportion to their weight: int64 [n]. A row of weight 0 is never drawn.
 
     weights_N: [N], finite and >= 0. uniform_n: one number in [0, 1) for each draw, keyed by data: such as
     `seeds.uniform` of a seed for (seed, step) and of 0 .. n - 1. The same inputs give the same rows on every rank.
@@ -99,7 +99,7 @@ Item = TypeVar("Item")
 
 
 class Buffer(Generic[Item]):
-    """Replay buffer: the items of the last `steps` steps, whatever they are. Age 0 is the step added last.
+    """Replay buffer of the items of the last `steps` steps. Age 0 is the step added last.
 
     Ages count steps and not items: a rank that got no item in a step appends none and stays in line with the others.
     ValueError: steps below 1.
@@ -121,9 +121,9 @@ class Buffer(Generic[Item]):
             self._held.popleft()
 
     def entries(self) -> list[tuple[int, Item]]:
-        """(step, item) of everything held, oldest step first, in the order in which they were added."""
+        """Return all (step, item), oldest step first, in the order in which they were added."""
         return [(step, item) for step, items in self._held for item in items]
 
     def aged(self, age: int) -> list[Item]:
-        """Items of the step that lies `age` steps before the last one; maybe none."""
+        """Return the items of the step `age` steps before the last one; maybe none."""
         return [item for step, items in self._held for item in items if step == self._held[-1][0] - age]

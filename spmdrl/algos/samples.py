@@ -30,7 +30,7 @@ def _given(shape: str, dtype: str = "floats", says: str = "", **more: Any) -> An
 
 
 def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gather of a world of one: every row is this rank's."""
+    """Gather rows in a world of one: every row is this rank's."""
     return columns_nK, torch.arange(len(seq_n))
 
 
@@ -58,7 +58,7 @@ class Samples:
     baseline: torch.Tensor | None = _given("B", says="the reward of the greedy response to each prompt", default=None)
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     """name -> [B]: several rewards of one sequence, beside the total; the same names in the same order on every rank.
-    nan where a sequence has no such part."""
+    nan where a sequence lacks the part."""
     logp: torch.Tensor | None = _given("T", says="log p of each sampled token", default=None)
     """log p when the step began."""
     collision: torch.Tensor | None = _given(
@@ -87,17 +87,17 @@ class Samples:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences, B."""
+        """Return the number of sequences, B."""
         return len(self.group)
 
     @property
     def scores(self) -> torch.Tensor:
-        """[B]: total reward of each sequence."""
+        """Return the total reward of each sequence, [B]."""
         return self.sum_tokens(self.rewards)
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[B]: sampled tokens of each sequence, fp64."""
+        """Return the number of sampled tokens of each sequence, fp64 [B]."""
         return self.sum_tokens(torch.ones_like(self.mask, dtype=torch.float64))
 
     def sum_tokens(self, x_T: torch.Tensor) -> torch.Tensor:
@@ -106,14 +106,14 @@ class Samples:
         return torch.zeros(self.sequences, dtype=torch.float64).index_add_(0, self.seq, masked)
 
     def need(self, name: str) -> torch.Tensor:
-        """The input `name` in fp64. ValueError: it was not given, or is not finite for some sequence."""
+        """Return the input `name` in fp64. ValueError: it was not given, or is not finite for some sequence."""
         value, declared = getattr(self, name), INPUTS[name]
         if value is None:
             raise ValueError(f"this estimator needs `{name}`: {declared['says']}")
         return finite(self, name, value, per_token=declared["shape"] == "T")
 
     def everyone(self, *columns_n: torch.Tensor, seq_n: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Rows of every rank, in sample order, and last this rank's places in them. Collective in a run.
+        """Return the rows of every rank, in sample order, and last this rank's places in them. Collective in a run.
 
         Args:
             columns_n: each [n], of which the result holds [N] in fp64 (integers up to 2^53 survive).
@@ -127,20 +127,20 @@ class Samples:
         return [*rows_NK.unbind(1), places]
 
     def at_tokens(self, x_B: torch.Tensor) -> torch.Tensor:
-        """A per-sequence value at its sampled tokens: [B] -> [T], 0 elsewhere."""
+        """Return a per-sequence value at its sampled tokens: [B] -> [T], 0 elsewhere."""
         return torch.where(self.mask, x_B.double()[self.seq], 0.0)
 
     def spread(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Values of the sampled tokens at their places: [S] -> [T], 0 elsewhere."""
+        """Return values of the sampled tokens at their places: [S] -> [T], 0 elsewhere."""
         return torch.zeros(len(self.mask), dtype=torch.float64).masked_scatter_(self.mask, x_S.double())
 
     def outcome(self, advantage_B: torch.Tensor) -> Result:
-        """Result of a method that gives all tokens of a sequence the same advantage."""
+        """Return the result of a method that gives all tokens of a sequence the same advantage."""
         advantages_T = self.at_tokens(advantage_B)
         return advantages_T, advantages_T
 
     def whiten(self, x_T: torch.Tensor) -> torch.Tensor:
-        """(x - mean) / sqrt(variance + 1e-8) over the sampled tokens of all ranks, unbiased: [T] -> [T], 0 elsewhere.
+        """Return (x - mean) / sqrt(variance + 1e-8) over the sampled tokens of all ranks, [T], 0 elsewhere; unbiased.
 
         Two calls of `everyone` with one row for each sequence. Sums run in order of their terms, so the result is bit
         for bit that of any other order of the samples; equal values give exactly 0.
@@ -180,7 +180,7 @@ def at_last_sampled(
 def last_sampled(
     mask_T: torch.Tensor, seq_T: torch.Tensor, sequences: int, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int64 [B]: place in the pack of each sequence's last sampled token; -1 for a sequence without one.
+    """Return the index in the pack of each sequence's last sampled token, -1 without one: int64 [B].
 
     turn_T: int64 [T], the turn of each token; the last token of the last turn counts then, as turns of a tree stand in
     another order than they were made.
@@ -193,7 +193,7 @@ def last_sampled(
 
 
 def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> torch.Tensor:
-    """An input in fp64, [T] (looked at under the mask) or [B], if it is a number within 1e290 for every sequence.
+    """Return an input [T] (checked under the mask) or [B] in fp64, if its size is at most 1e290 for every sequence.
 
     Raises:
         ValueError: it is not, naming the sequences.

@@ -6,7 +6,7 @@ is not finite.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,7 @@ from spmdrl.algos.samples import at_last_sampled
 
 
 def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
-    """Soft overlong punishment, a term in [-factor, 0].
+    """Return the soft overlong punishment, a term in [-factor, 0].
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13
 
@@ -35,7 +35,7 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
 
 
 def length_penalty_linear(length_B: torch.Tensor, longest: int, coef: float) -> torch.Tensor:
-    """Linear length penalty, a term: -coef * length / longest.
+    """Return the linear length penalty, a term: -coef * length / longest.
 
     Source: https://arxiv.org/abs/2310.03716, whose coefficient is the running std of the rewards, and whose constant is
     left out here, as a baseline takes it away
@@ -72,7 +72,7 @@ def length_penalty_group(
 
 
 def overlong_mask(mask_T: torch.Tensor, seq_T: torch.Tensor, cut_B: torch.Tensor) -> torch.Tensor:
-    """Overlong filtering: the loss mask without the sequences that the length limit cut off. bool [T].
+    """Return the loss mask without the sequences that the length limit cut off (overlong filtering), bool [T].
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4
 
@@ -90,7 +90,7 @@ def overlong_mask(mask_T: torch.Tensor, seq_T: torch.Tensor, cut_B: torch.Tensor
 
 
 def clip_reward(reward_B: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Rewards bounded to [low, high].
+    """Return rewards bounded to [low, high].
 
     Source: https://doi.org/10.1038/nature14236; for language models https://arxiv.org/abs/2307.04964
 
@@ -103,7 +103,7 @@ def clip_reward(reward_B: torch.Tensor, low: float, high: float) -> torch.Tensor
 
 @dataclass
 class RunningMoments:
-    """Mean and spread of everything seen so far, every reward of the run with equal weight; the same on every rank.
+    """Mean and spread of all rewards of the run so far, with equal weight; the same on every rank.
 
     Source: Chan, Golub, LeVeque 1979, for joining two sets of moments
 
@@ -118,11 +118,11 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Population std, 0 before the first reward."""
+        """Return the population std, 0 before the first reward."""
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, count: float, total: float, total_sq: float) -> "RunningMoments":
-        """Take in a step, and return self: `reward_moments` of all ranks, added up. ValueError: not finite."""
+        """Add a step, and return self. Arguments: `reward_moments`, summed over ranks. ValueError: not finite."""
         if not all(map(math.isfinite, (count, total, total_sq))):
             raise ValueError(f"sums of rewards are not finite: {count}, {total}, {total_sq}; check the reward function")
         assert count >= 0, count
@@ -135,18 +135,9 @@ class RunningMoments:
             self.count = both
         return self
 
-    def to_dict(self) -> dict[str, float]:
-        """The numbers, for a checkpoint."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, float]) -> "RunningMoments":
-        """The inverse of `to_dict`."""
-        return cls(**saved)
-
 
 def reward_moments(reward_B: torch.Tensor) -> torch.Tensor:
-    """Count, sum and sum of squares of these rewards alone, fp64 [3]; add up over ranks to get the global ones."""
+    """Return count, sum and sum of squares of these rewards, fp64 [3]; sums over ranks give the global ones."""
     reward_B = finite_column(reward_B)
     return torch.stack([torch.tensor(len(reward_B), dtype=torch.float64), reward_B.sum(), reward_B.square().sum()])
 
@@ -156,7 +147,7 @@ NORMAL_EPS = 1e-6
 
 
 def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float = NORMAL_EPS) -> torch.Tensor:
-    """(reward - mean) / (std + eps) by moments, of the run so far or of one step.
+    """Return (reward - mean) / (std + eps) by moments, of the run so far or of one step.
 
     Source: https://arxiv.org/abs/2307.04964
 
@@ -173,7 +164,7 @@ def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float
 def place_outcome(
     reward_B: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each sequence's reward on its last sampled token, with turns on that of its last turn, 0 elsewhere: fp64 [T].
+    """Return each sequence's reward at its last sampled token, with turns that of its last turn: fp64 [T].
 
     mask_T: bool [T], True where the policy sampled. seq_T: int64 [T], the token's sequence. turn_T: int64 [T], the
     token's turn. A sequence without a sampled token has no place for its reward, which is left out.
@@ -191,7 +182,7 @@ def token_rewards(
     turn_T: torch.Tensor | None = None,
     turn_reward_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Reward of each token: the outcome on the last sampled one, minus kl_coef * KL at every one. fp64 [T].
+    """Return the reward of each token: the outcome at the last sampled one, minus kl_coef * KL at all. fp64 [T].
 
     Source: https://arxiv.org/abs/1909.08593 (KL in the reward)
 
@@ -212,7 +203,7 @@ def token_rewards(
 
 
 def _under_mask(name: str, look: str, x_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor) -> torch.Tensor:
-    """A number of each token, in fp64 and 0 where the mask is False. look: what to look at if it is not finite."""
+    """Return a number of each token in fp64, 0 where the mask is False. look: advice if it is not finite."""
     if x_T.shape != mask_T.shape:
         raise ValueError(f"{name} and the mask must both be [T], got {list(x_T.shape)} and {list(mask_T.shape)}")
     x_T = torch.where(mask_T, x_T.detach().double(), 0.0)

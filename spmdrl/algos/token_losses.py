@@ -200,7 +200,7 @@ def _probability(logp_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def _truncated(x: LossInputs, keep_T: torch.Tensor, ratio_cap: float) -> LossResult:
-    """-A sg(min(r, ratio_cap)) logp where keep is True, else 0."""
+    """Return -A sg(min(r, ratio_cap)) logp where keep is True, else 0."""
     if not ratio_cap > 0:
         raise ValueError(f"ratio_cap must be above 0, got {ratio_cap}")
     log_ratio = log_ratio_of(x).detach()

@@ -22,11 +22,11 @@ class Turns:
     seq_n: torch.Tensor
     """int64, ascending: the sequence of each turn."""
     after_n: torch.Tensor
-    """int64: the turn that each one follows, -1 for a first one. It stands before it in the rows."""
+    """int64: the turn that each one follows, an earlier row; -1 for a first one."""
 
     @staticmethod
     def of(x: Samples) -> "Turns":
-        """The turns of this rank's sequences: a chain in each, or with `x.parent` a tree.
+        """Return the turns of this rank's sequences: a chain in each, or with `x.parent` a tree.
 
         Raises:
             ValueError: without `parent`: turns that fall within a sequence; with it: a turn that follows itself, a
@@ -45,23 +45,23 @@ class Turns:
 
     @property
     def first_n(self) -> torch.Tensor:
-        """int64 [n]: place of each turn's first token among the sampled ones."""
+        """Return the index of each turn's first token among the sampled ones, int64 [n]."""
         place_S = torch.arange(len(self.of_S))
         return torch.zeros_like(self.seq_n).scatter_reduce_(0, self.of_S, place_S, "amin", include_self=False)
 
     def sum(self, x_S: torch.Tensor) -> torch.Tensor:
-        """fp64 [n]: sum over the sampled tokens of each turn."""
+        """Return the sum over the sampled tokens of each turn, fp64 [n]."""
         return torch.zeros(len(self.seq_n), dtype=torch.float64).index_add_(0, self.of_S, x_S.double())
 
     def one(self, name: str, x_S: torch.Tensor) -> torch.Tensor:
-        """[n]: the number that all sampled tokens of a turn have. ValueError: they differ; `name` says what."""
+        """Return the number that all sampled tokens of a turn share, [n]. ValueError: they differ; name: for it."""
         x_n = x_S[self.first_n]
         _refuse(self.seq_n[self.of_S], x_n[self.of_S] != x_S, f"all tokens of a turn must have the same {name}, not as")
         return x_n
 
 
 def tokens_follow(x: Samples) -> torch.Tensor:
-    """int64 [S]: the sampled token that each one follows, -1 for the first of a sequence.
+    """Return the sampled token that each one follows, -1 for the first of a sequence: int64 [S].
 
     In a tree the first token of a turn follows the last one of the turn that its turn follows.
     """
@@ -80,14 +80,14 @@ def tokens_follow(x: Samples) -> torch.Tensor:
 
 
 def chain(seq_n: torch.Tensor) -> torch.Tensor:
-    """int64 [n]: each row follows the one before it in its sequence. seq_n: ascending."""
+    """Return the row before each one in its sequence, -1 for the first: int64 [n]. seq_n: ascending."""
     after_n = torch.arange(len(seq_n)) - 1
     after_n[1:][seq_n[1:] != seq_n[:-1]] = -1
     return after_n
 
 
 def depths(after_n: torch.Tensor) -> torch.Tensor:
-    """int64 [n]: the number of rows before each one on its path."""
+    """Return the number of rows before each one on its path, int64 [n]."""
     # Rows that follow the one before them make runs, which are few; only their first rows are followed upwards.
     rows_n = torch.arange(len(after_n))
     first_n = after_n != rows_n - 1
@@ -103,13 +103,13 @@ def depths(after_n: torch.Tensor) -> torch.Tensor:
 
 
 def sum_following(x_n: torch.Tensor, after_n: torch.Tensor) -> torch.Tensor:
-    """fp64 [n]: for each row the sum of x over the rows that follow it directly."""
+    """Return for each row the sum of x over the rows that follow it directly, fp64 [n]."""
     has_n = after_n >= 0
     return torch.zeros(len(x_n), dtype=torch.float64).index_add_(0, after_n[has_n], x_n.double()[has_n])
 
 
 def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *, forward: bool = False) -> torch.Tensor:
-    """y = x + decay * sum of y over the rows that follow; with `forward` y = x + decay * y of the row that it follows.
+    """Return y = x + decay * sum of y over the next rows; with `forward` y = x + decay * y of the row before.
 
     decay_n: [n], the same for all rows of a tree. Returns fp64 [n]. Loops over depths.
     """
@@ -130,12 +130,12 @@ def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *,
 
 
 def td_errors(reward_n: torch.Tensor, value_n: torch.Tensor, after_n: torch.Tensor, gamma: float) -> torch.Tensor:
-    """fp64 [n]: reward + gamma * sum of the values that follow - value. A row that none follows has 0 there."""
+    """Return reward + gamma * (sum of the values of the next rows) - value, fp64 [n]. No next row counts as 0."""
     return reward_n.double() + gamma * sum_following(value_n, after_n) - value_n
 
 
 def _tree(x: Samples) -> Turns:
-    """The turns of sequences whose tokens name the turn that theirs follows."""
+    """Return the turns of sequences whose tokens name the parents of their turns."""
     assert x.parent is not None
     if x.turn is None:
         raise ValueError("parent names turns by their number: give turn, too")
@@ -148,8 +148,8 @@ def _tree(x: Samples) -> Turns:
     row_S = row_T[x.mask]
     sampled_m = torch.zeros(len(key_m), dtype=torch.bool).index_fill_(0, row_S, True)
     seq_m = torch.zeros_like(key_m).index_copy_(0, row_T, x.seq)
-    said_T = torch.where(x.parent < x.turn, x.parent, -1)
-    parent_m = torch.full_like(key_m, -1).scatter_reduce_(0, row_T, said_T, "amax")
+    earlier_T = torch.where(x.parent < x.turn, x.parent, -1)
+    parent_m = torch.full_like(key_m, -1).scatter_reduce_(0, row_T, earlier_T, "amax")
     parent_m.scatter_reduce_(0, row_S, parent_S, "amax", include_self=False)
     _refuse(seq_S, parent_m[row_S] != parent_S, "all tokens of a turn must have the same parent, not as")
     parent_t = torch.searchsorted(number_t, parent_m).clamp(max=max(0, len(number_t) - 1))

@@ -110,6 +110,6 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
 
 
 def _returns(x: Samples, turns: Turns, gamma: float) -> torch.Tensor:
-    """fp64 [n]: the return of each turn."""
+    """Return the return of each turn, fp64 [n]."""
     reward_n = turns.sum(x.rewards[x.mask])
     return discount(reward_n, turns.after_n, torch.full_like(reward_n, in_range("gamma", gamma, 0, 1)))

@@ -22,7 +22,7 @@ def value_loss(
     mask_T: torch.Tensor,
     clip: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of a critic: 0.5 max((v - R)^2, (clip(v, old +- clip) - R)^2).
+    """Return the loss of a critic, 0.5 max((v - R)^2, (clip(v, old +- clip) - R)^2).
 
     Source: the value clip of https://github.com/openai/baselines (ppo2), used since https://arxiv.org/abs/2203.02155
 
@@ -45,7 +45,7 @@ def value_loss(
 def implicit_rewards(
     logp_T: torch.Tensor, ref_logp_T: torch.Tensor, mask_T: torch.Tensor, beta: float = 0.05
 ) -> torch.Tensor:
-    """PRIME's process reward of each token, beta (logp - ref_logp): [T], 0 where the mask is False.
+    """Return PRIME's process reward of each token, beta (logp - ref_logp): [T], 0 where the mask is False.
 
     Source: https://arxiv.org/abs/2502.01456
 
@@ -64,7 +64,7 @@ def implicit_reward_loss(
     outcome: torch.Tensor,
     beta: float = 0.05,
 ) -> torch.Tensor:
-    """PRIME's loss of the implicit reward model: cross-entropy of sigmoid(sum of its rewards) with the outcome.
+    """Return PRIME's loss of the implicit reward model: cross-entropy of sigmoid(sum of rewards) with the outcome.
 
     Source: https://arxiv.org/abs/2502.01456
 
@@ -82,7 +82,7 @@ def implicit_reward_loss(
 
 
 def positive_nll(logp_T: torch.Tensor, mask_T: torch.Tensor, good_T: torch.Tensor) -> torch.Tensor:
-    """VAPO's imitation of good samples: -logp at their tokens, 0 elsewhere.
+    """Return the loss of VAPO's imitation of good samples: -logp at their tokens, 0 elsewhere.
 
     Source: https://arxiv.org/abs/2504.05118 (added to the policy loss times 0.1)
 
@@ -93,7 +93,7 @@ def positive_nll(logp_T: torch.Tensor, mask_T: torch.Tensor, good_T: torch.Tenso
 
 
 def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most: float) -> float:
-    """The Lagrange multiplier of a cost after one step of gradient ascent on its logarithm.
+    """Return the Lagrange multiplier of a cost after one step of gradient ascent on its logarithm.
 
     Source: https://arxiv.org/abs/2310.12773 (Safe RLHF)
 

@@ -1,7 +1,7 @@
 """Jobs that learn from given data: supervised fine-tuning, preference learning, reward models.
 
 run.py           runs the steps of one job
-entry.py         reads rows before ranks meet
+entry.py         reads rows before ranks meet; finds the number of steps and a missing chat template
 build.py         builds a job: rows, model, checkpoints, engine
 sft.py           the parts of supervised fine-tuning
 preference.py    the parts of preference learning
@@ -11,10 +11,9 @@ encoder.py       turns a row into tokens with a loss mask
 stored.py        numbers of the rows' tokens in files, written before any model learns
 precomputed.py   log p of the reference, computed before the first step
 teacher.py       writes a teacher's likeliest tokens into files
-stored_teacher.py reads them in the teacher's place
+stored_teacher.py  reads them in the teacher's place
 pair_encoder.py  turns a row of preference data into sequences
 steps.py         turns a row of labelled steps into a sequence
 generations.py   answers of the model during the job
-template.py      the chat template of a job whose tokenizer has none
-preview.py       a look at the first rows, for a dry run
+preview.py       describes the first rows, for a dry run
 """

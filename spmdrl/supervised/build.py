@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from spmdrl.checkpoint import treefile
-from spmdrl.config.rules import never_measured
 from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data.batch import Batch
 from spmdrl.data.distribute import balance
-from spmdrl.data.mixture import Drawn, Mixture
+from spmdrl.data.mixture import Drawn
 from spmdrl.data.rowfiles import open_rows
+from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.engines.build import context_length
 from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
@@ -30,11 +30,9 @@ from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
-from spmdrl.supervised.rows import NAMED, Encode, Precomputed, Rows, encoded, open_mixture, rows_due, steps_of_epochs
+from spmdrl.supervised.rows import NAMED, Encode, Precomputed, Rows, encoded, open_mixture, rows_due
 from spmdrl.supervised.run import SupervisedRun
-from spmdrl.supervised.template import say_template
 
-C = TypeVar("C", bound=SupervisedConfig)
 Placed = list[tuple[int, int, Any]]
 """(place of the row, number of the sequence in it, tokens)."""
 
@@ -48,22 +46,6 @@ class Start:
     longest: int
     """Tokens of the longest sequence."""
     encode: Encode
-
-
-def with_steps(cfg: C, mixture: Mixture) -> C:
-    """Return the settings with the number of steps that the epochs take.
-
-    Raises:
-        ValueError: it is not known.
-    """
-    if cfg.run.steps:
-        return cfg
-    if mixture.rows is None:
-        raise ValueError("--run.steps 0: a stream does not tell how many rows it has; give the number of steps")
-    steps = steps_of_epochs(cfg, mixture.rows)
-    if problems := never_measured(cfg.checkpoint, cfg.eval.every, steps):
-        raise ValueError(problems[0])
-    return replace(cfg, run=replace(cfg.run, steps=steps))
 
 
 def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
@@ -112,7 +94,7 @@ def frozen(
 
 
 def last_of_rows(held_out: Placed) -> list[Any]:
-    """The last sequence of each row."""
+    """Return the last sequence of each row."""
     return list({place: piece for place, _, piece in held_out}.values())
 
 
@@ -141,13 +123,13 @@ def assemble(
     build_objective: Callable[[Models], Objective],
     pack: Callable[[Placed, int], Batch],
     known: Precomputed | None = None,
-    asked: Callable[[Placed], list[Any]] | None = None,
+    prompts_of: Callable[[Placed], list[Any]] | None = None,
 ) -> SupervisedRun:
-    """Put a job together from what is its own: rows, models, loss. Collective over all ranks.
+    """Put a job together from its rows, models and loss. Collective over all ranks.
 
-    pack: (sequences of this rank, step or MEASURE) -> batch. known: log p of the reference that is computed before the
-    models are built. asked: the held-out sequences whose last context is a prompt for `--generate`; None: the last one
-    of each row.
+    pack: (sequences of this rank, step or MEASURE) -> batch. known: columns of tokens that are computed before the
+    models are built. prompts_of: returns the held-out sequences whose last context is a prompt for `--generate`; None:
+    the last one of each row.
     """
     cfg, world = session.cfg, session.world
     check_attention(cfg, world.device)
@@ -162,7 +144,7 @@ def assemble(
         session.warn(
             f"--data.rows-per-step {cfg.data.rows_per_step}: a step takes some of the {mixture.rows} rows twice"
         )
-    say_template(session, begun.tokenizer)
+    note_template(session, begun.tokenizer)
     data = Rows(cfg, world, mixture, begun.encode, known)
     held_out = evaluation_rows(session, begun.encode)
     if known:
@@ -175,7 +157,8 @@ def assemble(
     checkpoints = Checkpoints(session, models, Progress(data, objective), digest(cfg))
     generations = None
     if cfg.generate.every and held_out:
-        generations = Generations(session, models, begun.tokenizer, begun.folder, (asked or last_of_rows)(held_out))
+        answered = (prompts_of or last_of_rows)(held_out)
+        generations = Generations(session, models, begun.tokenizer, begun.folder, answered)
     mine = [each for each in held_out if each[0] % world.size == world.rank]
     run = SupervisedRun(
         session=session,
@@ -193,8 +176,23 @@ def assemble(
     return run
 
 
+def note_template(session: Session[SupervisedConfig], tokenizer: Any) -> None:
+    """Note the template that the tokenizer lacks and rows are rendered by; warn of one that ends no turns."""
+    cfg = session.cfg
+    template = job_template(cfg, tokenizer)
+    if template and not getattr(tokenizer, "chat_template", None):
+        name = "ChatML" if cfg.data.chat_template == "chatml" else "--data.chat-template"
+        session.note(f"the tokenizer has no chat template: rows are rendered by {name}, which the model is saved with")
+    if template and not end_of_turn_tokens(tokenizer, template):
+        session.warn(
+            "the chat template ends a turn with no control token of the tokenizer, so the model cannot learn "
+            'to stop: add its tokens (--sft.add-tokens "<|im_start|>" "<|im_end|>" for ChatML), or choose another '
+            "template (--data.chat-template)"
+        )
+
+
 def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Placed:
-    """The sequences of the held-out rows, the same on every rank; empty where there is no evaluation.
+    """Return the sequences of the held-out rows, the same on every rank; empty without an evaluation.
 
     Raises:
         ValueError: they cannot be read, or none of them can be used.
@@ -216,18 +214,18 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
         found.name_rows()
     if found.refused:
         session.warn(f"{len(found.refused)} rows of --data.eval are refused, the first one is {found.refused[0]}")
-    told = "".join(f", {found.counts[name]} {name}" for name in NAMED if found.counts[name])
-    session.note(f"{len({place for place, *_ in found.sequences})} rows of {cfg.data.eval} are held out{told}")
+    counts = "".join(f", {found.counts[name]} {name}" for name in NAMED if found.counts[name])
+    session.note(f"{len({place for place, *_ in found.sequences})} rows of {cfg.data.eval} are held out{counts}")
     return found.sequences
 
 
 def digest(cfg: SupervisedConfig) -> str:
-    """A hash of the sources' names and sizes: another file of the same name is noticed at a resume."""
-    told = []
+    """Return a hash of the sources' names and sizes, by which a resume notices another file of the same name."""
+    sources = []
     for spec in cfg.data.train:
         path = Path(split_weight(spec)[0]).expanduser()
-        told.append([spec, path.stat().st_size if path.is_file() else None])
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        sources.append([spec, path.stat().st_size if path.is_file() else None])
+    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
 
 
 class Generators:

@@ -1,4 +1,4 @@
-"""From a row of a data set to sequences of tokens with a loss mask, or to the reason why not."""
+"""Turns a row of a data set into sequences of tokens with a loss mask, or refuses it with the reason."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,25 +19,25 @@ from spmdrl.data.turns import trained_sequences
 
 @dataclass
 class Encoded:
-    """The sequences of one row, and what there is to say about them."""
+    """The sequences of one row, and notes about them."""
 
     sequences: list[Masked] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    """The sample that each sequence is of its row; empty: they are counted from 0."""
+    """Number of each sequence within its row; empty: they are counted from 0."""
     notes: Counter = field(default_factory=Counter)
-    """Counts: truncated, dropped, split, departs, unstopped, unanswered; of the first rows, columns that the
-    template does not show (`unshown.UNSHOWN`)."""
+    """Counts of truncated, dropped, split, departs, unstopped and unanswered; of the first rows also of columns that
+    the template does not show (`unshown.UNSHOWN`)."""
 
 
 class Encoder:
-    """Encodes rows as `--data` says."""
+    """Encodes rows by the settings of `--data`."""
 
     def __init__(self, data: SupervisedDataConfig, tokenizer: Any, longest: int, train_on: str = "assistant"):
         """longest: tokens of the longest sequence. train_on: as `--sft.train-on`.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
-            ValueError: it does not read a variable of `--data.template-kwargs`.
+            ValueError: the template does not read a variable of `--data.template-kwargs`.
         """
         self.data, self.tokenizer, self.longest, self.train_on = data, tokenizer, longest, train_on
         template = template_text(data.chat_template)
@@ -53,16 +53,11 @@ class Encoder:
     beside = False
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row.
-
-        Raises:
-            RowError: the row cannot be used.
-            TemplateError: the template refuses it, or a turn of it cannot be proved.
-        """
+        """Implements `Encode`."""
         return self.encode(example_of(row, self.columns, self.data.system))
 
     def encode(self, example: Example) -> Encoded:
-        """Encode what a row holds.
+        """Encode an example.
 
         Raises:
             RowError: the row cannot be used.
@@ -71,7 +66,7 @@ class Encoder:
         return self.fitted(self.rendered(example))
 
     def rendered(self, example: Example) -> Encoded:
-        """Encode what a row holds, however long it is. Raises as `encode` does."""
+        """Encode an example without a limit of its length. Raises as `encode` does."""
         data = self.data
         wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
         if not example.dialogue and example.prompt and wanted:
@@ -91,7 +86,7 @@ class Encoder:
         return self._dialogue(example)
 
     def _plain(self, example: Example) -> Encoded:
-        """A text that ends with the end token; its prompt, if it has one, is not trained."""
+        """Encode a text and add the end token; its prompt, if it has one, is not trained."""
         tokenizer, every = self.tokenizer, self.train_on == "all"
         if example.prompt:
             before, _ = encode(tokenizer, example.prompt, chat="off")
@@ -126,14 +121,14 @@ class Encoder:
         return out
 
     def _trained(self, example: Example) -> set[int]:
-        """Indices of the turns that are trained: a message's own field goes before `--sft.train-on`."""
+        """Return the indices of the turns that are trained: a message's own field overrides `--sft.train-on`."""
         assert example.dialogue
         turns = [i for i, message in enumerate(example.dialogue.messages) if message["role"] == "assistant"]
-        said = {i: example.trained[i] for i in turns}
-        return {i for i in turns if said[i] or (said[i] is None and (self.train_on != "last" or i == turns[-1]))}
+        own = {i: example.trained[i] for i in turns}
+        return {i for i in turns if own[i] or (own[i] is None and (self.train_on != "last" or i == turns[-1]))}
 
     def fitted(self, out: Encoded) -> Encoded:
-        """Shorten or drop what is too long.
+        """Shorten or drop sequences that are too long.
 
         Raises:
             RowError: nothing to train is left of the row.

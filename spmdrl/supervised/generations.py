@@ -25,9 +25,9 @@ class Generations:
     """The engine, and the prompts that it answers."""
 
     def __init__(
-        self, session: Session[SupervisedConfig], models: Models, tokenizer: Any, folder: Path, held: list[Masked]
+        self, session: Session[SupervisedConfig], models: Models, tokenizer: Any, folder: Path, sequences: list[Masked]
     ):
-        """Start the engine. held: sequences of the evaluation, the same on every rank. Collective."""
+        """Start the engine. sequences: of the evaluation, the same on every rank. Collective."""
         cfg, world = session.cfg, session.world
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
         run = sampling_run(cfg, str(folder))
@@ -39,25 +39,26 @@ class Generations:
         self.memory = Memory(run, models, self.engine, session.timer, world)
         with self.memory.training_phase():
             pass
-        room, asked = prompt_limit(run, folder, "generate.max_new_tokens"), [split(sequence) for sequence in held]
-        self.asked = [pair for pair in asked if len(pair[0]) <= room][: cfg.generate.prompts]
+        longest, pairs = prompt_limit(run, folder, "generate.max_new_tokens"), map(split, sequences)
+        self.pairs = [pair for pair in pairs if len(pair[0]) <= longest][: cfg.generate.prompts]
+        """Tokens of each prompt and of its reference."""
 
     def sample(self, step: int) -> list[dict]:
-        """Rows for samples.jsonl: prompt, completion and the reference of the data; alike on every rank. Collective."""
-        asked, engine, rows = self.cfg.generate, self.engine, {}
+        """Return rows of samples.jsonl: prompt, completion, reference of the data; alike on all ranks. Collective."""
+        settings, engine, rows = self.cfg.generate, self.engine, {}
         with self.memory.rollout_phase():
             version = self.memory.version
-            mine = list(enumerate(self.asked))[self.world.engine_index :: self.world.engine_count]
+            mine = list(enumerate(self.pairs))[self.world.engine_index :: self.world.engine_count]
             for i, (prompt, _) in mine:
                 seed = seed_for(self.cfg.run.seed, ANSWERS, i)
-                engine.submit(Request((i, 0, 0), prompt, seed, version, asked.max_new_tokens, asked.temperature))
+                engine.submit(Request((i, 0, 0), prompt, seed, version, settings.max_new_tokens, settings.temperature))
             while len(rows) < len(mine):
                 for done in engine.poll():
                     rows[done.key[0]] = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
         with self.memory.training_phase():
             pass
-        told = all_gather_text(json.dumps(rows), self.world.host_group)
-        found = {int(i): text for one in told for i, text in json.loads(one).items()}
+        of_ranks = all_gather_text(json.dumps(rows), self.world.host_group)
+        found = {int(i): text for each in of_ranks for i, text in json.loads(each).items()}
         return [
             {
                 "step": step,
@@ -65,7 +66,7 @@ class Generations:
                 "completion": found[i],
                 "reference": self.tokenizer.decode(reference, skip_special_tokens=True),
             }
-            for i, (prompt, reference) in enumerate(self.asked)
+            for i, (prompt, reference) in enumerate(self.pairs)
         ]
 
 

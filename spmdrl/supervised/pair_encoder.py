@@ -1,4 +1,4 @@
-"""From a row of preference data to the sequences of its sides, or to the reason why not."""
+"""Turns a row of preference data into the sequences of its sides, or refuses it with the reason."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +20,7 @@ from spmdrl.supervised.rows import pack
 
 
 class PairEncoder:
-    """Encodes rows as `--data` says: the sides of a pair, or a labelled response, each as one sequence."""
+    """Encodes rows by the settings of `--data`: the sides of a pair, or a labelled response, each as one sequence."""
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
         """Read the settings.
@@ -31,12 +31,8 @@ class PairEncoder:
         Raises:
             TemplateError: the chat template does not show the message of a user.
         """
-        self.encoder, self.system, self.pairs, self.beside = (
-            Encoder(data, tokenizer, longest),
-            data.system,
-            pairs,
-            beside,
-        )
+        self.encoder, self.system = Encoder(data, tokenizer, longest), data.system
+        self.pairs, self.beside = pairs, beside
         self.columns = PreferenceColumns(
             prompt=data.prompt_column,
             completion=data.completion_column,
@@ -48,12 +44,7 @@ class PairEncoder:
         )
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row.
-
-        Raises:
-            RowError: the row cannot be used.
-            TemplateError: the template refuses it, or a turn of it cannot be proved.
-        """
+        """Implements `Encode`."""
         found = preference_of(row, self.columns, self.system)
         if self.pairs and len(found.sides) < 2:
             raise RowError("it holds one labelled response, and this loss compares two: take kto or bco, or pairs")
@@ -79,7 +70,7 @@ class PairEncoder:
         return out
 
     def _mismatched(self, found: Preference, before: dict) -> list[Example]:
-        """This row's prompt with each response of another row."""
+        """Return this row's prompt with each response of another row."""
         try:
             others = preference_of(before, self.columns, self.system).sides.values()
         except RowError:
@@ -103,7 +94,7 @@ class PairEncoder:
         return out
 
 
-def answered(asked: Example, said: Example, system: str = "") -> Example:
+def answered(prompt: Example, response: Example, system: str = "") -> Example:
     """Return the prompt of one example with the response of another.
 
     system: as `as_dialogue` takes it.
@@ -111,22 +102,22 @@ def answered(asked: Example, said: Example, system: str = "") -> Example:
     Raises:
         RowError: one of them has no response.
     """
-    if not asked.dialogue and not said.dialogue:
-        return replace(asked, text=said.text, plain=False)
-    asked, said = (each if each.dialogue else as_dialogue(each, system) for each in (asked, said))
-    assert asked.dialogue and said.dialogue
-    turn, other = (_response(each) for each in (asked, said))
-    messages = asked.dialogue.messages[:turn] + said.dialogue.messages[other:]
-    dialogue = Dialogue(messages, asked.dialogue.tools, asked.dialogue.more)
-    return Example(dialogue, [False] * turn + said.trained[other:])
+    if not prompt.dialogue and not response.dialogue:
+        return replace(prompt, text=response.text, plain=False)
+    prompt, response = (each if each.dialogue else as_dialogue(each, system) for each in (prompt, response))
+    assert prompt.dialogue and response.dialogue
+    turn, other = (_response(each) for each in (prompt, response))
+    messages = prompt.dialogue.messages[:turn] + response.dialogue.messages[other:]
+    dialogue = Dialogue(messages, prompt.dialogue.tools, prompt.dialogue.more)
+    return Example(dialogue, [False] * turn + response.trained[other:])
 
 
 def _response(example: Example) -> int:
-    """Index of the message with which the response begins."""
+    """Return the index of the message with which the response begins."""
     assert example.dialogue
     roles = [message["role"] for message in example.dialogue.messages]
     answers = zip(roles, example.trained, strict=True)
-    found = [i for i, (role, said) in enumerate(answers) if role == "assistant" and said is not False]
+    found = [i for i, (role, trained) in enumerate(answers) if role == "assistant" and trained is not False]
     if not found:
         raise RowError("none of its messages is a response")
     return found[0]

@@ -32,13 +32,9 @@ class Known:
     def fill(self, mixture: Mixture, held_out: Any) -> None:
         """See the contract."""
         sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
-        of = [
-            digest(self.session.cfg),
-            [(source.name, len(source)) for source in sources],
-            fixed_settings(self.session.cfg),
-        ]
-        told = hashlib.sha256(json.dumps(of, default=str, sort_keys=True).encode()).hexdigest()
-        there = (self.folder / MANIFEST).is_file() and read_manifest(self.folder, FLAG).get("of") == told
+        of = [digest(self.session.cfg), [(source.name, len(source)) for source in sources], fixed_settings(self.session.cfg)]
+        identity = hashlib.sha256(json.dumps(of, default=str, sort_keys=True).encode()).hexdigest()
+        there = (self.folder / MANIFEST).is_file() and read_manifest(self.folder, FLAG).get("of") == identity
         if all_reduce(torch.tensor([not there], dtype=torch.int32), "max", world.host_group).item():
             if world.is_first:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -47,7 +43,7 @@ class Known:
             self.session.note(f"the reference reads {sum(map(len, sources))} rows")
             model = self.build()
             read = lambda batch: {"logp": model.logprobs(batch, 1.0, "top")[0]}  # noqa: E731
-            write(self.session, sources, self.begun.encode, self.pack, read, self.folder, {"of": told}, 1.0)
+            write(self.session, sources, self.begun.encode, self.pack, read, self.folder, {"of": identity}, 1.0)
             del model, read
             # Sharded models hold cycles.
             gc.collect()

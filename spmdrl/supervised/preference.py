@@ -6,6 +6,7 @@ import torch
 
 from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of, takes_other_prompts
 from spmdrl.config.schema import is_average
+from spmdrl.data.batch import Batch
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.contract import Objective
@@ -26,7 +27,7 @@ def begin_preference(cfg: PreferenceConfig) -> Start:
 
 
 def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
-    """Everything that a job is made of. Collective over all ranks."""
+    """Build the job. Collective over all ranks."""
     cfg = session.cfg
     begun, pairs, share = begin_preference(cfg), has_pairs(cfg.preference), shares_prompts(cfg.policy)
 
@@ -53,12 +54,20 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
         Known(session, begun, partial(pack_pair_sides, pairs=pairs, share=share), reference) if ahead else None,
         lambda held_out: [piece for _, number, piece in held_out if number == CHOSEN],
     )
+    if run.models.reference is not None:
+        run.add_frozen = partial(add_reference, run.models)
     run.moves = cfg.reference
     return run
 
 
+def add_reference(models: Models, batch: Batch) -> None:
+    """Add the reference's log p of each token, unless the batch has it. Collective."""
+    if "ref_logp" not in batch.token:
+        batch.token["ref_logp"], _ = models.reference.logprobs(batch, 1.0, "top")
+
+
 def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models: Models) -> Objective:
-    """The loss that the settings name."""
+    """Return the objective of the losses that the settings name."""
     chosen, peers, losses = cfg.preference, session.world.data_peers, losses_of(cfg.preference)
     if has_pairs(chosen):
         return PairObjective(losses, chosen, models.policy, peers)

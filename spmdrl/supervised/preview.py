@@ -1,4 +1,4 @@
-"""A look at the rows of a job before it runs: one as the model will see it, and counts over the first ones."""
+"""Describes the rows of a job before it runs: one as the model will see it, and counts over the first ones."""
 
 import sys
 from collections import Counter
@@ -13,7 +13,7 @@ from spmdrl.supervised.rows import Encode
 from spmdrl.tracking.console import clean
 
 ROWS = 200
-"""Rows that are looked at."""
+"""Number of rows that are read."""
 SHOWN = 2
 """Sequences of the example that are shown: both sides of a pair."""
 LONGEST = 1500
@@ -22,7 +22,7 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | None = None) -> list[str]:
-    """Lines on the first rows: counts, and one row whose trained text is green, or in [[ ]] where there is no colour.
+    """Return lines on the first rows: counts, and one row whose trained text is green, or in [[ ]] without colour.
 
     colour: None: if stdout is a terminal.
 
@@ -49,10 +49,10 @@ def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | Non
         raise ValueError("\n  ".join([f"none of the first rows can be trained{dropped}", *refused[:5]]))
     tokens, trained = sum(map(len, sequences)), sum(int(s.mask.sum()) for s in sequences)
     hidden = [name for name in notes if name.endswith(UNSHOWN)]
-    told = "".join(f"; {count} {name}" for name, count in notes.items() if count and name not in hidden)
+    counts = "".join(f"; {count} {name}" for name, count in notes.items() if count and name not in hidden)
     lines = [
         f"rows     the first ones give {len(sequences)} sequences of {tokens / len(sequences):,.0f} tokens on average, "
-        f"{max(map(len, sequences)):,} at most; {trained / tokens:.0%} of the tokens are trained{told}",
+        f"{max(map(len, sequences)):,} at most; {trained / tokens:.0%} of the tokens are trained{counts}",
         *([f"columns  {unread_line(unread)}"] if unread else []),
         *([f"columns  {unshown_line(name.removesuffix(f' {UNSHOWN}') for name in hidden)}"] if hidden else []),
         *(f"refused  {line}" for line in refused[:3]),
@@ -66,7 +66,7 @@ def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | Non
 
 
 def shown(sequence: Masked, tokenizer: Any, colour: bool) -> str:
-    """The text of a sequence, its trained parts in green or in [[ ]]; control characters are shown as dots."""
+    """Return the text of a sequence, its trained parts in green or in [[ ]]; control characters are shown as dots."""
     mask = sequence.mask.tolist()
     cuts = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
     begin, end = (GREEN, PLAIN) if colour else ("[[", "]]")

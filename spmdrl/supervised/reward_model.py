@@ -39,7 +39,7 @@ class ScoredEncoder:
         self.chosen = cfg.data.chosen_column
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row. Raises ValueError where it cannot be used."""
+        """Implements `Encode`."""
         if row.get(self.chosen) is None and has_steps(row, self.columns):
             raise RowError(
                 f"it holds labelled steps ({self.columns.steps}, {self.columns.labels}), and --reward-model.rows pairs "
@@ -65,7 +65,7 @@ def begin_reward_model(cfg: RewardModelConfig) -> Start:
 
 
 def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
-    """Everything that a job is made of. Collective over all ranks."""
+    """Build the job. Collective over all ranks."""
     cfg, begun = session.cfg, begin_reward_model(session.cfg)
     chosen, peers = cfg.reward_model, session.world.data_peers
     models = lambda: Models(scorer(session, begun))  # noqa: E731
@@ -109,10 +109,10 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     return model
 
 
-def check_names(config: Any, said: str, outputs: tuple[str, ...]) -> None:
-    """Check that several scores of a classifier (a HF config) have these names, in this order, where it names them.
+def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
+    """Check that a classifier (a HF config) that names several scores has these names in this order.
 
-    said: begins the message.
+    flag: begins the message.
 
     Raises:
         ValueError: they have others.
@@ -121,13 +121,13 @@ def check_names(config: Any, said: str, outputs: tuple[str, ...]) -> None:
     unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(names))
     if len(outputs) > 1 and not unnamed and names != outputs:
         raise ValueError(
-            f"{said}: its scores are {', '.join(names)}; give --reward-model.outputs these names in this order, or the "
+            f"{flag}: its scores are {', '.join(names)}; give --reward-model.outputs these names in this order, or the "
             f"rows of {outputs[0]} would train the score {names[0]}"
         )
 
 
 def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -> None:
-    """Write into a config (transformers) what a reader of the saved model needs: class, labels, padding token."""
+    """Write class, labels and padding token into a config (transformers), for readers of the saved model."""
     name = next(iter(config.architectures or ["ForCausalLM"]))
     config.architectures = [name.replace("ForCausalLM", kind)]
     names = outputs or ("reward",)

@@ -1,4 +1,4 @@
-"""The rows of each step: drawn alike on all ranks, each encoded on one, what is refused counted and named."""
+"""Draws the rows of each step alike on all ranks, encodes each on one rank, and counts and names refused rows."""
 
 import logging
 import math
@@ -24,13 +24,13 @@ from spmdrl.supervised.encoder import Encoded
 log = logging.getLogger("spmdrl")
 
 STRIDE = 0x9E3779B1
-"""Keeps seeds of neighbouring tokens apart."""
+"""Factor between the noise seeds of neighbouring tokens."""
 FEW = 1000
-"""Smallest denominator of the share of refused rows; the size of the data set where that is smaller."""
+"""Smallest denominator of the share of refused rows, or the size of a smaller data set."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
 """Counts of a step, in the order in which they travel."""
 NAMED = ("truncated", "dropped", "unanswered")
-"""Those of rows of which a part is left out, which the log names."""
+"""Counts of rows of which a part is left out; the log names these rows."""
 
 
 def open_mixture(cfg: SupervisedConfig) -> Mixture:
@@ -87,21 +87,26 @@ def steps_of_epochs(cfg: SupervisedConfig, rows: int) -> int:
 
 
 class Encode(Protocol):
-    """From a row of a data set to its sequences."""
+    """Turns a row of a data set into its sequences."""
 
     beside: bool
-    """It takes the row before this one of the same step, too."""
+    """The encoder also reads the row before this one."""
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row. Raises ValueError where it cannot be used."""
+        """Encode a row. before: the row before it in its step, where `beside` is True.
+
+        Raises:
+            RowError: the row cannot be used.
+            TemplateError: the template refuses it, or a turn of it cannot be proved.
+        """
         ...
 
 
 class Precomputed(Protocol):
-    """Columns of tokens that are computed before the models are built."""
+    """Computes columns of tokens before the models are built."""
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Compute what is not there yet. Collective. held_out: the source of the evaluation, or None."""
+        """Compute the missing numbers. Collective. held_out: the source of the evaluation, or None."""
         ...
 
     def attach(self, key: Any, samples: list[int], sequences: list[Masked]) -> None:
@@ -117,13 +122,13 @@ class Step:
     """(place of the row in the step, place of the sequence in the row, tokens)."""
     counts: Counter = field(default_factory=Counter)
     kept: int = 0
-    """Rows of which something is trained."""
+    """Rows with a trained token."""
     unread: dict[str, None] = field(default_factory=dict)
-    """Columns that nothing has read, in order."""
+    """Columns that the encoder did not read, in order."""
     refused: list[str] = field(default_factory=list)
-    """One line for each refused row: its place, and why."""
+    """A line for each refused row: its place and the reason."""
     shortened: list[str] = field(default_factory=list)
-    """One line for each row of which a part is left out: its place, and which of `NAMED` it counts as."""
+    """A line for each row of which a part is left out: its place and the `NAMED` counts that it is in."""
 
     def name_rows(self) -> None:
         """Write the refused rows, and those of which a part is left out, to the log file of this rank."""
@@ -165,8 +170,8 @@ class Rows:
         mine.name_rows()
         if not self.totals and self.world.is_first:
             hidden = [name.removesuffix(f" {UNSHOWN}") for name in mine.counts if name.endswith(UNSHOWN)]
-            for said in filter(None, (unread_line(mine.unread), unshown_line(hidden))):
-                log.warning("%s (--data.train)", said)
+            for line in filter(None, (unread_line(mine.unread), unshown_line(hidden))):
+                log.warning("%s (--data.train)", line)
         held = torch.tensor([*(mine.counts[name] for name in COUNTED), mine.kept], dtype=torch.int64)
         *numbers, kept = all_reduce(held, "sum", self.world.host_group).tolist()
         counts = Counter(dict(zip(COUNTED, numbers, strict=True)))
@@ -182,12 +187,7 @@ class Rows:
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
         if self.totals["refused"] <= allowed * judged:
             return
-        told = [
-            line
-            for text in all_gather_text("\n".join(mine.refused[:3]), self.world.host_group)
-            for line in text.split("\n")
-        ]
-        shown = "\n  ".join([line for line in told if line][:5])
+        shown = "\n  ".join(first_lines(mine.refused, self.world))
         raise ValueError(
             f"{self.totals['refused']} of {self.totals['rows']} rows were refused, and --data.max-refused allows "
             f"{allowed:g} of them (logs/rank_*.log name all):\n  {shown}"
@@ -214,7 +214,7 @@ class Rows:
         return {"mixture": self.held, "totals": dict(self.totals)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue from a `state`."""
         self.mixture.restore(state["mixture"])
         self.held, self.totals = state["mixture"], Counter(state["totals"])
         # Checkpoints of other versions do not count them.
@@ -244,6 +244,12 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
             out.shortened.append(f"{each.where}: {', '.join(part)}")
         out.sequences += [(place, i, sequence) for i, sequence in zip(samples, found.sequences, strict=True)]
     return out
+
+
+def first_lines(lines: list[str], world: World) -> list[str]:
+    """Return at most five lines of all ranks, the first three of each. Collective."""
+    texts = all_gather_text("\n".join(lines[:3]), world.host_group)
+    return [line for text in texts for line in text.split("\n") if line][:5]
 
 
 def _read(drawn: Drawn) -> dict | None:

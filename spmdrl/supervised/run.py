@@ -1,9 +1,8 @@
-"""One job on given rows, on one rank: what its entry point calls, step by step. `supervised/build.py` makes it."""
+"""The steps of one job on given rows, which its entry point calls on every rank. `supervised/build.py` makes it."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -11,7 +10,6 @@ from spmdrl.config.preference import FixedModelConfig
 from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import MEASURE, Objective
-from spmdrl.policy.objectives.distillation import DistillObjective
 from spmdrl.session.run import JobRun
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.supervised.generations import Generations
@@ -35,35 +33,27 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     numbers: dict[str, float] | None = None
     """Numbers of an evaluation that the next line of the log takes."""
     measured: Objective | None = None
-    """The loss of an evaluation; None: that which is trained."""
-    stored: Any = None
-    """A teacher that answers from files (`supervised/teacher.py`); None: the frozen model answers, if there is one."""
+    """The loss of an evaluation; None: the one that is trained."""
+    add_frozen: Callable[[Batch], None] | None = None
+    """Adds columns that the objective needs of a frozen model to a batch; None: there is no such model."""
     moves: FixedModelConfig | None = None
-    """When the reference moves; None: never."""
+    """Settings of the moves of the reference; None: it never moves."""
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
     """Turns the reduced numbers of a step into those that are logged."""
     samples: list[dict] = field(default_factory=list)
     """Answers that go with that line."""
 
     def rows(self, step: int) -> Batch:
-        """This rank's rows of a step, encoded and packed. Collective."""
+        """Return this rank's rows of a step, encoded and packed. Collective."""
         with self.timer("rows"):
             mine, self.counts = self.data.take(step, last=step + 1 == self.cfg.run.steps)
             return self.pack(mine.sequences, step)
 
     def score(self, batch: Batch) -> None:
-        """Add what the objective needs of the frozen model, if there is one. Collective.
-
-        Of a teacher its distributions, of a reference log p of each token.
-        """
-        objective, model = self.objective, self.stored or self.models.reference
-        if model is None:
-            return
-        with self.timer("logp"):
-            if isinstance(objective, DistillObjective):
-                objective.add_teacher(batch, "reference", model)
-            elif "ref_logp" not in batch.token:
-                batch.token["ref_logp"], _ = model.logprobs(batch, 1.0, "top")
+        """Add a teacher's distributions or a reference's log p, if the job has one. Collective."""
+        if self.add_frozen is not None:
+            with self.timer("logp"):
+                self.add_frozen(batch)
 
     def move_reference(self, step: int) -> None:
         """Move the reference to the policy if that is due after this step. Collective."""
@@ -123,7 +113,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.samples = []
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate what was learnt, and sample from it. Collective."""
+        """Evaluate and sample from the trained model. Collective."""
         self.evaluate(done, force=True)
         self.sample(done, force=True)
         self.journal.rows(self.samples)

@@ -1,7 +1,7 @@
 """Parts of supervised fine-tuning: its rows, model and loss."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from spmdrl.config.load import Loaded
 from spmdrl.config.sft import SFTConfig
@@ -36,12 +36,12 @@ def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
 
 
 def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
-    """Everything that a job is made of. Collective over all ranks."""
+    """Build the job. Collective over all ranks."""
     cfg, peers = session.cfg, session.world.data_peers
     begun = begin_sft(cfg)
     if cfg.teacher.write:
         return write_teacher(session, begun)
-    # Noise belongs to a token of one sequence, so that none may stand for several.
+    # Each token of each sequence has its own noise, so sequences cannot share the tokens of a prompt.
     share = cfg.policy.share_prompts and not cfg.sft.neftune
     plain = SftObjective(cfg.sft.loss, peers)
     stored = StoredTeacher(session, begun) if cfg.teacher.read else None
@@ -53,7 +53,10 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
         lambda sequences, step: pack(sequences, cfg.sft.neftune * (step != MEASURE), (cfg.run.seed, step)),
         stored,
     )
-    run.measured, run.stored = plain if cfg.has_teacher else None, stored
+    if cfg.has_teacher:
+        objective = cast(DistillObjective, run.objective)
+        run.measured = plain
+        run.add_frozen = lambda batch: objective.add_teacher(batch, "reference", stored or run.models.reference)
     return run
 
 
@@ -63,11 +66,11 @@ def teacher_objective(session: Session[SFTConfig], models: Models, stored: Store
     Raises:
         ValueError: it does not read the student's tokens.
     """
-    cfg, told, peers = session.cfg, session.cfg.teacher, session.world.data_peers
+    cfg, chosen, peers = session.cfg, session.cfg.teacher, session.world.data_peers
     if stored:
-        return DistillObjective(told, stored.reader, {"reference": None}, told.temperature, peers)
+        return DistillObjective(chosen, stored.reader, {"reference": None}, chosen.temperature, peers)
     with named("--teacher.path"):
-        teacher = models.reference = frozen(session, told.path, "--teacher.path")
-    reader = build_reader(told, "teacher", [cfg.model.path, told.path], cfg.model)
-    head = None if told.top_k else teacher.output_head()
-    return DistillObjective(told, reader, {"reference": head}, told.temperature, peers)
+        teacher = models.reference = frozen(session, chosen.path, "--teacher.path")
+    reader = build_reader(chosen, "teacher", [cfg.model.path, chosen.path], cfg.model)
+    head = None if chosen.top_k else teacher.output_head()
+    return DistillObjective(chosen, reader, {"reference": head}, chosen.temperature, peers)

@@ -32,12 +32,7 @@ class StepEncoder:
         )
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row.
-
-        Raises:
-            RowError: the row cannot be used.
-            TemplateError: the template refuses it, or a turn of it cannot be proved.
-        """
+        """Implements `Encode`."""
         if row.get(self.columns.steps) is None and all(row.get(side) is not None for side in self.sides):
             raise RowError(
                 f"it holds a pair ({', '.join(self.sides)}), and --reward-model.rows steps learns from labelled steps: "
@@ -93,15 +88,15 @@ class StepEncoder:
         """Return where the steps of a row end in the text of its trained tokens.
 
         Raises:
-            RowError: they are not to be found.
+            RowError: they cannot be found.
         """
         # A template may put an empty thought before a response, and strip the white space around it.
-        said = found.text
-        kept = next((kept for kept in (said, said.strip(), said.lstrip(), said.rstrip()) if kept in text), "")
-        if kept:
-            lead, at = said.index(kept), text.rindex(kept)
-            return [at + min(max(end - lead, 1), len(kept)) for end in step_ends(said, self.chosen.separator)]
-        # A tokenizer may not give back the text that it was given.
+        given = found.text
+        within = next((part for part in (given, given.strip(), given.lstrip(), given.rstrip()) if part in text), "")
+        if within:
+            lead, at = given.index(within), text.rindex(within)
+            return [at + min(max(end - lead, 1), len(within)) for end in step_ends(given, self.chosen.separator)]
+        # Some tokenizers decode to another text than the one that they encoded.
         ends = step_ends(text, self.chosen.separator) if text else []
         if len(ends) != len(found.labels):
             raise RowError(

@@ -28,7 +28,7 @@ from spmdrl.data.mixture import Drawn, Mixture, Permuted
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.world import World
-from spmdrl.supervised.rows import Encode, encoded
+from spmdrl.supervised.rows import Encode, encoded, first_lines
 
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
@@ -73,13 +73,13 @@ def write(
     pack: Callable[[list], Batch],
     numbers: Callable[[Batch], dict[str, torch.Tensor]],
     folder: Path,
-    told: dict[str, Any],
+    facts: dict[str, Any],
     max_refused: float,
 ) -> None:
     """Write numbers of all trained tokens of all rows. Collective.
 
-    pack: sequences of a rank -> batch. numbers: batch -> columns [T, ...]; collective. told: what else the manifest
-    says. max_refused: share of rows that may be refused; they are counted and named in the log.
+    pack: sequences of a rank -> batch. numbers: batch -> columns [T, ...]; collective. facts: further entries of the
+    manifest. max_refused: share of rows that may be refused; they are counted and named in the log.
 
     Raises:
         ValueError: more are, or no sequence is left, or a file of another rank is not seen here.
@@ -97,8 +97,7 @@ def write(
     total, lost = all_reduce(torch.tensor([rows, len(refused)]), "sum", world.host_group).tolist()
     files = [json.loads(text) for text in all_gather_text(json.dumps(writer.files), world.host_group)]
     if lost > max_refused * total or not any(files):
-        lines = all_gather_text("\n".join(refused[:3]), world.host_group)
-        shown = [line for text in lines for line in text.split("\n") if line][:5]
+        shown = first_lines(refused, world)
         raise ValueError(
             f"{lost} of {total} rows were refused, and --data.max-refused allows {max_refused:g} of them "
             "(logs/rank_*.log name all):\n  " + "\n  ".join(shown or ["no row has a sequence within --data.max-tokens"])
@@ -108,7 +107,7 @@ def write(
     if unseen := [name for each in files for name in each if world.is_first and not (folder / name).is_file()]:
         raise ValueError(f"{folder}: {unseen[0]} of another rank is not seen from rank 0; name a folder of all nodes")
     if world.is_first:
-        manifest = told | {"files": {name: count for each in files for name, count in each.items()}}
+        manifest = facts | {"files": {name: count for each in files for name, count in each.items()}}
         half = folder / f".{MANIFEST}"
         half.write_text(json.dumps(manifest, indent=1))
         os.replace(half, folder / MANIFEST)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.fields import flag, shown
+from spmdrl.config import fields
 from spmdrl.config.sft import SFTConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
@@ -18,9 +18,9 @@ from spmdrl.health.status import tick
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.objectives.distillation import TargetReader, build_reader
 from spmdrl.session.session import Session
-from spmdrl.spmd.exchange import all_gather_text, all_reduce
+from spmdrl.spmd.exchange import all_reduce
 from spmdrl.supervised.build import Start
-from spmdrl.supervised.rows import encoded
+from spmdrl.supervised.rows import encoded, first_lines
 from spmdrl.supervised.stored import NoNumbersError, Stored, indexed, read_manifest, row_parts
 from spmdrl.supervised.teacher import NEEDED, identity, weights_digest
 from spmdrl_kernels.divergence import LEAST_REST, log_of_rest
@@ -40,40 +40,40 @@ class StoredTeacher:
         """
         cfg, self.session, self.begun = session.cfg, session, begun
         self.folder = Path(cfg.teacher.read).expanduser()
-        self.said = f"--teacher.read {self.folder}"
+        self.name = f"--teacher.read {self.folder}"
         self.manifest = read_manifest(self.folder, "--teacher.read")
         self.stored = Stored(self.folder, self.manifest, "--teacher.read", NEEDED)
         for name, kind in (("temperature", int | float), ("vocab", int)):
             if not isinstance(self.manifest.get(name, 1), kind):
-                raise ValueError(f"{self.said}: its manifest.json has {name} {self.manifest[name]!r}; write a number")
+                raise ValueError(f"{self.name}: its manifest.json has {name} {self.manifest[name]!r}; write a number")
         reader = build_reader(cfg.teacher, "teacher", [cfg.model.path], cfg.model)
         self.reader = replace(reader, vocab=min(reader.vocab, self.manifest.get("vocab", reader.vocab)))
         self._check()
 
     def _check(self) -> None:
         cfg, found = self.session.cfg, self.manifest
-        told, shape = cfg.teacher, self.stored.shape("logp")
+        chosen, shape = cfg.teacher, self.stored.shape("logp")
         if len(shape) != 2 or self.stored.shape("ids") != shape:
-            raise ValueError(f"{self.said}: ids and logp must both be [tokens, K], not of shape {shape}")
-        if told.top_k > shape[1]:
+            raise ValueError(f"{self.name}: ids and logp must both be [tokens, K], not of shape {shape}")
+        if chosen.top_k > shape[1]:
             raise ValueError(
-                f"--teacher.top-k {told.top_k}: {self.folder} has the {shape[1]} likeliest tokens of each place; take "
-                f"{shape[1]} or fewer, or write it again with more"
+                f"--teacher.top-k {chosen.top_k}: {self.folder} has the {shape[1]} likeliest tokens of each place; "
+                f"take {shape[1]} or fewer, or write it again with more"
             )
-        if (temperature := found.get("temperature", 1.0)) != told.temperature:
+        if (temperature := found.get("temperature", 1.0)) != chosen.temperature:
             raise ValueError(
-                f"--teacher.temperature {told.temperature:g}: {self.folder} was written at {temperature:g}; take that, "
-                "or write it again"
+                f"--teacher.temperature {chosen.temperature:g}: {self.folder} was written at {temperature:g}; "
+                "take that, or write it again"
             )
         tokenizer = identity(cfg, self.begun)["tokenizer"]
         if found.get("tokenizer", tokenizer) != tokenizer:
             raise ValueError(
-                f"{self.said}: it was written for another tokenizer than that of --model.path {cfg.model.path}, so "
+                f"{self.name}: it was written for another tokenizer than that of --model.path {cfg.model.path}, so "
                 "that its token numbers mean other tokens; write it with this --model.path"
             )
-        if told.path and found.get("weights") != weights_digest(resolve(told.path, cfg.model.trust_remote_code)):
+        if chosen.path and found.get("weights") != weights_digest(resolve(chosen.path, cfg.model.trust_remote_code)):
             raise ValueError(
-                f"--teacher.path {told.path}: {self.folder} was written by another teacher "
+                f"--teacher.path {chosen.path}: {self.folder} was written by another teacher "
                 f"({found.get('teacher', 'it does not say which')}); leave --teacher.path out, or write it again"
             )
 
@@ -86,7 +86,7 @@ class StoredTeacher:
         here = identity(self.session.cfg, self.begun)
         if all(self.manifest.get(name) == value for name, value in here.items()):
             return
-        lacking, total, told = 0, 0, list[str]()
+        lacking, total, lines = 0, 0, list[str]()
         for drawn, places in row_parts(self.session, indexed(mixture)):
             tick()
             for place in places:
@@ -97,24 +97,24 @@ class StoredTeacher:
                         self._columns(sequence.tokens, sequence.mask)
                 except NoNumbersError as error:
                     lacking += 1
-                    told.append(f"{drawn[place].where}: {error}")
+                    lines.append(f"{drawn[place].where}: {error}")
                 except ValueError as error:
-                    raise ValueError(f"{self.said}: of {drawn[place].where} {error}; write it again") from error
+                    raise ValueError(f"{self.name}: of {drawn[place].where} {error}; write it again") from error
         counts = all_reduce(torch.tensor([lacking, total]), "sum", self.session.world.host_group).tolist()
         if not counts[0]:
             return
-        texts = all_gather_text("\n".join(told[:3]), self.session.world.host_group)
+        shown = first_lines(lines, self.session.world)
         raise ValueError(
-            f"{self.said}: {counts[0]} of the {counts[1]} rows of --data.train that can be used have no numbers in it. "
-            f"{self._why(here)}:\n  " + "\n  ".join([line for text in texts for line in text.split("\n") if line][:5])
+            f"{self.name}: {counts[0]} of the {counts[1]} rows of --data.train that can be used have no numbers in it. "
+            f"{self._why(here)}:\n  " + "\n  ".join(shown)
         )
 
     def _why(self, here: dict[str, Any]) -> str:
         there, other = self.manifest.get("settings", {}), []
         for name, value in here["settings"].items():
             if name in there and there[name] != value:
-                both = f"{shown(there[name])}, here {shown(value)}"
-                other.append(f"{name}: {'another text' if name == flag('data.chat_template') else both}")
+                both = f"{fields.shown(there[name])}, here {fields.shown(value)}"
+                other.append(f"{name}: {'another text' if name == fields.flag('data.chat_template') else both}")
         if other:
             return f"It was written with {'; '.join(other)}: take the same, or write it again for these rows"
         return "Write it for these rows, or name the rows that it was written for"
@@ -136,11 +136,11 @@ class StoredTeacher:
             columns += [self._columns(tokens_L, mask_L) for tokens_L, mask_L in rows]
         except NoNumbersError as error:
             raise ValueError(
-                f"{self.said}: a row of --data.train has changed since it was written, or is cut or tokenized "
+                f"{self.name}: a row of --data.train has changed since it was written, or is cut or tokenized "
                 f"otherwise here ({error}); write it again"
             ) from error
         except ValueError as error:
-            raise ValueError(f"{self.said}: {error}; write it again") from error
+            raise ValueError(f"{self.name}: {error}; write it again") from error
         return tuple(torch.cat(each) for each in zip(*columns, strict=True))
 
     def _columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -35,16 +35,16 @@ PART = 2**12
 
 
 def in_its_folder(cfg: SFTConfig) -> SFTConfig:
-    """The settings of a job that writes, whose logs lie in the folder that it writes."""
+    """Return the settings of a job that writes a teacher's files, with its logs in their folder."""
     return cfg if cfg.run.dir else replace(cfg, run=replace(cfg.run, dir=str(Path(cfg.teacher.write).expanduser())))
 
 
 @dataclass
 class Written:
-    """A job that is over once it is built: it has no steps."""
+    """A job without steps, which is over once it is built."""
 
     def steps(self) -> tuple[()]:
-        """The steps still to do: none."""
+        """Return no step."""
         return ()
 
     def finish(self) -> None:
@@ -58,7 +58,7 @@ class Written:
 
 
 def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
-    """Write what the teacher says of the rows into `--teacher.write`, unless it is there. Collective over all ranks.
+    """Write the teacher's likeliest tokens of the rows into `--teacher.write`, unless they are there. Collective.
 
     Raises:
         ValueError: the teacher does not read the student's tokens, or the folder holds something else.
@@ -67,14 +67,14 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
     folder, trust = Path(cfg.teacher.write).expanduser(), cfg.model.trust_remote_code
     with named("--teacher.path"):
         reader = build_reader(cfg.teacher, "teacher", [cfg.model.path, path], cfg.model)
-        told = identity(cfg, begun) | {"weights": weights_digest(resolve(path, trust))}
-    told |= {"top_k": reader.top_k, "temperature": cfg.teacher.temperature, "vocab": reader.vocab}
+        facts = identity(cfg, begun) | {"weights": weights_digest(resolve(path, trust))}
+    facts |= {"top_k": reader.top_k, "temperature": cfg.teacher.temperature, "vocab": reader.vocab}
     there = torch.tensor([int((folder / MANIFEST).is_file())])
     if all_reduce(there, "max", world.host_group).item():
         found = read_manifest(folder, "--teacher.write")
-        if odd := [name for name, value in told.items() if found.get(name) != value]:
+        if odd := [name for name, value in facts.items() if found.get(name) != value]:
             raise ValueError(
-                f"--teacher.write {folder}: it holds what was written otherwise ({', '.join(odd)}): name another "
+                f"--teacher.write {folder}: it was written otherwise ({', '.join(odd)}): name another "
                 "folder, or delete it"
             )
         session.note(f"{folder} is written already")
@@ -90,7 +90,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
         found = teacher.read(batch, cfg.teacher.temperature, reader) or reader.empty
         return dict(zip(("ids", "logp", "rest"), found, strict=True))
 
-    write(session, sources, begun.encode, pack, numbers, folder, told | {"teacher": path}, cfg.data.max_refused)
+    write(session, sources, begun.encode, pack, numbers, folder, facts | {"teacher": path}, cfg.data.max_refused)
     if world.is_first:
         manifest = read_manifest(folder, "--teacher.write")
         Stored(folder, manifest, "--teacher.write", NEEDED)
@@ -101,7 +101,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
 
 
 def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
-    """Facts on which the tokens of the rows depend; JSON-able."""
+    """Return the facts on which the tokens of the rows depend; JSON-able."""
     template = template_text(cfg.data.chat_template) or getattr(begun.tokenizer, "chat_template", None)
     values = {name: value for name, value in flat(to_dict(cfg)).items() if name.startswith("data.")}
     values = {flag(name): value for name, value in values.items() if name not in NOT_OF_ROWS}
@@ -119,17 +119,17 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
 
 
 def _rules(tokenizer: Any) -> str:
-    """The rules of a fast tokenizer as text; of another one its class."""
+    """Return the rules of a fast tokenizer as text; of another one its class."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
     return rules.to_str() if rules is not None else type(tokenizer).__name__
 
 
-def _hash(told: Any) -> str:
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+def _hash(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash of a model's config and of parts of each of its tensors.
+    """Return a hash of a model's config and of parts of each of its tensors.
 
     Raises:
         ValueError: a file is none of safetensors.
@@ -143,9 +143,9 @@ def weights_digest(folder: Path) -> str:
                     raise ValueError("its header ends behind its end")
                 tensors = json.loads(file.read(data - 8))
                 tensors.pop("__metadata__", None)
-                for name, told in sorted(tensors.items()):
-                    found.update(f"{name} {told['dtype']} {told['shape']}".encode())
-                    begin, end = told["data_offsets"]
+                for name, tensor in sorted(tensors.items()):
+                    found.update(f"{name} {tensor['dtype']} {tensor['shape']}".encode())
+                    begin, end = tensor["data_offsets"]
                     for place in (begin, (begin + end) // 2):
                         file.seek(data + place)
                         found.update(file.read(min(PART, end - place)))

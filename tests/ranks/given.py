@@ -11,7 +11,7 @@ import torch
 from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.data.distribute import balance
 from spmdrl.session.session import Session
-from spmdrl.supervised.build import with_steps
+from spmdrl.supervised.entry import with_steps
 from spmdrl.supervised.rows import open_mixture
 from spmdrl.tracking.metrics import Timer
 from tests.ranks.demo import Interrupted, dying

@@ -18,10 +18,10 @@ from spmdrl.data.rendering import TemplateError
 from spmdrl.data.row_columns import RowError
 from spmdrl.supervised.build import evaluation_rows
 from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.entry import with_template
 from spmdrl.supervised.preview import shown
 from spmdrl.supervised.rows import encoded, open_mixture, rows_due
 from spmdrl.supervised.sft import begin_sft
-from spmdrl.supervised.template import with_template
 from tests.unit.dialogues import tokenizer_for
 
 CHATML = (

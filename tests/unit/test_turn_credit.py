@@ -379,8 +379,9 @@ def test_the_mean_of_all_turns_of_an_index_is_a_biased_baseline():
 def test_every_estimator_has_its_class_in_the_docs():
     chapter = re.split(r"^## ", METHODS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     (text,) = [c for c in chapter if c.startswith("Unbiased or not")]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| [`")]
-    shown = {name: row[1] for row in rows for name in re.findall(r"\[`(\w+)`\]", row[0])}
+    shown = {}
+    for kind, names in re.findall(r"^- \*(\w+)\*,(.*?)(?=\n- \*|\n<!--)", text, re.MULTILINE | re.DOTALL):
+        shown |= dict.fromkeys(re.findall(r"\[`(\w+)`\]", names), kind)
     assert shown == {name: row.gradient for name, row in ADVANTAGES.items()}
 
 
