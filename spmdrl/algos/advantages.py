@@ -1,9 +1,8 @@
 """Outcome advantages: one number for each sequence, at all of its sampled tokens.
 
-N: sequences of all ranks; a group is the samples of one prompt. Estimators are functions of `Samples` (shapes, errors
-and the case of a sequence without a sampled token are described there); returns are the advantages again. Results are
-bit for bit independent of the order of the samples and of their spread over ranks, on CPU: sums run in order of group
-and value, not of arrival.
+N: sequences of all ranks; a group is the samples of one prompt. Estimators are functions of `Samples`, which
+describes shapes, errors and sequences without a sampled token; their returns equal the advantages. On a CPU, results do
+not depend on the order of the samples nor on their spread over ranks, to the bit: sums run in order of group and value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +67,7 @@ def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
     `baseline`: `batch`, the mean reward of the step, or `none`, 0. Nothing is divided by a std or whitened: this is not
     REINFORCE++.
 
-    Groups are not looked at. Equal rewards in the whole step: A is 0.
+    It ignores groups. Equal rewards in the whole step: A is 0.
     """
     if baseline == "none":
         return x.outcome(x.scores)
@@ -198,7 +197,7 @@ def win_rate(x: Samples) -> Result:
     Group of one: A is 0. Equal rewards: A is 0.
     """
     score_N, groups, mine = _scores(x)
-    # Rows in order of (group, reward): below a sample stand those of its group that come before its first equal.
+    # Rows in order of (group, reward): below a sample are those of its group before its first equal.
     ranks = Groups.of([groups.index_N, score_N])
     starts = [torch.cumsum(torch.bincount(g.index_N), 0) - torch.bincount(g.index_N) for g in (ranks, groups)]
     below_N = starts[0][ranks.index_N] - starts[1][groups.index_N]

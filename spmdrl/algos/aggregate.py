@@ -1,8 +1,8 @@
-"""From per-token losses to one number, with weights known before the first micro-batch.
+"""Reduces per-token losses to one number, with weights known before the first micro-batch.
 
 T: packed tokens of one micro-batch. A loss is `(loss_T * token_weights(...)).sum()`, summed over micro-batches and
-ranks. Because the weights divide by global counts, the sum is the same for every way of cutting the batch (law 2 of the
-design), as long as no sequence is cut in two.
+ranks. The weights divide by global counts, so the sum is the same for any division into micro-batches (law 2 of the
+design) that cuts no sequence in two.
 
 A sequence is an episode: one that branches is one sequence with the sampled tokens of all its paths, each once.
 """
@@ -76,8 +76,8 @@ def token_weights(
 def sum_per_sequence(value_T: torch.Tensor, seq_T: torch.Tensor, sequences: int | None = None) -> torch.Tensor:
     """Return the sum of value over each sequence: [T] -> fp64 [B], differentiable in value.
 
-    sequences: B; None: up to the last sequence that has a token. Values that must not count have to be 0 already. Waits
-    for the device once where B is not given.
+    sequences: B; None: up to the last sequence that has a token. Values that must not count have to be 0 already.
+    Without B it waits for the device once.
     """
     if sequences is None:
         sequences = int(seq_T.max()) + 1 if seq_T.numel() else 0

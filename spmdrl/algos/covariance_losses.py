@@ -190,8 +190,8 @@ def _best(
 ) -> torch.Tensor:
     """Return bool [T]: True at the `most` candidates of all ranks with the largest value."""
     index = torch.nonzero(candidates_T).flatten()
-    # In sample order, then, keeping that order among equals, by value: candidates that are cut off here are not among
-    # the best of all ranks either.
+    # Sorted by value, equal values in sample order: candidates that are cut off here are not among the best of all
+    # ranks either.
     index = index[torch.argsort(place_B[x.seq[index]], stable=True)]
     index = index[torch.argsort(value_T[index], descending=True, stable=True)][:most].sort().values
     value_N, place_n = _rows(x).everyone(value_T[index], seq_n=x.seq[index])

@@ -1,9 +1,8 @@
 """Advantages that differ from token to token, and the combination of reward and cost.
 
-S: sampled tokens of this rank; time is the number of sampled tokens before one on its path (`tree.py`), so a tool's
-text between them neither bootstraps nor decays anything. Estimators are functions of `Samples`; a result does not
-depend on how the sequences are spread over ranks. ValueError: an input that is missing or not finite, settings out of
-range.
+S: sampled tokens of this rank. The time of a token is the number of sampled tokens before it on its path (`tree.py`);
+tokens that a tool wrote take no time. Estimators are functions of `Samples`; a result does not depend on how the
+sequences are spread over ranks. ValueError: an input that is missing or not finite, settings out of range.
 """
 
 import torch
@@ -31,12 +30,12 @@ def gae(
         A_t      = sum over k of (gamma * lam)^k * error_(t+k)         then whitened
         return_t = the same sum with critic_lam, not whitened, + V_t
 
-    It needs a critic. Time counts sampled tokens only, so the tokens that a tool wrote neither bootstrap nor decay
-    anything. With `lam` 1 the advantage is the return minus the value; 0.95 is usual for short responses.
+    It needs a critic. Time counts sampled tokens only, so values and discounts skip the tokens that a tool wrote.
+    With `lam` 1 the advantage is the return minus the value; 0.95 is usual for short responses.
     `length_adaptive` is VAPO's alpha (https://arxiv.org/abs/2504.05118, with 0.05): it sets `lam = 1 - 1 / (alpha *
     sampled tokens)`, not below 0, for the advantages alone. `critic_lam` None takes `lam`.
 
-    Groups are not looked at.
+    It ignores groups.
     """
     in_range("gamma", gamma, 0, 1)
     for name, value in (("lam", lam), ("critic_lam", critic_lam)):
@@ -70,7 +69,7 @@ def remax(x: Samples) -> Result:
     The engine samples one more response to every prompt, greedily. It is graded, and the policy does not learn from it.
     Returns are the reward-to-go.
 
-    Groups are not looked at, so `--rollout.samples-per-prompt 1` is the usual choice. A response as good as the greedy
+    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. A response as good as the greedy
     one: A is 0.
     """
     baseline_B = x.need("baseline")
@@ -88,7 +87,7 @@ def reinforce_plus_plus(x: Samples, *, gamma: float = 1.0) -> Result:
 
     It is meant with KL in the reward (`k1`). Returns are `G_t`.
 
-    Groups are not looked at. Equal values at all tokens of the step: A is exactly 0.
+    It ignores groups. Equal values at all tokens of the step: A is exactly 0.
     """
     return per_token(x, gamma=gamma, whiten=True)
 
@@ -103,7 +102,7 @@ def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result
 
     `gamma` 0 makes each token answer for its own reward. Returns are the sums before `whiten`.
 
-    Groups are not looked at.
+    It ignores groups.
     """
     returns_T = to_go(x, x.rewards, in_range("gamma", gamma, 0, 1))
     return x.whiten(returns_T) if whiten else returns_T, returns_T
@@ -148,8 +147,8 @@ def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
               (score - mean of the group's steps) / (std of the group's steps + eps)
 
     This is section 4.1.3. It needs a process reward model, which scores each step
-    (docs/rewards.md#a-reward-model-in-a-file). Mean and std are of all steps of all samples of the group. The outcome,
-    and what shapes it, is not looked at.
+    (docs/rewards.md#a-reward-model-in-a-file). Mean and std are of all steps of all samples of the group. The outcome
+    and its shaping are ignored.
 
     Group of one: its steps are compared with each other; a single step has mean 0 and std 1. Equal scores: A is exactly
     0.
@@ -175,8 +174,8 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     respect to the logits. The sums run over the samples that reach time `t`. Returns are `G_t`. It costs one more pass
     of the policy, for the sum over the vocabulary. Every rank holds 4 fp64 columns of the sampled tokens of all ranks.
 
-    A time that one sample alone reaches has baseline 0, as with its own return A would be 0, and so has every
-    time of a group of one, where A is `G_t`. Equal rewards: A is 0 up to `eps` where at least two samples are left.
+    The baseline is 0 at a time that only one sample reaches, because its own return would make A 0, and in a group of
+    one, where A is `G_t`. Equal rewards: A is 0 up to `eps` where at least two samples are left.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]

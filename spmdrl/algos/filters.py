@@ -2,8 +2,8 @@
 
 B: sequences, whole groups of them; a group is the samples of one prompt. A filter is
 `f(score_B, group_B, **settings) -> bool [B]`, True where the sequence is kept, alike for all samples of a group.
-score_B: any real dtype; group_B: int64, any numbering. No answer depends on the order of the samples, nor on which
-other groups are there, so ranks that hold different groups decide as one rank would. ValueError: shapes that are not
+score_B: any real dtype; group_B: int64, any numbering. The result depends neither on the order of the samples nor on
+the other groups, so ranks that hold different groups decide as one rank would. ValueError: shapes that are not
 [B], a score that is not finite.
 """
 
@@ -33,7 +33,7 @@ def accuracy_range(
 
     Source: PRIME, https://arxiv.org/abs/2502.01456
 
-    Takes any score, accuracy (0 or 1) being what the bounds are made for. ValueError: low above high.
+    It takes any score; the default bounds are for accuracy, 0 or 1. ValueError: low above high.
     """
     if not low <= high:
         raise ValueError(f"accuracy_range needs low <= high, got {low} and {high}")
@@ -72,7 +72,7 @@ def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -
     """Return the lowest `wanted` of the kept positions, or all if there are fewer: int64, ascending.
 
     kept_positions: int64, one tensor or one per rank or round, in any order; a position that occurs more than once (the
-    samples of a prompt) counts once. Which rank or round a position came from makes no difference.
+    samples of a prompt) counts once.
     """
     parts = [kept_positions] if isinstance(kept_positions, torch.Tensor) else list(kept_positions)
     assert wanted >= 0 and all(part.dtype == torch.int64 for part in parts), (wanted, [p.dtype for p in parts])

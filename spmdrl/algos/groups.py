@@ -52,8 +52,8 @@ class Groups:
 
 def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return x - group mean; 0 in a group of one."""
-    # Measured from the group's lowest value, so that equal ones centre to exactly 0 and grpo does not divide rounding
-    # by eps.
+    # Differences from the group's lowest value make equal values centre to exactly 0, so that grpo does not divide
+    # rounding errors by eps.
     above_N = x_N - groups.low(x_N)
     return above_N - groups.sum(above_N) / groups.size_N
 

@@ -1,8 +1,8 @@
 """Losses of preference learning, per pair (a chosen and a rejected response to one prompt) or per labelled response.
 
-Each is a function of `Pairs` and returns the loss of every pair. All are sums over pairs, so that the mean over a step
-does not depend on micro-batches or ranks (law 2); a loss that sorts over the whole step (AOT) finds what it needs of
-the other pairs in `Pairs.matched`, which is computed before the first micro-batch.
+Each is a function of `Pairs` and returns the loss of every pair. A step's loss is their mean, which does not depend on
+micro-batches or ranks (law 2); a loss that sorts over the whole step (AOT) reads values of other pairs from
+`Pairs.matched`, which is computed before the first micro-batch.
 
 Log-ratio: log p of a response by the policy, minus that by the reference.
 """
@@ -209,7 +209,7 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Te
 
 @dataclass
 class Labelled:
-    """N responses with a label. Tensors [N]; `ratio` has a gradient."""
+    """N labelled responses. Tensors [N]; `ratio` has a gradient."""
 
     ratio: torch.Tensor
     """Log-ratio."""
@@ -254,7 +254,7 @@ class PreferenceLoss:
     def reads(self) -> tuple[str, ...]:
         """Return the names of the settings that the loss or its objective reads.
 
-        Losses that sort compare responses of different pairs, which have no weight in common.
+        Losses that sort compare responses of different pairs, so they cannot weigh pairs.
         """
         of_pairs = ("tail",) if self.matched else ("tail", "weighted")
         return (*settings_of(self.function), *(("wanted_weight", "unwanted_weight") if self.labelled else of_pairs))

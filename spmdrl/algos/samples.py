@@ -1,9 +1,8 @@
-"""Inputs of an advantage estimator: the sequences of this rank, and one way to look at those of all ranks.
+"""Inputs of an advantage estimator: the sequences of this rank, and a way to gather those of all ranks.
 
 T: packed tokens of this rank; S: its sampled tokens, those under the mask; B: its sequences; N: rows of every rank.
-An estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It may
-compare sequences of other ranks through `everyone` alone, and calls it the same number of times whatever the data says
-(law 1).
+An estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It reads
+sequences of other ranks only through `everyone`, and calls it equally often whatever the data (law 1).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +15,12 @@ from spmdrl.algos.groups import power_of_two
 from spmdrl.algos.rows import LARGEST
 
 Result = tuple[torch.Tensor, torch.Tensor]
-"""advantages_T and returns_T (what a critic learns; for outcome methods the advantages again)."""
+"""advantages_T and returns_T, the targets of a critic; outcome methods return the advantages twice."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 WHOLE = 2**53
-"""Integers up to here survive the trip in fp64."""
+"""fp64 represents integers exactly up to here."""
 
 
 def _given(shape: str, dtype: str = "floats", says: str = "", **more: Any) -> Any:

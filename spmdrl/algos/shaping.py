@@ -1,8 +1,8 @@
 """Turns the scores of a reward function into the rewards to learn from: length terms, bounds, normalisation, masks.
 
 B: sequences, T: packed tokens, both on the host. Terms and shaped rewards are fp64 [B]; a term is to be added to the
-reward. An empty batch (a rank without sequences) is as good as any. ValueError: shapes that do not fit, a reward that
-is not finite.
+reward. The batch may be empty (a rank without sequences). ValueError: shapes that do not fit, a reward that is not
+finite.
 """
 
 import math
@@ -37,8 +37,8 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
 def length_penalty_linear(length_B: torch.Tensor, longest: int, coef: float) -> torch.Tensor:
     """Return the linear length penalty, a term: -coef * length / longest.
 
-    Source: https://arxiv.org/abs/2310.03716, whose coefficient is the running std of the rewards, and whose constant is
-    left out here, as a baseline takes it away
+    Source: https://arxiv.org/abs/2310.03716, where the coefficient is the running std of the rewards. Its constant is
+    left out here, because a baseline cancels it.
 
     length_B: tokens that the limit counts. longest: the limit on them, a constant of the run. A negative coef rewards
     length. ValueError: longest not positive.
@@ -59,7 +59,7 @@ def length_penalty_group(
     correct sequence, coef * min(0, lambda) for a wrong one. 0 where all lengths of the group are equal.
 
     length_B: sampled tokens. correct_B: bool. group_B: int64, any numbering; the caller gives every sample of each
-    group, since a part of one has another shortest and longest. ValueError: correct not bool.
+    group, as a part of it may lack the shortest or longest. ValueError: correct not bool.
     """
     length_B, groups = grouped(length_B, group_B, "lengths")
     if correct_B.dtype != torch.bool or correct_B.shape != length_B.shape:

@@ -1,9 +1,9 @@
 """The order of tokens and turns in an episode that may fork, and sums along it.
 
-The sampled tokens of an episode are decisions in time. Each follows one other, and where the episode forked several may
-follow the same one: a tree. Rows (tokens or turns) point to the row that they follow, -1 for none.
+The sampled tokens of an episode are decisions in time. Each one follows an earlier one; after a fork several follow the
+same one, so they form a tree. Rows (tokens or turns) hold the index of the row that they follow, -1 for none.
 
-S: sampled tokens of this rank. n: rows, of this rank too. ValueError: turns that fit no order.
+S: sampled tokens of this rank; n: its rows. ValueError: turns without a consistent order.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Turns:
         """Return the turns of this rank's sequences: a chain in each, or with `x.parent` a tree.
 
         Raises:
-            ValueError: without `parent`: turns that fall within a sequence; with it: a turn that follows itself, a
-                later one, two of them or none of its sequence, or turns without numbers.
+            ValueError: without `parent`, turn numbers that fall within a sequence; with it, a turn that follows itself,
+                a later turn, two turns or a turn of another sequence, or turns without numbers.
         """
         if x.parent is not None:
             return _tree(x)
@@ -39,7 +39,7 @@ class Turns:
         same_S = chain(seq_S) >= 0
         step_S = torch.zeros_like(turn_S)
         step_S[1:] = turn_S.diff()
-        _refuse(seq_S, same_S & (step_S < 0), "turn must not fall within a sequence without parent, as it does")
+        _refuse(seq_S, same_S & (step_S < 0), "without parent, turn must not fall within a sequence, as it does")
         starts_S = ~same_S | (step_S != 0)
         return Turns(torch.cumsum(starts_S, 0) - 1, seq_S[starts_S], chain(seq_S[starts_S]))
 
@@ -111,7 +111,7 @@ def sum_following(x_n: torch.Tensor, after_n: torch.Tensor) -> torch.Tensor:
 def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *, forward: bool = False) -> torch.Tensor:
     """Return y = x + decay * sum of y over the next rows; with `forward` y = x + decay * y of the row before.
 
-    decay_n: [n], the same for all rows of a tree. Returns fp64 [n]. Loops over depths.
+    decay_n: [n], equal for all rows of a tree. The result is fp64 [n]. The loop runs over depths.
     """
     depth_n = depths(after_n)
     order_n = torch.argsort(depth_n, stable=True)
@@ -142,7 +142,7 @@ def _tree(x: Samples) -> Turns:
     seq_S, turn_S, parent_S = (column_T[x.mask] for column_T in (x.seq, x.turn, x.parent))
     early_S = (turn_S < 0) | (parent_S < -1) | (parent_S >= turn_S)
     _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, not as")
-    # A turn may have no sampled token. Those after it then follow the one that it follows, as its other tokens say.
+    # A turn without a sampled token is skipped: its children follow its parent, which its other tokens name.
     number_t, turn_T = torch.unique(x.turn, return_inverse=True)
     key_m, row_T = torch.unique(x.seq * (len(number_t) + 1) + turn_T, return_inverse=True)
     row_S = row_T[x.mask]

@@ -1,10 +1,10 @@
 """Advantages that differ from turn to turn: every sampled token of a turn has the turn's.
 
 The turns of an episode are a chain, or a tree where it forked (`tree.py`). The return of a turn is the sum of the
-rewards of its tokens plus gamma times the returns of the turns that follow it: in a tree those of its descendants, and
-of no branch beside it. Estimators are functions of `Samples`; a result does not depend on how the sequences are spread
+rewards of its tokens plus gamma times the returns of the turns that follow it; in a tree it excludes parallel branches.
+Estimators are functions of `Samples`; a result does not depend on how the sequences are spread
 over ranks. Turns without a sampled token do not count. ValueError: an input that is missing or not finite, settings out
-of range, turns that fit no order (`Turns.of`). docs/credit.md says which estimators are unbiased.
+of range, turns without a consistent order (`Turns.of`). docs/credit.md says which estimators are unbiased.
 """
 
 import torch
@@ -60,7 +60,7 @@ def turn_gae(
     `lam` 0.9; its clipping by turn is a loss and is not in it. `critic_lam` None takes `lam`. All sampled tokens of a
     turn have its advantage, and the critic learns `return_n` at all of them. `whiten` is of the advantages alone.
 
-    Groups are not looked at.
+    It ignores groups.
     """
     in_range("gamma", gamma, 0, 1)
     lams = [in_range("lam", lam, 0, 1), in_range("critic_lam", lam if critic_lam is None else critic_lam, 0, 1)]

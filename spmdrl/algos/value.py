@@ -106,7 +106,7 @@ def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most
     if not math.isfinite(mean_cost - limit):
         raise ValueError(f"mean_cost and limit must be finite, got {mean_cost} and {limit}: check the cost function")
     log = math.log(multiplier) + lr * multiplier * (mean_cost - limit)
-    # Not below the smallest number there is: from 0 it would never come back.
+    # Not below the smallest positive number, as the multiplier would stay at 0.
     return min(math.exp(max(min(log, math.log(most)), -700.0)), most)
 
 

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from spmdrl.checkpoint import treefile
 from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data.batch import Batch
 from spmdrl.data.distribute import balance
-from spmdrl.data.mixture import Drawn
+from spmdrl.data.mixture import Permuted
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.engines.build import context_length
@@ -39,7 +38,7 @@ Placed = list[tuple[int, int, Any]]
 
 @dataclass
 class Start:
-    """A job's model and rows, before anything is built on a device."""
+    """Tokenizer and encoder of a job, before its models are built."""
 
     folder: Path
     tokenizer: Any
@@ -49,7 +48,7 @@ class Start:
 
 
 def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
-    """Read the tokenizer, and find the length that the model takes.
+    """Read the tokenizer and the length limit of the model, and build the encoder.
 
     encoder: (tokenizer, tokens of the longest sequence) -> encoder of the rows.
     """
@@ -59,7 +58,7 @@ def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Enc
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
-    """Build the model that learns. share: run prompts once that sequences have in common. Collective."""
+    """Build the model that is trained. share: run the common prompt of sequences once. Collective."""
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
@@ -73,8 +72,8 @@ def frozen(
 ) -> Any:
     """Build a frozen language model. Collective.
 
-    path: as `--model.path`, which empty means. learning: the policy; with adapters, the model that it began as is the
-    policy without them instead of a second copy. average: it takes shares of the policy's weights.
+    path: of the model; empty: `--model.path`. learning: the policy; if it has adapters and began as this model, it
+    serves without its adapters instead of a second copy. average: the model takes shares of the policy's weights.
 
     Raises:
         ValueError: its tokenizer is not the policy's.
@@ -100,7 +99,7 @@ def last_of_rows(held_out: Placed) -> list[Any]:
 
 @dataclass
 class Progress:
-    """State of a job beside its models; a `session.checkpoints.Kept`."""
+    """State of a job beside its models, for checkpoints; a `session.checkpoints.Kept`."""
 
     data: Rows
     objective: Objective
@@ -150,8 +149,8 @@ def assemble(
     if known:
         source: Any = open_rows(cfg.data.eval) if held_out else None
         known.fill(mixture, source)
-        for place, number, sequence in held_out:
-            known.attach((source.name, place), [number], [sequence])
+        for place, _, sequence in held_out:
+            known.attach((source.name, place), [sequence])
     models = build_models()
     objective = build_objective(models)
     checkpoints = Checkpoints(session, models, Progress(data, objective), digest(cfg))
@@ -177,7 +176,7 @@ def assemble(
 
 
 def note_template(session: Session[SupervisedConfig], tokenizer: Any) -> None:
-    """Note the template that the tokenizer lacks and rows are rendered by; warn of one that ends no turns."""
+    """Log which template stands in for one that the tokenizer lacks; warn if no token ends its turns."""
     cfg = session.cfg
     template = job_template(cfg, tokenizer)
     if template and not getattr(tokenizer, "chat_template", None):
@@ -206,8 +205,8 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
     if not len(source):
         raise ValueError(f"{cfg.data.eval} holds no rows (--data.eval)")
     count = min(len(source), cfg.eval.rows or len(source))
-    drawn = [Drawn(source.where(i), partial(source.__getitem__, i)) for i in range(count)]
-    found = encoded(drawn, range(count), encode)
+    rows = Permuted([source], seed=0, shuffle=False)
+    found = encoded([rows.draw() for _ in range(count)], range(count), encode)
     if not found.sequences:
         raise ValueError(f"--data.eval {cfg.data.eval}: no row can be used, such as {'; '.join(found.refused[:3])}")
     if session.world.is_first:

@@ -45,7 +45,7 @@ class Encoder:
         self.renderer = Renderer(tokenizer, template, template_kwargs(data))
         check_read(self.renderer, template_kwargs(data))
         self.looked = 0
-        """Rows that gave tools or variables to the template so far, of which the first are looked at."""
+        """Number of rows with tools or variables so far; only the first ones are checked."""
         self.columns = Columns(
             data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
         )
@@ -131,7 +131,7 @@ class Encoder:
         """Shorten or drop sequences that are too long.
 
         Raises:
-            RowError: nothing to train is left of the row.
+            RowError: no trained token is left of the row.
         """
         longest, kept = self.longest, []
         for sequence in out.sequences:

@@ -39,7 +39,7 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
     """Return the settings with the number of steps that the epochs take.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: the number of rows is unknown.
     """
     if cfg.run.steps:
         return cfg
@@ -54,8 +54,7 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
 def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
     """Return the settings with ChatML as the chat template, where the tokenizer has none and the first rows want one.
 
-    So that the template is recorded with the run and saved with the model. begin: as of `Job`. mixture: it is
-    drawn from.
+    The template is then recorded with the run and saved with the model. begin: as of `Job`. mixture: gives the rows.
 
     Raises:
         ValueError: the model's tokenizer cannot be read, or ChatML would render pairs of plain text, too.

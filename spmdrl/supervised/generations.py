@@ -1,4 +1,4 @@
-"""Answers of the model that a supervised job trains, sampled by an engine that sleeps while it trains."""
+"""Samples answers of the model of a supervised job, by an engine that sleeps during updates."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ ANSWERS = 0x5F7  # keeps these draws apart from others that are keyed by (seed, 
 
 
 class Generations:
-    """The engine, and the prompts that it answers."""
+    """Samples answers to fixed prompts."""
 
     def __init__(
         self, session: Session[SupervisedConfig], models: Models, tokenizer: Any, folder: Path, sequences: list[Masked]

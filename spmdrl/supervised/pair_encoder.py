@@ -132,8 +132,8 @@ def pack_pair_sides(
 ) -> Batch:
     """Pack sides into a batch of one optimizer step.
 
-    pairs: the sides of a row stay together. share: their prompt runs once. numbers: name -> value where a row has none,
-    columns to take over. columns: as of `pack`.
+    pairs: the sides of a row stay together. share: their common prompt runs once. numbers: name of a column of
+    sequences -> its value for rows without it. columns: see `pack`.
     """
     batch = pack(sequences, columns=columns)
     ordered = sorted(sequences, key=lambda each: each[:2])

@@ -1,4 +1,4 @@
-"""The reference's log p of every row, computed before the first step, so that no reference is there while it learns."""
+"""Computes the reference's log p of every row before the first step, so that training needs no reference."""
 
 import gc
 import hashlib
@@ -21,10 +21,10 @@ FOLDER, FLAG = "reference_logp", "--reference.precompute"
 
 
 class Known:
-    """Log p of the tokens of each row, from files in the run folder that ranks have written; a `Precomputed`."""
+    """Reads log p of the tokens of each row from files in the run folder; a `Precomputed`."""
 
     def __init__(self, session: Session[Any], begun: Start, pack: Callable[[Placed], Batch], build: Callable[[], Any]):
-        """pack: without this column. build: makes the reference, which is gone afterwards."""
+        """pack: without this column. build: builds the reference, which is freed afterwards."""
         self.session, self.begun, self.pack, self.build = session, begun, pack, build
         self.folder = session.folder / FOLDER
         self.stored: Stored | None = None
@@ -32,7 +32,11 @@ class Known:
     def fill(self, mixture: Mixture, held_out: Any) -> None:
         """See the contract."""
         sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
-        of = [digest(self.session.cfg), [(source.name, len(source)) for source in sources], fixed_settings(self.session.cfg)]
+        of = [
+            digest(self.session.cfg),
+            [(source.name, len(source)) for source in sources],
+            fixed_settings(self.session.cfg),
+        ]
         identity = hashlib.sha256(json.dumps(of, default=str, sort_keys=True).encode()).hexdigest()
         there = (self.folder / MANIFEST).is_file() and read_manifest(self.folder, FLAG).get("of") == identity
         if all_reduce(torch.tensor([not there], dtype=torch.int32), "max", world.host_group).item():
@@ -49,7 +53,7 @@ class Known:
             gc.collect()
         self.stored = Stored(self.folder, read_manifest(self.folder, FLAG), FLAG, ("logp",))
 
-    def attach(self, key: Key, samples: list[int], sequences: list[Any]) -> None:
+    def attach(self, key: Key, sequences: list[Any]) -> None:
         """See the contract: the column is `ref_logp`."""
         assert self.stored, "it was filled"
         name, row = key

@@ -21,13 +21,13 @@ from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 
 SEQUENCES, TOKENS = SCORERS
-"""Ends of the names of classes in which reward models of responses and of steps are saved."""
+"""Suffixes of the class names of saved reward models, of responses and of steps."""
 STEP_LABELS = ("wrong", "right")
-"""Labels of a process reward model, whose score of a step is the probability of the second."""
+"""Labels of a process reward model; its score of a step is the probability of the second one."""
 
 
 class ScoredEncoder:
-    """Encodes pairs, each with the number of the score that its preference is of."""
+    """Encodes pairs, each with the number of the score that its preference trains."""
 
     beside = False
 
@@ -79,7 +79,7 @@ def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
 
 
 def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
-    """Build the model that learns: a classifier as it is, or a language model with a new head. Collective.
+    """Build the model that is trained: a classifier as it is, or a language model with a new head. Collective.
 
     Raises:
         ValueError: a model of another class, or a classifier whose head is not in its folder or has another number of
@@ -140,7 +140,7 @@ def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -
 
 
 def pack_pairs(sequences: Placed, step: int) -> Batch:
-    """Pack the sides of pairs, of which only the last trained token is read."""
+    """Pack the sides of pairs; the mask keeps only the last trained token of each."""
     batch = pack_pair_sides(sequences, pairs=True, share=False, numbers={"margin": 0.0, "output": 0.0})
     mask_T = batch.token["mask"]
     places_T = mask_T.nonzero().flatten()

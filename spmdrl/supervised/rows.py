@@ -28,7 +28,7 @@ STRIDE = 0x9E3779B1
 FEW = 1000
 """Smallest denominator of the share of refused rows, or the size of a smaller data set."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
-"""Counts of a step, in the order in which they travel."""
+"""Counts of a step, in the order of the tensor that is reduced."""
 NAMED = ("truncated", "dropped", "unanswered")
 """Counts of rows of which a part is left out; the log names these rows."""
 
@@ -109,8 +109,8 @@ class Precomputed(Protocol):
         """Compute the missing numbers. Collective. held_out: the source of the evaluation, or None."""
         ...
 
-    def attach(self, key: Any, samples: list[int], sequences: list[Masked]) -> None:
-        """Give the sequences of a row their columns. Raises ValueError where there are none for it."""
+    def attach(self, key: Any, sequences: list[Masked]) -> None:
+        """Add the columns to the sequences of a row. Raises ValueError if the row has none."""
         ...
 
 
@@ -144,12 +144,11 @@ class Rows:
     def __init__(
         self, cfg: SupervisedConfig, world: World, mixture: Mixture, encoder: Encode, known: Precomputed | None = None
     ):
-        """known: columns that were computed before."""
         self.cfg, self.world, self.mixture, self.encoder, self.known = cfg, world, mixture, encoder, known
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self.ahead: tuple[int, Future[Step], dict] | None = None
         self.held = mixture.state()
-        """State of the mixture after the last step that was taken."""
+        """State of the mixture after the last step that was returned."""
         self.totals: Counter = Counter()
         """Rows and refused rows of all ranks since the job began."""
 
@@ -183,7 +182,7 @@ class Rows:
 
     def _check_refused(self, mine: Step) -> None:
         allowed = self.cfg.data.max_refused
-        # A few rows say little of the share: whether a bad one is drawn early or late must not decide.
+        # With few rows the share is noise: it must not matter whether a bad row is drawn early or late.
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
         if self.totals["refused"] <= allowed * judged:
             return
@@ -210,7 +209,7 @@ class Rows:
         self.ahead = (step, self.thread.submit(encoded, drawn, mine, self.encoder, self.known), self.mixture.state())
 
     def state(self) -> dict[str, Any]:
-        """State after the last step that was taken; JSON-able, alike on all ranks."""
+        """Return the state after the last step that `take` returned; JSON-able, alike on all ranks."""
         return {"mixture": self.held, "totals": dict(self.totals)}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -222,7 +221,7 @@ class Rows:
 
 
 def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precomputed | None = None) -> Step:
-    """Encode the rows at some places of a step."""
+    """Return the encoded rows at some places of a step."""
     out = Step()
     for place in places:
         each = drawn[place]
@@ -232,7 +231,7 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
             found = encode(row, _read(drawn[place - 1]) if encode.beside and len(drawn) > 1 else None)
             samples = found.samples or list(range(len(found.sequences)))
             if known:
-                known.attach(each.key, samples, found.sequences)
+                known.attach(each.key, found.sequences)
         except ValueError as e:
             out.counts["refused"] += 1
             out.refused.append(f"{each.where}: {e}")
@@ -267,8 +266,8 @@ def pack(
 ) -> Batch:
     """Pack sequences into a batch of one optimizer step, in the order of their places.
 
-    noise: as `--sft.neftune`. key: with the place of a sequence, the seed of its noise (law 3). columns: further ones
-    of tokens, with their types.
+    noise: as `--sft.neftune`. key: together with the place of a sequence, the seed of its noise (law 3). columns:
+    further columns of tokens, with their types.
     """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))

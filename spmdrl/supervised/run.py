@@ -19,7 +19,7 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass(kw_only=True)
 class SupervisedRun(JobRun[SupervisedConfig]):
-    """Parts of a job on this rank."""
+    """One job on this rank."""
 
     objective: Objective
     data: Rows
@@ -31,7 +31,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     """The engine that answers prompts during the job; None: there is none."""
     counts: Counter
     numbers: dict[str, float] | None = None
-    """Numbers of an evaluation that the next line of the log takes."""
+    """Numbers of the last evaluation, for the next line of the log."""
     measured: Objective | None = None
     """The loss of an evaluation; None: the one that is trained."""
     add_frozen: Callable[[Batch], None] | None = None
@@ -41,7 +41,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
     """Turns the reduced numbers of a step into those that are logged."""
     samples: list[dict] = field(default_factory=list)
-    """Answers that go with that line."""
+    """Sampled answers for that line."""
 
     def rows(self, step: int) -> Batch:
         """Return this rank's rows of a step, encoded and packed. Collective."""
@@ -86,7 +86,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
         if self.generations is None or (step % every and not force):
             return
         with self.timer("rollout"):
-            # As a line of the log: an answer before a step stands with that step, the last ones with the last.
+            # Answers have the step number of their line in the log: those before a step that of the step.
             self.samples = self.generations.sample(step + (not force))
 
     def log(self, step: int, batch: Batch, stats: Metrics) -> None:

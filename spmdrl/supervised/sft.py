@@ -61,7 +61,7 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
 
 
 def teacher_objective(session: Session[SFTConfig], models: Models, stored: StoredTeacher | None) -> DistillObjective:
-    """Build the teacher, unless it answers from files, and return the objective of learning from it. Collective.
+    """Build the teacher, unless files stand in for it, and return the objective of distillation. Collective.
 
     Raises:
         ValueError: it does not read the student's tokens.

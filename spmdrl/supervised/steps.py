@@ -1,4 +1,4 @@
-"""From a row of labelled steps to a sequence with labels at the tokens that end steps, or to the reason why not."""
+"""Turns a row of labelled steps into a sequence with labels at the last tokens of steps, or refuses it."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from spmdrl.supervised.rows import pack
 
 
 class StepEncoder:
-    """Encodes rows whose steps have labels: a prompt with its response, of which only the ends of steps are read."""
+    """Encodes rows whose steps have labels: a prompt and its response, trained at the last tokens of its steps."""
 
     beside = False
 
@@ -62,9 +62,9 @@ class StepEncoder:
             raise RowError(f"{which}, so there is nothing to learn from it: label one, or leave the row out")
 
     def _label(self, sequence: Masked, found: LabelledSteps) -> None:
-        """Train a sequence, whose mask marks the response, at the tokens that end its steps.
+        """Move the mask of a sequence from its response to the last tokens of its steps, and add their labels.
 
-        A step's token is that at which a run reads its score (`rl/reading.py`).
+        A run of RL reads the score of a step at the same token (`rl/reading.py`).
         """
         response = sequence.mask.nonzero().flatten()
         begin, end = int(response[0]), int(response[-1]) + 1
@@ -88,9 +88,9 @@ class StepEncoder:
         """Return where the steps of a row end in the text of its trained tokens.
 
         Raises:
-            RowError: they cannot be found.
+            RowError: the steps cannot be found.
         """
-        # A template may put an empty thought before a response, and strip the white space around it.
+        # Some templates put an empty thought before a response, and strip the white space around it.
         given = found.text
         within = next((part for part in (given, given.strip(), given.lstrip(), given.rstrip()) if part in text), "")
         if within:

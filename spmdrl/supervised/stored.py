@@ -1,4 +1,4 @@
-"""Numbers of the tokens of given rows in files, written before any model learns and found by the tokens themselves.
+"""Numbers of the tokens of given rows in files, written before training and found by the tokens themselves.
 
 A folder of them holds files of safetensors, and a manifest that names them and is written last. Sequences lie end to
 end in a file; a mask says which of their tokens have numbers. As a sequence is found by its tokens, the order of the
@@ -10,10 +10,7 @@ T tokens of a file, N sequences, M tokens with numbers; L tokens of one sequence
 import hashlib
 import json
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +30,26 @@ from spmdrl.supervised.rows import Encode, encoded, first_lines
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
 STEPS = 4
-"""Steps' rows that are computed together."""
+"""Number of steps whose rows are computed together."""
 FULL = 256 * 2**20
-"""Bytes of numbers from which on a file is written."""
+"""Bytes of numbers at which a file is written."""
 
 
 class NoNumbersError(ValueError):
-    """A sequence has no numbers, or not all of its tokens have."""
+    """Raised for a sequence that lacks numbers of some of its tokens."""
 
 
 def indexed(mixture: Mixture) -> list[Any]:
-    """The sources of a mixture that are read by index."""
+    """Return the sources of a mixture that are read by index."""
     return [source for part in mixture.parts if isinstance(part, Permuted) for source in part.sources]
 
 
-def drawn_of(sources: list[Any], places: range) -> list[Drawn]:
-    """Rows of sources that are joined end to end."""
-    ends, out = list(accumulate(map(len, sources))), []
-    for place in places:
-        number = bisect_right(ends, place)
-        source, row = sources[number], place - (ends[number - 1] if number else 0)
-        out.append(Drawn(source.where(row), partial(source.__getitem__, row)))
-    return out
-
-
 def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
-    """All rows in parts that ranks share: the rows, and the places of this rank's."""
-    world, total = session.world, sum(map(len, sources))
+    """Yield all rows in parts that ranks share: the rows, and the places of this rank's."""
+    world, rows, total = session.world, Permuted(sources, seed=0, shuffle=False), sum(map(len, sources))
     count = max(STEPS * session.cfg.data.rows_per_step, world.size)
     for start in range(0, total, count):
-        part = drawn_of(sources, range(start, min(start + count, total)))
+        part = [rows.draw() for _ in range(min(count, total - start))]
         yield part, range(world.rank, len(part), world.size)
 
 
@@ -115,7 +102,7 @@ def write(
 
 
 class _Writer:
-    """Writes files of the sequences of one data position, from the first of the ranks that hold it."""
+    """Writes the sequences of one data position to files; only the first of its ranks writes."""
 
     def __init__(self, folder: Path, world: World):
         self.folder, self.files = folder, dict[str, int]()
@@ -146,7 +133,7 @@ class _Writer:
 
 
 def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
-    """Return what a folder's manifest says. flag: names the folder, for messages.
+    """Return the manifest of a folder. flag: names the folder in messages.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -168,7 +155,7 @@ def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
 
 
 class Stored:
-    """Numbers of sequences, from the files of a folder; only the tokens are in memory while it opens."""
+    """Reads numbers of sequences from the files of a folder; while it opens, only tokens are in memory."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], flag: str, needed: tuple[str, ...]):
         """needed: names of columns that the files must have.
@@ -211,44 +198,34 @@ class Stored:
         """File, first token, first number, tokens of each sequence."""
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a column in the first file, [M, ...]."""
+        """Return the shape of a column in the first file, [M, ...]."""
         return list(self.files[0].get_slice(name).get_shape())
-
-    def find(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[Any, int, torch.Tensor]:
-        """Return the file with numbers of the masked tokens, the first one's place, and the mask of those it has.
-
-        Raises:
-            NoNumbersError: there is none.
-        """
-        key, lacking = _key(tokens_L), None
-        at = int(torch.searchsorted(self.key_N, key))
-        while at < len(self.key_N) and int(self.key_N[at]) == key:
-            number, start, first, length = self.place_N4[at].tolist()
-            file = self.files[number]
-            if length == len(tokens_L) and torch.equal(_part(file, "tokens", start, length), tokens_L.int()):
-                held_L = _part(file, "mask", start, length)
-                if not bool((mask_L & ~held_L).any()):
-                    return file, first, held_L
-                lacking = int((mask_L & ~held_L).sum())
-            at += 1
-        if lacking:
-            raise NoNumbersError(f"{lacking} of its {int(mask_L.sum())} trained tokens have no numbers")
-        raise NoNumbersError("its tokens are in none of the files")
 
     def columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
         """Return columns [L, ...] of a sequence, zeros outside the mask.
 
         Raises:
-            NoNumbersError: there are none.
+            NoNumbersError: the files lack the sequence, or numbers of some of its masked tokens.
         """
-        file, first, held_L = self.find(tokens_L, mask_L)
-        out, among_M = [], mask_L[held_L]
-        for name in names:
-            held = _part(file, name, first, len(among_M))
-            column = held.new_zeros(len(tokens_L), *held.shape[1:])
-            column[mask_L] = held[among_M]
-            out.append(column)
-        return out
+        key, problem = _key(tokens_L), "its tokens are in none of the files"
+        first, last = (int(torch.searchsorted(self.key_N, key, right=right)) for right in (False, True))
+        for number, start, first_M, length in self.place_N4[first:last].tolist():
+            file = self.files[number]
+            if length != len(tokens_L) or not torch.equal(_part(file, "tokens", start, length), tokens_L.int()):
+                continue
+            held_L = _part(file, "mask", start, length)
+            if lacking := int((mask_L & ~held_L).sum()):
+                problem = f"{lacking} of its {int(mask_L.sum())} trained tokens have no numbers"
+                continue
+            return [_column(_part(file, name, first_M, int(held_L.sum())), held_L, mask_L) for name in names]
+        raise NoNumbersError(problem)
+
+
+def _column(held: torch.Tensor, held_L: torch.Tensor, mask_L: torch.Tensor) -> torch.Tensor:
+    """Return a column [L, ...] of numbers at the tokens of held_L, zeros outside mask_L."""
+    column = held.new_zeros(len(mask_L), *held.shape[1:])
+    column[mask_L] = held[mask_L[held_L]]
+    return column
 
 
 def _row(file: Any, name: str) -> str:
@@ -257,7 +234,7 @@ def _row(file: Any, name: str) -> str:
 
 
 def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:
-    """Key of each sequence of a file, int64 [N], and where its tokens and numbers begin, [N, 4]."""
+    """Return the key of each sequence of a file, int64 [N], and the places of its tokens and numbers, [N, 4]."""
     if missing := [name for name in (*PLACES, *needed) if name not in file.keys()]:  # noqa: SIM118
         raise ValueError(f"it has no tensor {missing[0]}")
     tokens_T, lengths_N, mask_T = (file.get_tensor(name) for name in PLACES)

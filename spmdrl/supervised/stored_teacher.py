@@ -1,4 +1,4 @@
-"""A teacher's likeliest tokens, read from files in the teacher's place.
+"""Reads a teacher's likeliest tokens from files, in the place of the teacher.
 
 T tokens of a batch, L of a sequence, M of them trained; K likeliest tokens.
 """
@@ -26,11 +26,11 @@ from spmdrl.supervised.teacher import NEEDED, identity, weights_digest
 from spmdrl_kernels.divergence import LEAST_REST, log_of_rest
 
 SUM = 1e-2
-"""Log of the largest sum of K probabilities; bfloat16 rounds them."""
+"""Largest log of a sum of K probabilities, with room for the rounding of bfloat16."""
 
 
 class StoredTeacher:
-    """Answers as the teacher did that wrote `--teacher.read`; a `Precomputed` that checks the rows."""
+    """Gives the numbers of the teacher that wrote `--teacher.read`; a `Precomputed` that checks the rows."""
 
     def __init__(self, session: Session[SFTConfig], begun: Start):
         """Open the files.
@@ -78,7 +78,7 @@ class StoredTeacher:
             )
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Check that all rows have numbers, unless they were written for these very rows. Collective.
+        """Check that all rows have numbers, unless the files were written for exactly these rows. Collective.
 
         Raises:
             ValueError: some have none.
@@ -119,11 +119,11 @@ class StoredTeacher:
             return f"It was written with {'; '.join(other)}: take the same, or write it again for these rows"
         return "Write it for these rows, or name the rows that it was written for"
 
-    def attach(self, key: Key, samples: list[int], sequences: list[Any]) -> None:
-        """Add nothing: numbers are read for the rows that a rank learns from."""
+    def attach(self, key: Key, sequences: list[Any]) -> None:
+        """Do nothing: `read` finds the numbers of a batch."""
 
     def read(self, batch: Batch, temperature: float, reader: TargetReader) -> tuple[torch.Tensor, ...]:
-        """The columns of a batch, as `read` of a policy.
+        """Return the columns of a batch, in the form of `read` of a policy.
 
         Raises:
             ValueError: a sequence has no numbers, or impossible ones.
@@ -144,7 +144,7 @@ class StoredTeacher:
         return tuple(torch.cat(each) for each in zip(*columns, strict=True))
 
     def _columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Ids [L, K], logp [L, K] and log of the others' sum [L] of a sequence, zeros outside the mask."""
+        """Return ids [L, K], logp [L, K] and log of the others' sum [L] of a sequence, zeros outside the mask."""
         names = (*NEEDED, "rest") if "rest" in self.stored.names else NEEDED
         ids_LK, logp_LK, *rest = self.stored.columns(tokens_L, mask_L, names)
         none = self.reader.empty
@@ -158,7 +158,7 @@ class StoredTeacher:
         if rest_M is None:
             rest_M = log_of_rest(logp_MK[:, :k])
         else:
-            # K tokens with all of the probability leave none, whose log is none that a divergence takes.
+            # K tokens with all of the probability leave 0, whose log no divergence takes.
             rest_M = rest_M.clamp(min=math.log(-math.expm1(LEAST_REST)))
             rest_M = torch.logsumexp(torch.cat([logp_MK[:, k:], rest_M[:, None]], 1), 1)
         out = []

@@ -29,9 +29,9 @@ NEEDED = ("ids", "logp")
 NOT_OF_ROWS = (
     *("data.rows_per_step", "data.epochs", "data.shuffle", "data.eval", "data.max_refused", "data.chat_template"),
 )
-"""Settings of `--data` that do not change the tokens of a row, and one whose text is compared instead."""
+"""Settings of `--data` that do not change the tokens of a row, and the template, whose text is compared."""
 PART = 2**12
-"""Bytes of each tensor that are hashed at its beginning and in its middle."""
+"""Number of bytes that are hashed at the beginning and in the middle of each tensor."""
 
 
 def in_its_folder(cfg: SFTConfig) -> SFTConfig:
@@ -111,7 +111,7 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
         values[f"the date in the chat template ({flag('data.template_kwargs')} {DATE})"] = day
     return {
         "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),
-        # Those beside the numbers of tokens: how text becomes tokens, and where rows are cut.
+        # Rules that turn text into tokens, and the length at which rows are cut.
         "reading": _hash([_rules(begun.tokenizer), begun.tokenizer.eos_token_id, begun.longest]),
         "sources": digest(cfg),
         "settings": json.loads(json.dumps(values)),

@@ -679,7 +679,10 @@ def test_a_turn_without_a_sampled_token_is_passed_over():
         ),
         ({"parent": torch.zeros(5)}, "parent must hold integers"),
         ({"parent": torch.zeros(4).long()}, r"parent must be \(5,\) like mask"),
-        ({"parent": None, "turn": torch.tensor([0, 2, 2, 1, 0])}, "must not fall within a sequence without parent"),
+        (
+            {"parent": None, "turn": torch.tensor([0, 2, 2, 1, 0])},
+            "without parent, turn must not fall within a sequence",
+        ),
     ],
 )
 def test_turns_that_fit_no_order_are_refused(changes, message):
