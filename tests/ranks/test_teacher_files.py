@@ -149,7 +149,7 @@ def test_written_numbers_are_those_of_transformers_and_are_written_once(made, tm
     before = (Path(files) / "manifest.json").stat().st_mtime_ns
     run_ranks(written, 1, str(tmp_path / "again"), data, {"teacher": told})
     assert (Path(files) / "manifest.json").stat().st_mtime_ns == before
-    with pytest.raises(RankError, match=r"holds what was written otherwise \(top_k\): name another folder, or delete"):
+    with pytest.raises(RankError, match=r"it was written otherwise \(top_k\): name another folder, or delete"):
         run_ranks(written, 1, str(tmp_path / "other"), data, {"teacher": told | {"top_k": 4}})
 
 
