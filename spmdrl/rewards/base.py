@@ -105,12 +105,9 @@ class Grader:
         """Gradings that ran out of time and were scored 0."""
         self.ungraded = 0
         """Gradings without a score."""
-        self._done: list[tuple[object, Reward]] = []
-
-    @property
-    def pending(self) -> int:
+        self.pending = 0
         """Responses submitted and not yet answered."""
-        return 0
+        self._done: list[tuple[object, Reward]] = []
 
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response to grade, without waiting. key: comes back with its result. Raises RewardError."""
@@ -139,10 +136,14 @@ class Grader:
         done, self._done = self._done, []
         return done
 
+    def _answer(self, key: object, reward: Reward) -> None:
+        self.pending -= 1
+        self._done.append((key, reward))
+
     def _leave_out(self, key: object, why: str) -> None:
         """Answer that a response cannot be graded."""
         self.ungraded += 1
-        self._done.append((key, left_out(self.name, key, why, self.ungraded)))
+        self._answer(key, left_out(self.name, key, why, self.ungraded))
 
 
 def as_reward(value: object, finite: bool = True) -> Reward:

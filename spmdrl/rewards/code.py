@@ -49,11 +49,7 @@ class CodeGrader:
     """
 
     def __init__(self, settings: SandboxConfig, partial_credit: bool):
-        """Open the sandboxes.
-
-        Raises:
-            SandboxError: none works here.
-        """
+        """Open the sandboxes. Raises SandboxError where none works."""
         self.settings, self.partial_credit = settings, partial_credit
         self.sandboxes: list[Warm] = []
         self.service = Fusion(settings.provider) if is_service(settings.provider) else None
@@ -76,31 +72,22 @@ class CodeGrader:
         return f"programs run in {self.service.name if self.service else self.sandboxes[0].name}"
 
     def may_take(self, item: RewardInput) -> float:
-        """Seconds that a grading may take: its programs have clocks of their own, and sandboxes may start again."""
+        """Return the most seconds of a grading: programs have clocks of their own, and sandboxes may start again."""
         return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)
 
     def __call__(self, item: RewardInput) -> Reward:
-        """Grade a response.
-
-        Raises:
-            UngradedError: the row has no tests that can be read, or the sandbox failed.
-        """
+        """Grade a response. Raises UngradedError for a row without readable tests and for a sandbox that fails."""
         tests = read_tests(item.ground_truth, {"prompt": item.prompt} | item.extra)
         source, fenced = program_of(item.solution)
         name = tests.suite.entry if tests.suite else ""
         if defines(tests.start, name):
             source = completed(tests.start, name, item.solution)
-        results = self.results(source, tests)
+        results = self._results(source, tests)
         parts = {name: results.count(name) / len(results) for name in RESULTS} | {"format": float(fenced)}
         share = parts["passed"]
         return Reward(share if self.partial_credit else float(share == 1.0), parts)
 
-    def results(self, source: str, tests: Tests) -> list[str]:
-        """Return the result of each test, of RESULTS.
-
-        Raises:
-            UngradedError: the sandbox failed, and failed again.
-        """
+    def _results(self, source: str, tests: Tests) -> list[str]:
         why = ""
         for _ in range(1 + RETRIES):
             try:
@@ -127,8 +114,7 @@ class CodeGrader:
             return [self._by_text(source, case, until) for case in tests.cases]
         return list(self._by_calls(source, tests, until))
 
-    def limits(self, seconds: float) -> Limits:
-        """Return the limits of a program that may take so long."""
+    def _limits(self, seconds: float) -> Limits:
         memory = self.settings.memory_mib
         return Limits(seconds=seconds, cpu_seconds=int(seconds) + 1, memory_mib=memory, output_kib=self.output_kib)
 
@@ -137,7 +123,7 @@ class CodeGrader:
         seconds = min(self.settings.seconds, until - time.monotonic())
         if seconds <= 0:
             return "timeout"
-        ended = (self.service or self.sandboxes[0]).run(Program(source, stdin=case.given), self.limits(seconds))
+        ended = (self.service or self.sandboxes[0]).run(Program(source, stdin=case.given), self._limits(seconds))
         if ended.verdict == "failure":
             raise SandboxError(ended.why)
         if ended.verdict != "ok":
@@ -158,7 +144,7 @@ class CodeGrader:
                     continue
                 seconds, loads = min(self.settings.seconds, left), True
                 if session is None:
-                    session = Session(self.sandboxes[0], self.limits(left))
+                    session = Session(self.sandboxes[0], self._limits(left))
                     session.load(PRELUDE, seconds)
                     answer = session.load(source, seconds)
                     loads = answer.verdict == "ok"
@@ -176,11 +162,10 @@ class CodeGrader:
                 session.close()
 
     def _by_suite(self, source: str, tests: Tests) -> list[str]:
-        """Run tests in Python."""
         suite = tests.suite
         assert suite is not None
         seconds = min(self.settings.total_seconds, self.settings.seconds * len(suite.tests))
-        found = run_tests(source, suite, self.sandboxes[0], self.sandboxes[1], self.limits(seconds))
+        found = run_tests(source, suite, self.sandboxes[0], self.sandboxes[1], self._limits(seconds))
         if found.verdict == "failure":
             raise SandboxError(found.why)
         if fault := next((each for each in found.failures if each and each.startswith("RowError: ")), ""):
@@ -203,11 +188,7 @@ def _result(verdict: str) -> str:
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Return the reward `code` or `code_partial` with open sandboxes. settings: of `SandboxConfig`.
-
-    Raises:
-        ValueError: no sandbox works here.
-    """
+    """Return the reward of a name with open sandboxes. settings: of `SandboxConfig`. Raises ValueError without any."""
     try:
         return CodeGrader(SandboxConfig(**settings), name == "code_partial")
     except SandboxError as error:

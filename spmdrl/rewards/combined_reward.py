@@ -34,14 +34,10 @@ class CombinedReward(Grader):
         self._open: dict[object, dict[str, Reward]] = {}
         self._without = 0  # responses to which no reward applies
 
-    @property
-    def pending(self) -> int:
-        """See `Grader`."""
-        return len(self._open)
-
     def submit(self, key: object, item: RewardInput) -> None:
         """Have a response graded by each. Raises RewardError."""
         self._open[key] = {}
+        self.pending += 1
         for term in self.terms:
             term.grader.submit(key, item)
 
@@ -55,7 +51,7 @@ class CombinedReward(Grader):
             rewards[term.name] = reward
             if len(rewards) == len(self.terms):
                 del self._open[key]
-                self._done.append((key, self._combined(key, rewards)))
+                self._answer(key, self._combined(key, rewards))
         self.timeouts = sum(each.grader.timeouts for each in self.terms)
         self.ungraded = self._without + sum(each.grader.ungraded for each in self.terms)
 

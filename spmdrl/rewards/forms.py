@@ -45,8 +45,7 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
 def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
     """Return a function of one response. kwargs: further arguments of every call (`--reward.kwargs`).
 
-    Raises:
-        ValueError: its parameters have none of the forms, or do not take `kwargs`; the message says what is wanted.
+    Raises ValueError if its parameters have none of the forms, or do not take `kwargs`.
     """
     parameters = _parameters(function)
     trl = "completions" in parameters and not set(VERL) <= parameters.keys()
@@ -73,7 +72,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     """Return the parameters by name; some builtins show none."""
     try:
         return inspect.signature(function).parameters
-    except ValueError:
+    except ValueError:  # some builtins show no signature
         return {}
 
 

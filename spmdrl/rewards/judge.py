@@ -13,7 +13,7 @@ from typing import cast
 from spmdrl.config.judge import JudgeConfig
 from spmdrl.data.scores import describe
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput
-from spmdrl.rewards.judge_verdict import VALUES, Question, Verdict, pair_questions, question
+from spmdrl.rewards.judge_verdict import VALUES, Question, pair_questions, question
 
 Answer = tuple[list[float], ...] | str
 """The grades of all votes on each question of a case, or why there are none."""
@@ -28,7 +28,7 @@ class Case:
     response: object
     """Key of the response that messages name."""
     questions: tuple[Question, ...]
-    verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
+    grades: dict[tuple[int, int], float] = field(default_factory=dict)
     """By (question, vote)."""
     failed: bool = False
     """A vote failed, so no others are worth a request."""
@@ -45,7 +45,7 @@ class Counters:
     repeated: int = 0
     """Those of them that were sent because one before failed."""
     bad_verdicts: int = 0
-    """Answers that are no verdict in the form that was asked for."""
+    """Answers that are no verdict in the form that the question gives."""
     cached: int = 0
     """Verdicts from the cache."""
     prompt_tokens: int = 0
@@ -66,11 +66,6 @@ class Asker:
         self.spent = Counters()
         self._open: dict[Case, None] = {}
         self._done: list[tuple[object, Answer]] = []
-
-    @property
-    def pending(self) -> int:
-        """Cases submitted and not yet answered."""
-        return len(self._open)
 
     def submit(self, key: object, *questions: Question, response: object = None) -> None:
         """Take a case, without waiting.
@@ -103,10 +98,10 @@ class Asker:
 
     def _grades(self, case: Case) -> tuple[list[float], ...] | None:
         """Return the grades of all votes on each question; None while some are missing."""
-        votes, found = range(self.cfg.votes), case.verdicts
+        votes, found = range(self.cfg.votes), case.grades
         if len(found) < len(case.questions) * self.cfg.votes:
             return None
-        return tuple([found[i, vote].grade for vote in votes] for i in range(len(case.questions)))
+        return tuple([found[i, vote] for vote in votes] for i in range(len(case.questions)))
 
     def _answer(self, case: Case, answer: Answer) -> None:
         del self._open[case]
@@ -141,18 +136,8 @@ class Judge(Grader):
         super().__init__(name)
         self.cfg, self.asker = cfg, asker
         self.wants_groups, self.on_engine = cfg.compare > 0, asker.on_engine
+        self.spent = asker.spent
         self._begun = _Group()
-        self._pending = 0
-
-    @property
-    def spent(self) -> Counters:
-        """Costs so far."""
-        return self.asker.spent
-
-    @property
-    def pending(self) -> int:
-        """See `Grader`."""
-        return self._pending
 
     def submit(self, key: object, item: RewardInput) -> None:
         """Take the next response, of a group if they are compared. Raises RewardError for a group of one."""
@@ -164,7 +149,7 @@ class Judge(Grader):
         group, size = self._begun, item.group if self.cfg.compare else 1
         group.keys.append(key)
         group.items.append(item)
-        self._pending += 1
+        self.pending += 1
         assert size == 1 or (group.items[0].group == size and group.items[0].prompt == item.prompt), "groups come whole"
         if len(group.keys) == size:
             self._begun = _Group()
@@ -204,15 +189,12 @@ class Judge(Grader):
         if len(group.answers) < len(group.pairs):
             return
         for i, key in enumerate(group.keys):
-            if self.cfg.compare:
-                reward = _reward_of_pairs(i, group.answers)
-            else:
-                reward = _reward_of(group.answers[0, 0], self.cfg.scale)
+            compares, answers = self.cfg.compare, group.answers
+            reward = _reward_of_pairs(i, answers) if compares else _reward_of(answers[0, 0], self.cfg.scale)
             if reward.ungraded:
                 self._leave_out(key, reward.ungraded)
             else:
-                self._done.append((key, reward))
-        self._pending -= len(group.keys)
+                self._answer(key, reward)
 
 
 def _reward_of(answer: Answer, scale: int) -> Reward:

@@ -54,17 +54,15 @@ class Client:
     """A server of chat completions. May be called from several threads."""
 
     def __init__(self, url: str, key: str, key_env: str, timeout: float):
-        """timeout: seconds of a request, from its first byte to its last.
-
-        Raises:
-            ValueError: the key cannot be sent.
-        """
+        """timeout: seconds of a request, to its last byte. Raises ValueError for a key that cannot be sent."""
         if not re.fullmatch(r"[!-~]*", key := key.strip()):
             raise ValueError(
                 f"the judge's key_env {key_env}: its value has characters that no API key has; set it anew"
             )
         self.key_env, self.timeout = key_env, timeout
         self._key, self._parts = key, urlsplit(url)
+        port = f":{self._parts.port}" if self._parts.port else ""
+        self._address = f"{self._parts.scheme}://{self._parts.hostname}{port}"  # without a login or a query
         path = self._parts.path.rstrip("/")
         self._target = (path if path.endswith(PATH) else path + PATH) + ("?" * bool(self._parts.query))
         self._target += self._parts.query
@@ -96,13 +94,7 @@ class Client:
         if 300 <= status < 400:
             fix = "it points to another address, where no key is sent: change the judge's url to that"
         fix = fix.format(key_env=self.key_env, is_set="set" if self._key else "not set")
-        raise RewardError(f"the judge at {self.address} answered {status}{text}: {fix}")
-
-    @property
-    def address(self) -> str:
-        """Scheme and host, without a login or a query."""
-        port = f":{self._parts.port}" if self._parts.port else ""
-        return f"{self._parts.scheme}://{self._parts.hostname}{port}"
+        raise RewardError(f"the judge at {self._address} answered {status}{text}: {fix}")
 
     def close(self) -> None:
         """Cut the requests that are under way. May be called twice."""
@@ -121,6 +113,7 @@ class Client:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         connection, until = self._connection(), time.monotonic() + self.timeout
+        late = f"the server did not answer within the judge's timeout of {self.timeout:g} s"
         sock: socket.socket | None = None
         clock: threading.Timer | None = None
         try:
@@ -142,9 +135,9 @@ class Client:
             after = response.getheader("Retry-After") or ""
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= until:
-                raise TryAgainError(self._late) from None
+                raise TryAgainError(late) from None
             why = self.without_key(str(error) or type(error).__name__)[:200]
-            raise TryAgainError(f"the connection to {self.address} failed: {why}") from None
+            raise TryAgainError(f"the connection to {self._address} failed: {why}") from None
         finally:
             if clock:
                 clock.cancel()
@@ -154,14 +147,10 @@ class Client:
             connection.close()
         if time.monotonic() >= until:
             # A part that came before the cut may look whole.
-            raise TryAgainError(self._late)
+            raise TryAgainError(late)
         if len(answer) > LONGEST_ANSWER:
             raise TryAgainError(f"the server's answer has more than {LONGEST_ANSWER:,} bytes")
         return response.status, after, answer
-
-    @property
-    def _late(self) -> str:
-        return f"the server did not answer within the judge's timeout of {self.timeout:g} s"
 
     def _connection(self) -> http.client.HTTPConnection:
         host, port = self._parts.hostname or "", self._parts.port

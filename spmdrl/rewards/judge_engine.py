@@ -71,7 +71,7 @@ class EngineAsker(Asker):
                 for case in self._open
                 for i, question in enumerate(case.questions)
                 for vote in range(self.cfg.votes)
-                if (i, vote) not in case.verdicts
+                if (i, vote) not in case.grades
             ]
             # In an order that does not depend on which response ended first.
             asks.sort(key=lambda each: each[0].digest)
@@ -108,7 +108,7 @@ class EngineAsker(Asker):
         try:
             if reply.why:
                 raise BadVerdictError(reply.why)
-            case.verdicts[place] = ask.question.read(reply.text)
+            case.grades[place] = ask.question.read(reply.text)
         except BadVerdictError as error:
             spent.bad_verdicts += 1
             case.why = str(error)

@@ -22,7 +22,7 @@ from spmdrl.health.status import tick
 from spmdrl.rewards.base import RewardError, UngradedError
 from spmdrl.rewards.judge import Answer, Asker, Case
 from spmdrl.rewards.judge_client import Client, TryAgainError, UnknownFormError
-from spmdrl.rewards.judge_verdict import FORMATS, BadVerdictError, Question, Verdict, content_of, tokens_of
+from spmdrl.rewards.judge_verdict import FORMATS, BadVerdictError, Question, content_of, tokens_of
 
 FIRST_PAUSE = 1.0
 """Seconds before the second attempt, on average; each further pause is twice as long."""
@@ -35,22 +35,17 @@ class Server(Asker):
     """Asks a server of chat completions. After a RewardError only `close` may be called."""
 
     def __init__(self, cfg: JudgeConfig, name: str):
-        """Nothing is sent before the first question.
-
-        Raises:
-            ValueError: a cache or a key that cannot be used; the message names the setting.
-        """
+        """Raises ValueError with the setting for a cache or a key that cannot be used."""
         super().__init__(cfg, name)
         self._client = Client(cfg.url, os.environ.get(cfg.key_env, ""), cfg.key_env, cfg.timeout)
         self._cache = _Cache(cfg.cache) if cfg.cache else None
         self._failure = ""
         self._work: queue.SimpleQueue[tuple[Case, int, int] | None] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[tuple[Case, int, int, Verdict | Exception]] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[Case, int, int, float | Exception]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._ended = threading.Event()
-        # Of its own: pauses must not move the draws of others.
-        self._jitter = random.Random()
-        # Shared by the threads, under the lock: counters, the way to ask for JSON, and when the server may be asked.
+        self._jitter = random.Random()  # pauses must not move the draws of others
+        # Shared by the threads, under the lock: counters, the place in FORMATS, and the time of the next request.
         self._lock = threading.Lock()
         self._form = 0
         self._not_before = 0.0
@@ -100,11 +95,11 @@ class Server(Asker):
                     self._threads.append(threading.Thread(target=self._serve, name="judge", daemon=True))
                     self._threads[-1].start()
 
-    def _note(self, case: Case, question: int, vote: int, found: Verdict | Exception) -> None:
+    def _note(self, case: Case, question: int, vote: int, found: float | Exception) -> None:
         if case not in self._open:
             return
-        if isinstance(found, Verdict):
-            case.verdicts[question, vote] = found
+        if isinstance(found, float):
+            case.grades[question, vote] = found
             if grades := self._grades(case):
                 self._answer(case, grades)
         elif isinstance(found, UngradedError):
@@ -121,24 +116,21 @@ class Server(Asker):
         while (work := self._work.get()) is not None and not self._ended.is_set():
             case, question, vote = work
             try:
-                found: Verdict | Exception = self._verdict(case, case.questions[question], vote)
+                found: float | Exception = self._grade(case, case.questions[question], vote)
             except Exception as error:
-                # The one who polls raises it.
-                found, case.failed = error, True
+                found, case.failed = error, True  # `poll` raises it
             self._found.put((case, question, vote, found))
-            if not isinstance(found, Verdict | UngradedError):
+            if not isinstance(found, float | UngradedError):
                 # The job ends: nothing more is to be paid for.
                 self._ended.set()
 
-    def _verdict(self, case: Case, question: Question, vote: int) -> Verdict:
-        """Return a verdict, from the cache or from as many attempts as there may be.
+    def _grade(self, case: Case, question: Question, vote: int) -> float:
+        """Return a grade from the cache or from several attempts.
 
-        Raises:
-            UngradedError: none of them gave one.
-            RewardError: no request can succeed, or the budget is spent.
+        Raises UngradedError if none gave one, RewardError if no request can succeed, or the budget is spent.
         """
         place = question.digest(vote) if self._cache else ""
-        if self._cache and (known := self._cache.read(place, question.read)):
+        if self._cache and (known := self._cache.read(place, question.read)) is not None:
             self._count(cached=1)
             return known
         why = ""
@@ -148,10 +140,10 @@ class Server(Asker):
             after = None
             try:
                 content = self._content(question, attempt)
-                verdict = question.read(content)
+                grade = question.read(content)
                 if self._cache:
                     self._cache.write(place, content)
-                return verdict
+                return grade
             except BadVerdictError as error:
                 self._count(bad_verdicts=1)
                 why = str(error)
@@ -162,7 +154,7 @@ class Server(Asker):
         raise UngradedError(self._no_verdict(why or "another of its votes failed"))
 
     def _content(self, question: Question, attempt: int) -> str:
-        """Return the judge's own words, asked for in the first way to ask for JSON that the server knows."""
+        """Return the judge's own words, by the first of FORMATS that the server takes."""
         for form in range(self._form, len(FORMATS)):
             self._wait()
             self._spend(repeated=int(attempt > 0 or form > self._form))
@@ -170,7 +162,7 @@ class Server(Asker):
                 answer = self._client.ask(question.body(secrets.token_hex(16), form))
             except UnknownFormError as error:
                 if form == len(FORMATS) - 1:
-                    # Not for the way it asks: the text itself is refused, too long as a rule.
+                    # The server refuses the text itself, which is too long as a rule.
                     raise UngradedError(str(error)) from None
                 continue
             with self._lock:
@@ -197,7 +189,7 @@ class Server(Asker):
     def _pause(self, attempt: int, after: float | None) -> None:
         seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * self._jitter.uniform(0.5, 1.5)
         if after is not None:
-            # A rate limit is everybody's: nobody asks before it ends.
+            # A rate limit holds for all threads.
             with self._lock:
                 self._not_before = max(self._not_before, time.monotonic() + after)
             seconds = min(seconds, FIRST_PAUSE) + after
@@ -225,18 +217,21 @@ class _Cache:
                 f"the judge's cache {folder}: cannot be written ({error.strerror}); name another"
             ) from None
 
-    def read(self, place: str, parse: Callable[[str], Verdict]) -> Verdict | None:
-        """Return the verdict of a question that was answered before; a file without one counts as absent.
+    def read(self, place: str, parse: Callable[[str], float]) -> float | None:
+        """Return the grade of a question that was answered before; a file without one counts as absent.
 
         parse: reads an answer, and raises BadVerdictError.
         """
-        with suppress(OSError, UnicodeDecodeError, BadVerdictError), open(self._file(place), "rb") as file:
+        with (
+            suppress(OSError, UnicodeDecodeError, BadVerdictError),
+            open(self._folder / place[:2] / f"{place}.json", "rb") as file,
+        ):
             return parse(file.read(LONGEST_FILE).decode())
         return None
 
     def write(self, place: str, content: str) -> None:
         """Write an answer; on a full disk do nothing."""
-        file = self._file(place)
+        file = self._folder / place[:2] / f"{place}.json"
         with suppress(OSError):
             file.parent.mkdir(exist_ok=True)
             handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
@@ -246,6 +241,3 @@ class _Cache:
                 os.replace(part, file)
             except (OSError, UnicodeEncodeError):
                 Path(part).unlink(missing_ok=True)
-
-    def _file(self, place: str) -> Path:
-        return self._folder / place[:2] / f"{place}.json"

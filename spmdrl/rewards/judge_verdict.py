@@ -82,16 +82,7 @@ _SPECIAL = re.compile(
 
 
 class BadVerdictError(Exception):
-    """An answer that is no verdict in the form that was asked for."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A judge's answer."""
-
-    grade: float
-    """Of a response: from 0 to the judge's scale. Of a pair: see VALUES."""
-    reason: str
+    """An answer is no verdict in the form that the question gives."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +103,14 @@ class Question:
         text = _COMPARE if self.pair else _GRADE
         return text.format(nonce=nonce, rubric=self.rubric, scale=self.scale, earlier=earlier)
 
-    def read(self, content: str) -> Verdict:
-        """Return the verdict of the judge's answer. Raises BadVerdictError."""
+    def read(self, content: str) -> float:
+        """Return the grade in the judge's answer: 0 to scale, or one of VALUES. Raises BadVerdictError."""
         if not self.pair:
-            return parse_verdict(content, self.scale)
-        better, reason = _parsed(content, "better")
+            return parse_grade(content, self.scale)
+        better = _parsed(content, "better")
         if not isinstance(better, str) or better not in VALUES:
             raise BadVerdictError(f"`better` must be one of {', '.join(VALUES)}")
-        return Verdict(VALUES[better], reason)
+        return VALUES[better]
 
     def messages(self, nonce: str) -> list[dict[str, str]]:
         """Return the chat that asks."""
@@ -219,11 +210,7 @@ def clean(text: str) -> str:
 
 
 def content_of(answer: bytes) -> str:
-    """Return the text of a server's answer of chat completions.
-
-    Raises:
-        BadVerdictError: it has another form, or several choices.
-    """
+    """Return the text of a chat completion. Raises BadVerdictError for another form, and for several choices."""
     try:
         choices = json.loads(answer)["choices"]
         (choice,) = choices
@@ -245,24 +232,20 @@ def tokens_of(answer: bytes) -> dict[str, int]:
     return {name: n for name, n in found.items() if type(n) is int and 0 <= n < 1 << 40}
 
 
-def parse_verdict(content: str, scale: int) -> Verdict:
-    """Return the verdict of an answer that is one JSON object with `reason` and `grade`, and nothing around it.
-
-    Raises:
-        BadVerdictError: it is anything else; the message says why.
-    """
-    grade, reason = _parsed(content, "grade")
+def parse_grade(content: str, scale: int) -> float:
+    """Return the grade of an answer, one JSON object with `reason` and `grade`. Raises BadVerdictError."""
+    grade = _parsed(content, "grade")
     if isinstance(grade, bool) or not isinstance(grade, int | float):
         raise BadVerdictError(f"the grade is a {type(grade).__name__}, no number")
     # Written so that NaN fails.
     if not (0 <= grade <= scale):
         raise BadVerdictError(f"the grade is not from 0 to {scale}")
     assert math.isfinite(grade)
-    return Verdict(float(grade), reason)
+    return float(grade)
 
 
-def _parsed(content: str, name: str) -> tuple[Any, str]:
-    """Return the member `name` and the reason of an answer that holds these two alone. Raises BadVerdictError."""
+def _parsed(content: str, name: str) -> Any:
+    """Return the member `name` of an answer that holds it and a reason alone. Raises BadVerdictError."""
     try:
         found = json.loads(content, parse_constant=_no_number, object_pairs_hook=_once)
     except BadVerdictError:
@@ -274,7 +257,7 @@ def _parsed(content: str, name: str) -> tuple[Any, str]:
         raise BadVerdictError(f"the judge's answer is no object with reason and {name} alone, but has: {keys}")
     if not isinstance(found["reason"], str):
         raise BadVerdictError(f"the reason is a {type(found['reason']).__name__}, no text")
-    return found[name], found["reason"]
+    return found[name]
 
 
 def _no_number(word: str) -> float:

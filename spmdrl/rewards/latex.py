@@ -18,31 +18,29 @@ _FUNCTIONS = re.compile(r"(?:a|ar|arc)?(?:sin|cos|tan|csc|sec|cot)h?|log|ln|lg|e
 _UNIT_LETTERS = frozenset("mgshlLJNWVKC")
 _FUNCTION_OR_UNIT = ("min", "sec")
 _UNIT_NAME = r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*(?:\{-?\d\}|\d))?"
-_PLACED = (
-    (re.compile(r"\\([ij])math(?![A-Za-z])"), r"\1"),
-    (
-        re.compile(
-            r"\\(math(?:bf|rm|bb|cal|frak|scr)|boldsymbol|bm|vec|(?:wide)?(?:hat|tilde)|bar|d?dot)(?:\s+([A-Za-z])|\s*(\\[A-Za-z]+))"
+_SPELLINGS = tuple(
+    (re.compile(pattern), instead)
+    for pattern, instead in (
+        (r"\\([ij])math(?![A-Za-z])", r"\1"),
+        (
+            r"\\(math(?:bf|rm|bb|cal|frak|scr)|boldsymbol|bm|vec|(?:wide)?(?:hat|tilde)|bar|d?dot)(?:\s+([A-Za-z])|\s*(\\[A-Za-z]+))",
+            r"\\\1{\2\3}",
         ),
-        r"\\\1{\2\3}",
-    ),
-    (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?|\\displaystyle|\\!"), ""),
-    (re.compile(r",?\s*\\(?:text|mbox|mathrm)\s*\{[\s~]*(?:and|or)[\s~]*\}"), ", "),
-    (re.compile(r"\\f?boxed\s*(?=[^\s{])"), ""),
-    (re.compile(r"(?<![A-Za-z\\])[Ii]nfinity(?![A-Za-z])"), r"\\infty "),
-    (re.compile(r"\\langle(?![A-Za-z])"), "("),
-    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
-    (re.compile(r"\\q?quad(?![A-Za-z])|~|(?<!\\)\\ "), " "),
-    (
-        re.compile(rf"(?<=[\d}})!])(\s*)\\[dt]?frac\s*\{{\s*({_UNIT_NAME})\s*\}}\s*\{{\s*({_UNIT_NAME})\s*\}}"),
-        r"\1\2/\3",
-    ),
-    (re.compile(r"(?<=\d)\s*\^?\s*(\{?)\s*\\(?:text|mathrm|mbox)\s*\{(?:st|nd|rd|th)\}\s*(?(1)\})"), " "),
-    (re.compile(r"\\(text|mathrm|mbox)\s*\{\s*per\s?cent(?![A-Za-z])"), r"\\%\\\1{"),
-    (re.compile(r"(?<=[\d})])\s+per\s?cent(?![A-Za-z])"), r"\\%"),
-    (re.compile(r"\\([dtc]?)frac\s*(\d)\s+(\d)(?!\d)"), r"\\frac{\2}{\3}"),
-    (re.compile(r"(?<![\d^_}])(-?)(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?!\d)"), r"\1\2\\frac{\3}{\4}"),
-    (re.compile(r"(?<![\d\w.])\.(?=\d)"), "0."),
+        (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?|\\displaystyle|\\!", ""),
+        (r",?\s*\\(?:text|mbox|mathrm)\s*\{[\s~]*(?:and|or)[\s~]*\}", ", "),
+        (r"\\f?boxed\s*(?=[^\s{])", ""),
+        (r"(?<![A-Za-z\\])[Ii]nfinity(?![A-Za-z])", r"\\infty "),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\q?quad(?![A-Za-z])|~|(?<!\\)\\ ", " "),
+        (rf"(?<=[\d}})!])(\s*)\\[dt]?frac\s*\{{\s*({_UNIT_NAME})\s*\}}\s*\{{\s*({_UNIT_NAME})\s*\}}", r"\1\2/\3"),
+        (r"(?<=\d)\s*\^?\s*(\{?)\s*\\(?:text|mathrm|mbox)\s*\{(?:st|nd|rd|th)\}\s*(?(1)\})", " "),
+        (r"\\(text|mathrm|mbox)\s*\{\s*per\s?cent(?![A-Za-z])", r"\\%\\\1{"),
+        (r"(?<=[\d})])\s+per\s?cent(?![A-Za-z])", r"\\%"),
+        (r"\\([dtc]?)frac\s*(\d)\s+(\d)(?!\d)", r"\\frac{\2}{\3}"),
+        (r"(?<![\d^_}])(-?)(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?!\d)", r"\1\2\\frac{\3}{\4}"),
+        (r"(?<![\d\w.])\.(?=\d)", "0."),
+    )
 )
 _COMMANDS = (r"\times ", r"\div ", r"\cdot ", r"\pi ", r"\infty ", r"\le ", r"\ge ", "'", "'", "''", "''")
 _AS_LATEX = str.maketrans(
@@ -111,7 +109,7 @@ def _repeated(m: re.Match) -> str:
 def spelled(text: str) -> str:
     """Return an answer in one spelling, without LaTeX that only formats."""
     text = CURRENCY.sub("", text.translate(SIGNS).translate(_AS_LATEX))
-    for pattern, instead in _PLACED:
+    for pattern, instead in _SPELLINGS:
         text = pattern.sub(instead, text)
     text = _SCIENTIFIC.sub(lambda m: rf"{m[1] or m[3]}\times10^{{{int(m[2] or m[4])}}}", _crossed(text))
     text = _COUNTED.sub(r"\2 \1{\3}", text)

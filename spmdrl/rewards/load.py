@@ -48,24 +48,23 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
     sandbox: where it runs programs, if it does. finite: False lets scores pass that are not finite, for a caller
     that leaves such samples out. sources: the `data_source` of rows that will come, as far as they are known.
 
-    Raises ValueError naming `--reward.function` or `--reward.more` for an unknown built-in, a missing file or function,
-    a file that does not import, and two rewards of one name.
+    Raises ValueError with the flag for an unknown built-in, a missing file or function, a file that does not import,
+    and two rewards of one name.
     """
-    if not cfg.more and not cfg.gate:
-        return _load(cfg.function, "--reward.function", cfg, sandbox, finite, sources, alone=True)
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
     if problems := same_names(cfg):
         raise ValueError(problems[0])
-    terms: list[Term] = []
+    alone, terms = len(wanted) == 1 and not cfg.gate, []
     try:
         for function, weight, flag in wanted:
-            terms.append(Term(short_name(function), _load(function, flag, cfg, sandbox, finite, sources), weight))
+            grader = _load(function, flag, cfg, sandbox, finite, sources, alone)
+            terms.append(Term(short_name(function), grader, weight))
     except ValueError:
         for term in terms:
             term.grader.close()
         raise
-    return CombinedReward(terms, cfg.gate)
+    return terms[0].grader if alone else CombinedReward(terms, cfg.gate)
 
 
 def on_engine(grader: Grader) -> list[Grader]:
@@ -81,7 +80,7 @@ def _load(
     sandbox: SandboxConfig,
     finite: bool,
     sources: Iterable[str],
-    alone: bool = False,
+    alone: bool,
 ) -> Grader:
     if name in QUICK:
         return Direct(name, QUICK[name], finite)

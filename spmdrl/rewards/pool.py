@@ -73,11 +73,6 @@ class Pool(Grader):
             self.close()
             raise ValueError(str(e)) from None
 
-    @property
-    def pending(self) -> int:
-        """See `Grader`."""
-        return len(self._items)
-
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response to grade. Raises RewardError when truth or extra cannot be written as JSON."""
         values = [item.data_source, item.solution, item.ground_truth, item.extra, item.prompt, item.prefill]
@@ -88,6 +83,7 @@ class Pool(Grader):
                 f"{describe(key)}: its ground truth or extra columns cannot be written as JSON: {e}"
             ) from e
         self._items[self._next] = (key, line)
+        self.pending += 1
         self._waiting.append(self._next)
         self._next += 1
         self._hand_out()
@@ -135,20 +131,21 @@ class Pool(Grader):
             assert request == message["id"], "a worker answers in order"
             worker.started = None
             if message["seconds"] > (worker.may_take or self._timeout):  # as if it had been killed in time
-                self._timed_out(request, worker.may_take)
-            elif "ungraded" in message:
-                self._unanswerable(request, message["ungraded"])
-            elif "error" in message:
+                return self._timed_out(request, worker.may_take)
+            if "error" in message:
                 error = RewardError(
                     f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
                     "Mend it (--reward.function), or the row's truth if it cannot read that"
                 )
                 error.add_note(message["trace"])  # shown with the traceback; the message stays one line
                 raise error
+            key, _ = self._items.pop(request)
+            if "ungraded" in message:
+                self._leave_out(key, message["ungraded"])
             elif self._alone and not message["applies"]:
-                self._unanswerable(request, "the function returned None: it does not apply to the row")
+                self._leave_out(key, "the function returned None: it does not apply to the row")
             else:
-                self._answer(request, Reward(message["score"], message["parts"], applies=message["applies"]))
+                self._answer(key, Reward(message["score"], message["parts"], applies=message["applies"]))
 
     def deadline(self, worker: Worker) -> float:
         """Return when a worker should have ended the grading under way (time.monotonic())."""
@@ -178,17 +175,12 @@ class Pool(Grader):
         key = self._items[request][0]
         if may_take:
             # Its own clocks should have ended it, so the response is not the cause.
-            return self._unanswerable(request, f"its grading did not end within {may_take:g} s")
+            self._items.pop(request)
+            return self._leave_out(key, f"its grading did not end within {may_take:g} s")
         if self._on_timeout == "error":
             raise RewardError(
                 f"reward function {self.name} took longer than {self._timeout:g} s on {describe(key)} and was stopped: "
                 "make it faster, raise --reward.timeout, or score such samples 0 with --reward.on-timeout zero"
             )
         self.timeouts += 1
-        self._answer(request, Reward(0.0, timed_out=True))
-
-    def _answer(self, request: int, reward: Reward) -> None:
-        self._done.append((self._items.pop(request)[0], reward))
-
-    def _unanswerable(self, request: int, why: str) -> None:
-        self._leave_out(self._items.pop(request)[0], why)
+        self._answer(self._items.pop(request)[0], Reward(0.0, timed_out=True))
