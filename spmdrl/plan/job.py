@@ -137,7 +137,7 @@ class PaperRank:
                     model.trainer.zero()
                     model.gradient_norm()
                     model.step(0.0, 1.0)
-            for kind, tensors in model.held().items():
+            for kind, tensors in model.tensors_by_owner().items():
                 self.paper.retag([x for x in tensors if x is not None], f"{name} {kind}")
 
     def _train(self, rounds: tuple[int, ...]) -> None:
@@ -234,7 +234,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     with without_files(folders), paper.tagged("parameters"):
         models = build_models(cfg, world, algo.needs)
     for name, model in own_tensors(models):
-        for owner, tensors_of in model.held().items():
+        for owner, tensors_of in model.tensors_by_owner().items():
             paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
     name_axes(paper.traffic, cfg, world)
     made = engine_of(world) if samples else None

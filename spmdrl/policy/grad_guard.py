@@ -62,7 +62,7 @@ class Guard:
     """Stores an anomalous step and returns how to inspect it. Collective over the training ranks."""
     row: int = 0
     """Consecutive non-finite steps so far."""
-    handed_on: list[int] = field(default_factory=lambda: [0, 0])
+    stored: list[int] = field(default_factory=lambda: [0, 0])
     """Steps stored so far: spikes, non-finite ones."""
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
@@ -75,8 +75,8 @@ class Guard:
             NonFiniteError: the step is not finite, and is the last of `limit` such steps in a row.
         """
         where = ""
-        if (not step.finite or self.spikes(step.norm)) and self.store and self.handed_on[not step.finite] < MOST:
-            self.handed_on[not step.finite] += 1
+        if (not step.finite or self.spikes(step.norm)) and self.store and self.stored[not step.finite] < MOST:
+            self.stored[not step.finite] += 1
             where = self.store(step)
         if step.finite:
             self.row = 0
@@ -105,11 +105,11 @@ class Guard:
 
     def state(self) -> dict:
         """Return the state that a resumed run needs; JSON-serializable."""
-        return {"row": self.row, "handed_on": list(self.handed_on), "norms": list(self.norms)}
+        return {"row": self.row, "handed_on": list(self.stored), "norms": list(self.norms)}
 
     def restore(self, state: dict) -> None:
         """Restore a state that `state` returned."""
-        self.row, self.handed_on = state["row"], list(state["handed_on"])
+        self.row, self.stored = state["row"], list(state["handed_on"])
         self.norms = deque(state["norms"], maxlen=WINDOW)
 
 

@@ -17,7 +17,7 @@ ALONE = "model"
 STEPS = "steps"
 """Name of the number of steps beside the labels, in metrics and samples."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
-SEVERAL = "only a file says what several count: name them by --reward.model rm.yaml with a path (docs/rewards.md)"
+SEVERAL = "only a file gives several their weights: name them by --reward.model rm.yaml with a path (docs/rewards.md)"
 ONE = "one is read: name a classifier with one label"
 """Endings of messages about the number of labels: of a model with a file, of one without, of a cost model."""
 
@@ -36,7 +36,7 @@ class Labels:
     """True if the only score is the probability of the second of two outputs, as in process reward models."""
     own_tokens: bool
     """True if the model reads tokens of its own tokenizer, not the policy's."""
-    says: str
+    note: str
     """A line for the log about the tokens that it reads, and why."""
     positions: int
     """Largest number of tokens that it can read; 0: not known."""

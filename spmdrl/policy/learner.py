@@ -204,19 +204,21 @@ class Learner:
     # ── memory ───────────────────────────────────────────────────────────────
 
     def bytes_by_owner(self) -> dict[str, int]:
-        return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self.held().items()}
+        return {
+            kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self.tensors_by_owner().items()
+        }
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
         """See the contract. On a CPU `host` moves nothing."""
         if not moves(place, self.world.device):
             return
         self.reshard()
-        for kind, leaving in self.held().items():
-            if parameters or kind != "parameters":
-                parked = Parked(leaving, "gone" if kind == "gradients" else place, self.world.device)
+        for owner, leaving in self.tensors_by_owner().items():
+            if parameters or owner != "parameters":
+                parked = Parked(leaving, "gone" if owner == "gradients" else place, self.world.device)
                 if parked.bytes:
                     self.away.append(parked)
-                    self.parameters_away |= kind == "parameters"
+                    self.parameters_away |= owner == "parameters"
 
     def onload(self) -> None:
         while self.away:
@@ -242,9 +244,9 @@ class Learner:
                     f"{mine.name} {mine.shape} cannot take over {theirs.name} {theirs.shape}: "
                     "--reference.refresh-every needs a reference of the policy's own architecture"
                 )
-            kept, taken = mine.tensor, theirs.tensor
-            mixes = share != 1 and kept.is_floating_point()
-            kept.copy_((1 - share) * kept + share * taken if mixes else taken)
+            own, source = mine.tensor, theirs.tensor
+            mixes = share != 1 and own.is_floating_point()
+            own.copy_((1 - share) * own + share * source if mixes else source)
 
     def checkpoint_bytes(self) -> int:
         """See the contract: all weights; for trained ones two moments too, and masters if kept separately."""
@@ -268,7 +270,7 @@ class Learner:
     def saving(self, copy: bool = False) -> Write:
         raise NotImplementedError
 
-    def held(self) -> dict[str, list[torch.Tensor | None]]:
+    def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
         """Return this rank's tensors by owner: parameters, gradients, optimizer."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    # Fused: one call for all shards, where torch would loop over DTensors. The meta device has no such kernel.
+    # Fused: one call for all shards, where torch would loop over DTensors. The meta device has no fused kernel.
     fused = all(p.device.type != "meta" for p in parameters)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=fused)
 

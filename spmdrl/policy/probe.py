@@ -1,7 +1,7 @@
 """Measures how far the forms in which a model runs packs (`heads.Form`) are from plain transformers.
 
 Three short sequences run through the model in a form, and each one alone through plain transformers. The states of all
-tokens, a gradient, and the head's numbers are compared. Rounding in 16 bits hides small mistakes from such a
+tokens, a gradient, and the head's numbers are compared. Rounding in 16 bits hides small mistakes from this
 comparison, so two further tests are exact: does a sequence's gradient reach tokens of other sequences, and do its
 states change when those do? `self_check.py` decides by the results.
 
@@ -104,24 +104,24 @@ class _Embedded:
     """Captures the embeddings of the first forward inside this context, as the leaves of a gradient."""
 
     def __init__(self, hf: Any):
-        self.module, self.taken = hf.get_input_embeddings(), None
+        self.module, self.embeddings = hf.get_input_embeddings(), None
 
     def __enter__(self) -> "_Embedded":
-        self.hook = self.module.register_forward_hook(self._take)
+        self.hook = self.module.register_forward_hook(self._capture)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.hook.remove()
 
-    def _take(self, module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
-        if self.taken is None:
-            self.taken = out.detach().requires_grad_()
-        return self.taken
+    def _capture(self, module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        if self.embeddings is None:
+            self.embeddings = out.detach().requires_grad_()
+        return self.embeddings
 
     def gradient(self, number: torch.Tensor) -> torch.Tensor:
         """Return d number / d embeddings [S, D]."""
-        assert self.taken is not None
-        return torch.autograd.grad(number, self.taken)[0].flatten(0, -2)
+        assert self.embeddings is not None
+        return torch.autograd.grad(number, self.embeddings)[0].flatten(0, -2)
 
 
 def plain(policy: Any) -> tuple[Sequences, Found]:

@@ -1,7 +1,7 @@
 """A frozen model on ranks of its own: training ranks send requests, scoring ranks answer them.
 
 Tokens go to the scorers by exchange, every sequence once, balanced by length; the results return to all ranks that hold
-the sequence. Training and scoring ranks make the same calls in the same order (`learn.score`, `learn.serve`).
+the sequence. Training and scoring ranks make the same calls in the same order (`score` and `serve` of `rl/score.py`).
 """
 
 from typing import Any

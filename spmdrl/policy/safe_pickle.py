@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint keeps its index (`.metadata`) as a pickle and reads values that are not tensors with
 weights_only=False, so the author of the files could run code here. A manifest proves that files are complete, not who
-wrote them. This module reads the index first, with an unpickler that allows only the classes of such an index, and
+wrote them. This module reads the index first, with an unpickler that allows only the classes of an index, and
 reads every value beside tensors with torch's weights-only reader.
 """
 
@@ -36,7 +36,7 @@ class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of CLASSES; raises for any other name without importing it."""
         if name not in CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
 
 

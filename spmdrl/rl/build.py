@@ -159,7 +159,7 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
     models.reading = reading_of(cfg, models.labels, read.tokenizer, read.prompts)
     models.cost_reading = at_last("--safety.cost-model", cfg.safety.cost_model, cfg.model.trust_remote_code)
     if models.labels:
-        session.note(models.labels.says)
+        session.note(models.labels.note)
     return models
 
 

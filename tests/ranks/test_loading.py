@@ -96,7 +96,7 @@ def read_by_megatron(world, folder, target):
     cfg = config(model={"path": folder}, policy={"backend": "megatron", "mtp": "keep"}, parallel={"tp": 2})
     policy = MegatronPolicy(cfg, world, 0, trainable=False)
     # As a policy that trains does.
-    policy.kept = safetensors.prediction_heads(policy.folder, policy.hf_config)
+    policy.untrained = safetensors.prediction_heads(policy.folder, policy.hf_config)
     pieces = {(p.name, p.box): p.tensor.clone() for p in policy.pieces()}
     if target:
         os.makedirs(target, exist_ok=True)

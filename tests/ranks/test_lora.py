@@ -363,7 +363,7 @@ def test_resume_of_adapters(folder, saved, n, replicate):
 @pytest.mark.parametrize(
     ("lora", "seed", "message"),
     [
-        ({"rank": 4}, 0, "made with --lora.rank 3, this run asks for 4"),
+        ({"rank": 4}, 0, "made with --lora.rank 3, this run has 4"),
         ({"alpha": 3}, 0, "made with --lora.alpha 10"),
         ({"targets": ("q_proj",)}, 0, "made with --lora.targets"),
         ({"rank": 0}, 0, "holds adapters: resume with its --lora.rank"),

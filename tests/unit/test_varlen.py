@@ -38,7 +38,7 @@ TABLE = [
     ("padded", 9, BF16, 128, False, BOTH, "padded"),
     ("eager", 9, BF16, 128, False, BOTH, "eager"),
     ("flash", 9, BF16, 128, False, OWN, "flash-attn is not installed"),
-    ("varlen", 9, BF16, 128, False, NONE, "no such kernel"),
+    ("varlen", 9, BF16, 128, False, NONE, "lacks that kernel"),
     ("flash", 0, BF16, 128, False, BOTH, "needs an NVIDIA GPU"),
     ("flash", 9, FP32, 128, False, BOTH, "not in float32"),
     ("flash", 9, BF16, 512, False, BOTH, "up to 256 channels, not 512"),

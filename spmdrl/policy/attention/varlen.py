@@ -120,7 +120,7 @@ def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
     if needs.capability < 8:
         return "it needs an NVIDIA GPU of the Ampere generation or later"
     if kernel not in there:
-        return "flash-attn is not installed" if kernel == "flash" else "this build of torch has no such kernel"
+        return "flash-attn is not installed" if kernel == "flash" else "this build of torch lacks that kernel"
     if needs.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not in {str(needs.dtype).removeprefix('torch.')}"
     if needs.width > WIDEST:

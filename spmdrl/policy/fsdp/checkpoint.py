@@ -35,7 +35,7 @@ def saving(policy: Any, copy: bool = False) -> Write:
         adapter = on_host(adapter, policy.master) if adapter is not None else None
 
     def write(folder: Path, world: World) -> None:
-        save_model(folder / "model", pieces, world, policy.stored, fixed, policy.kept, policy.blocks)
+        save_model(folder / "model", pieces, world, policy.stored, fixed, policy.untrained, policy.blocks)
         if adapter is not None:
             tensors = {name: x for bucket in on_first(adapter, world, policy.master) for name, x in bucket.items()}
             if world.is_first:

@@ -143,8 +143,8 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / FILE, metadata={"format": "pt"})
+    saved = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(saved, folder / FILE, metadata={"format": "pt"})
     config.base_model_name_or_path = base["path"]
     if isinstance(config.target_modules, set):
         # Sorted, so that two runs of one command write the same file.
@@ -172,7 +172,7 @@ def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None
     for key, name in flags.items():
         ours, theirs = getattr(config, key), saved.get(key)
         if sorted(ours or ()) != sorted(theirs or ()) if name == "targets" else ours != theirs:
-            raise ValueError(f"{folder} was made with --lora.{name} {theirs}, this run asks for {ours}; take that")
+            raise ValueError(f"{folder} was made with --lora.{name} {theirs}, this run has {ours}; take that")
     with safe_open(folder / FILE, framework="pt") as file:
         for piece, (_, p) in zip(file_pieces(adapters), [x for x in adapters if local(x[1]).numel()], strict=True):
             rows = piece.box[0]

@@ -69,8 +69,8 @@ class FsdpPolicy(Learner):
             self.run_as("apart")
         fill_model(self.model, self.folder, self.world.device, self.new_head, cfg.run.seed, self.blocks)
         # Persistent buffers, such as routing biases: every rank holds them whole.
-        kept = self.model.hf.state_dict().keys()
-        self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in kept]
+        persistent = self.model.hf.state_dict().keys()
+        self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in persistent]
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
         # The sharded parameters: while the root is gathered, the model has plain tensors in their place.
         self.shards: list[Any] = list(self.model.parameters())
@@ -82,7 +82,7 @@ class FsdpPolicy(Learner):
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{path}: an output head with a bias is not supported")
         keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
-        self.kept = prediction_heads(self.folder, hf.config) if keep else None
+        self.untrained = prediction_heads(self.folder, hf.config) if keep else None
         if cfg.policy.liger:
             use_liger(hf, self.world.device)
         # A reward model may start from a language model; a folder of a classifier must have its head.
@@ -230,7 +230,7 @@ class FsdpPolicy(Learner):
             return pieces_of(base, self.layout) + buffers
         return lora.merged_pieces(base, adapters, scale, self.layout, self.world) + buffers
 
-    def held(self) -> dict[str, list[torch.Tensor | None]]:
+    def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
         states = self.optimizer.state.values() if self.optimizer else []
         return {
             "parameters": list(self.shards),

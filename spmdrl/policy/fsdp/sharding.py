@@ -65,7 +65,7 @@ def recompute(hf: Any) -> None:
     transformers' own switch works only in training mode, which would also switch dropout on.
     """
     for layer in decoder_layers(hf):
-        # The state of random generators need not be kept: in eval mode nothing draws.
+        # The state of random generators need not be persistent: in eval mode nothing draws.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=again
         )
@@ -123,8 +123,8 @@ Names = dict[int, tuple[Any, list[str]]]
 def names_of(hf: Any) -> Names:
     """Return the parameters and the persistent buffers of a model, each with all its names."""
     found: Names = {}
-    kept = hf.state_dict().keys()
-    buffers = [(name, b) for name, b in hf.named_buffers(remove_duplicate=False) if name in kept]
+    persistent = hf.state_dict().keys()
+    buffers = [(name, b) for name, b in hf.named_buffers(remove_duplicate=False) if name in persistent]
     for name, tensor in [*hf.named_parameters(remove_duplicate=False), *buffers]:
         found.setdefault(id(tensor), (tensor, []))[1].append(plain_name(name))
     return found

@@ -62,7 +62,7 @@ class _Distributed(ranks.Distributed):
 
     @staticmethod
     def all_gather(tensor_list, tensor, group=None, async_op=False):
-        """See torch; the parts may differ in their first dimension, and every rank knows all sizes."""
+        """See torch; the parts may differ in their first dimension, and all sizes are known on every rank."""
         if all(part.shape == tensor_list[0].shape for part in tensor_list):
             return torch.distributed.all_gather(tensor_list, tensor, group=group, async_op=async_op)
         mine = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
@@ -74,7 +74,7 @@ class _Distributed(ranks.Distributed):
 
     @staticmethod
     def reduce_scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
-        """See torch; the parts may differ in their first dimension, and every rank knows all sizes."""
+        """See torch; the parts may differ in their first dimension, and all sizes are known on every rank."""
         if all(part.shape == input_list[0].shape for part in input_list):
             return torch.distributed.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         whole = torch.cat(input_list)
@@ -91,13 +91,13 @@ class _Torch(ranks.Torch):
 
 def _on_cpu(make: Any) -> Any:
     @functools.wraps(make)
-    def made(*args, **kwargs):
+    def on_cpu(*args, **kwargs):
         kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = CPU if str(kwargs["device"]).startswith("cuda") else kwargs["device"]
         return make(*args, **kwargs)
 
-    return staticmethod(made)
+    return staticmethod(on_cpu)
 
 
 for _name in FACTORIES:

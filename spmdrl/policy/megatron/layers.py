@@ -38,10 +38,10 @@ from spmdrl.policy.megatron.routing import Router, attach
 
 def _parameter(config: Any, *shape: int, fill: Any = torch.empty) -> nn.Parameter:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    made = nn.Parameter(fill(*shape, dtype=config.params_dtype, device=device))
+    parameter = nn.Parameter(fill(*shape, dtype=config.params_dtype, device=device))
     # finalize_model_grads sums the gradients of modules that receive only part of the tokens over tp.
-    made.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return made
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
 
 
 class Norm(nn.Module):
@@ -108,9 +108,9 @@ class Scalar(nn.Module):
     def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        made: dict[str, Any] = dict(dtype=config.params_dtype, device=device)
-        self.weight = nn.Parameter(torch.zeros(labels, config.hidden_size, **made))
-        self.bias = nn.Parameter(torch.zeros(labels, **made)) if bias else None
+        options: dict[str, Any] = dict(dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(torch.zeros(labels, config.hidden_size, **options))
+        self.bias = nn.Parameter(torch.zeros(labels, **options)) if bias else None
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_, weight=None, runtime_gather_output=None):

@@ -76,12 +76,12 @@ def check_model(layout: Layout, settings: dict) -> None:
         tp.append(("columns of the shared experts", settings["moe_shared_expert_intermediate_size"]))
     for what, count in tp:
         divides("--parallel.tp", layout.tp, what, count)
-    held = stages(layout, settings["num_layers"])
-    if any(count % layout.virtual_stages for count in held):
+    sizes = stages(layout, settings["num_layers"])
+    if any(count % layout.virtual_stages for count in sizes):
         raise ValueError(
             f"--parallel.virtual-stages {layout.virtual_stages}: pipeline ranks hold "
-            f"{' and '.join(map(str, sorted(set(held))))} of the model's layers; --parallel.virtual-stages may be "
-            f"{some(divisors(gcd(*held)))}"
+            f"{' and '.join(map(str, sorted(set(sizes))))} of the model's layers; --parallel.virtual-stages may be "
+            f"{some(divisors(gcd(*sizes)))}"
         )
     if experts:
         divides("--parallel.ep", layout.ep, "experts", experts)

@@ -159,7 +159,7 @@ def build(
         dtype: type of the parameters.
         device: this rank's device.
         head: `lm`; `value` or `score` for a linear layer to `labels` numbers in place of the vocabulary.
-        labels: numbers of such a head.
+        labels: numbers of that head.
         more: as in `transformer_config`.
 
     Raises:
@@ -193,18 +193,18 @@ def build(
 
 def _with_memory(model: Any, device: torch.device) -> Any:
     """Move parameters and buffers from the meta device to a device; buffers start at 0. Returns the model."""
-    made: dict[int, torch.nn.Parameter] = {}
+    allocated: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is None or not p.is_meta:
                 continue
-            if id(p) not in made:
-                made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            if id(p) not in allocated:
+                allocated[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
                 # Megatron's attributes of the parameter: how it is divided, and over which ranks its gradient is
                 # summed.
                 for note, value in vars(p).items():
-                    setattr(made[id(p)], note, value)
-            module._parameters[name] = made[id(p)]
+                    setattr(allocated[id(p)], note, value)
+            module._parameters[name] = allocated[id(p)]
         for name, b in module._buffers.items():
             if b is not None and b.is_meta:
                 module._buffers[name] = torch.zeros_like(b, device=device)

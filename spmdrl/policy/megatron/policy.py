@@ -93,12 +93,12 @@ class MegatronPolicy(Learner):
             self.hf_config, None, self.grid, self.compute, world.device, self.head, self.labels, **more
         )
         own &= trainable
-        self.kept: Stored = []
+        self.untrained: Stored = []
         if own and self.head == "lm":
             beside = self.chunks[0].arch.beside
-            self.kept = [x for x in stored(self.folder) if beside and x[1].startswith(beside)]
+            self.untrained = [x for x in stored(self.folder) if beside and x[1].startswith(beside)]
             if cfg.policy.mtp == "keep":
-                self.kept += prediction_heads(self.folder, self.hf_config)
+                self.untrained += prediction_heads(self.folder, self.hf_config)
         self.aux_loss, self.bias_rate = balancing(cfg.policy, self.hf_config, own) if trainable else (0.0, 0.0)
         for chunk in self.chunks:
             chunk.train(trainable).requires_grad_(trainable)
@@ -155,16 +155,16 @@ class MegatronPolicy(Learner):
     def pieces(self, part: Part = "model") -> list[Piece]:
         return convert.pieces(self.chunks)
 
-    def held(self) -> dict[str, list[torch.Tensor | None]]:
+    def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
         parameters: list[torch.Tensor | None] = [p for chunk in self.chunks for p in chunk.parameters()]
-        return {"parameters": parameters} | (self.trainer.held() if self.trainer else {})
+        return {"parameters": parameters} | (self.trainer.tensors_by_owner() if self.trainer else {})
 
     def saving(self, copy: bool = False) -> Write:
         """See the contract. Weights are written in the compute type; the state holds AdamW's own copies."""
         assert not copy, "checks.py refuses --checkpoint.background"
 
         def write(folder: Path, world: World) -> None:
-            save_model(folder / "model", self.pieces(), world, self.compute, self.fixed, self.kept, self.blocks)
+            save_model(folder / "model", self.pieces(), world, self.compute, self.fixed, self.untrained, self.blocks)
             if self.trainer:
                 self.trainer.save(folder / "state" / "optimizer")
 

@@ -87,10 +87,10 @@ def _states() -> None:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    made: Any = distrib_optimizer.DistributedOptimizer
+    sharded: Any = distrib_optimizer.DistributedOptimizer
     for module in (optimizer, distrib_optimizer):
         module.HybridDeviceOptimizer = HostAdamW  # type: ignore[attr-defined]
-    inner = made._set_main_param_and_optimizer_states
+    inner = sharded._set_main_param_and_optimizer_states
     if getattr(inner, "_repaired", False):
         return
 
@@ -108,4 +108,4 @@ def _states() -> None:
         return inner(self, model_param, tensors)
 
     restore._repaired = True  # type: ignore[attr-defined]
-    made._set_main_param_and_optimizer_states = restore
+    sharded._set_main_param_and_optimizer_states = restore

@@ -106,16 +106,16 @@ class Pipeline:
             return []
         runs = [micro if len(micro) else stand_in() for micro in micros]
         tokens = [(run.token["tokens"], run.lengths) for run in runs]
-        made = make_packs(tokens, self.layout, self.cp_rank, self.device)
+        packs = make_packs(tokens, self.layout, self.cp_rank, self.device)
         if self.settings.get("num_moe_experts"):
-            for micro, run, pack in zip(micros, runs, made, strict=True):
+            for micro, run, pack in zip(micros, runs, packs, strict=True):
                 prescribed, real = None, len(micro) > 0
                 if self.replay and real:
                     prescribed = run.token["experts"].unflatten(1, (-1, self.settings["moe_router_topk"]))
                 rows = pack.rows.chunk(self.part[0])[self.part[1]]
                 pack.params.routing = plan(rows, run.lengths, real, self.balance, prescribed)
-        packs = list(zip(micros, runs, made, strict=True))
-        iterators = [iter(packs) for _ in self.models]
+        inputs = list(zip(micros, runs, packs, strict=True))
+        iterators = [iter(inputs) for _ in self.models]
 
         def step(iterator, model):
             micro, run, pack = next(iterator)
@@ -129,7 +129,7 @@ class Pipeline:
             # The count of tokens is 0, because Megatron must not divide by it: the loss already has every denominator.
             return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
 
-        longest = max(pack.tokens.shape[1] for _, _, pack in packs)
+        longest = max(pack.tokens.shape[1] for pack in packs)
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(self.models) > 1 else iterators[0],

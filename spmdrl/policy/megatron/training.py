@@ -102,7 +102,7 @@ class Trainer:
             each.model_chunks = chunks
         last.step_with_ready_grads()
 
-    def held(self) -> dict[str, list[torch.Tensor | None]]:
+    def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
         """Return this rank's tensors of gradients and of the optimizer."""
         states = [s for each in self._optimizers() for s in each.state.values()]
         masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]

@@ -137,8 +137,8 @@ class DistillObjective(TokenObjective):
                 rows, pairs = rows_n[at], []
                 for place, name in enumerate(self.teachers):
                     if present[place]:
-                        taken = {column: columns[column][rows] for column in self.reader.names(name)}
-                        pairs.append((self.teacher(name, taken), (weight_T * share_TK[:, place])[rows]))
+                        targets = {column: columns[column][rows] for column in self.reader.names(name)}
+                        pairs.append((self.teacher(name, targets), (weight_T * share_TK[:, place])[rows]))
                 part, divergence_mK, entropy_n[at] = distillation_loss(
                     *(states_nD if len(at) == len(rows_n) else states_nD[at], weight_VD, pairs, self.cfg.beta, divisor),
                     softcap=softcap,
