@@ -178,14 +178,13 @@ class Learner:
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
         bad = bool(all_reduce(bad, "max", self.world.training_group))
-        now = self.updates_done, self.version, norm, not bad, self.guard.median
-        step = AnomalousStep(share, index, *now, on_policy)
+        facts = self.updates_done, self.version, norm, not bad, self.guard.median, on_policy
         overflowed, scale = False, self.loss_scale
         if scale is not None and not bad:
             # A lower scale may make the gradient finite.
             overflowed = not math.isfinite(norm) and scale.can_shrink
             scale.adapt(math.isfinite(norm))
-        finite = overflowed or self.guard.passes(step)
+        finite = overflowed or self.guard.passes(AnomalousStep(share, index, *facts))
         if finite and not overflowed and norm > 0:
             # A step with a zero gradient leaves weights and moments unchanged.
             self.step(lr, norm)
@@ -204,9 +203,8 @@ class Learner:
     # ── memory ───────────────────────────────────────────────────────────────
 
     def bytes_by_owner(self) -> dict[str, int]:
-        return {
-            kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self.tensors_by_owner().items()
-        }
+        device = self.world.device.type
+        return {owner: storage_bytes(tensors, device) for owner, tensors in self.tensors_by_owner().items()}
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
         """See the contract. On a CPU `host` moves nothing."""
@@ -280,10 +278,7 @@ class Learner:
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Any:
-        """Yield the head's two tensors [T] for each micro-batch in turn, without gradient. Collective.
-
-        function: its numbers [T, ...] take their place.
-        """
+        """Yield the head's two tensors [T], or a function's numbers, of each micro-batch; no gradient. Collective."""
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:

@@ -24,12 +24,8 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     that end a turn in it, so that any engine stops where the model was trained to stop. A critic or reward model
     without a tokenizer of its own reads the policy's tokens and gets the policy's tokenizer.
 
-    Args:
-        source: the folder.
-        config: of transformers, as the model was built; it stays as it is.
-        dtype: type of the weights in the checkpoint.
-        cfg: the run's settings.
-        head: as in the contract; only an `lm` model generates text.
+    config: of transformers, as the model was built. dtype: of the weights in the checkpoint. head: as in the contract;
+    only an `lm` model generates text.
 
     Raises:
         ValueError: a part that transformers cannot write.

@@ -184,10 +184,9 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
 
 def frozen(cfg: Config, world: World, scoring: World, each: Wanted, outputs: int, average: bool) -> Any:
-    """Build a frozen model, or the way to the ranks that hold it. Collective.
+    """Build a frozen model, or the way to the ranks `scoring` that hold it. Collective.
 
-    scoring: ranks that hold frozen models. outputs: scores of a reward model. average: it takes shares of the policy's
-    weights.
+    outputs: scores of a reward model. average: the model takes shares of the policy's weights.
     """
     model = None
     if world.scores:
@@ -201,9 +200,9 @@ def frozen(cfg: Config, world: World, scoring: World, each: Wanted, outputs: int
 
 
 def check_wanted(cfg: Config, wanted: dict[str, Wanted], labels: Labels | None) -> None:
-    """Check that the folders of models fit their roles; warns of ranks that would score and have no model to.
+    """Check that the folders of models fit their roles; warn of scoring ranks without a model.
 
-    labels: of the reward model, whose tokens they check themselves.
+    labels: of the reward model, whose tokens were checked when they were read.
 
     Raises:
         ValueError: a head that is missing, or another tokenizer than the policy's; the message names the flag.
@@ -229,12 +228,9 @@ def check_wanted(cfg: Config, wanted: dict[str, Wanted], labels: Labels | None) 
 
 
 def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callable[[str], None]) -> None:
-    """Check the models on this rank that have weights of their own (`self_check.py`). Collective over their ranks.
+    """Check the models on this rank that have weights of their own. Collective over their ranks.
 
-    say: takes a line for each.
-
-    Raises:
-        ValueError: one of them gives wrong numbers here.
+    say: prints a line for each. Raises and method: see `self_check.choose_form`.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
 
@@ -247,11 +243,7 @@ def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callab
 
 
 def check_alike(model: Any, reference: Any) -> None:
-    """Check that a reference has the policy's architecture, so that it can take over its weights.
-
-    Raises:
-        ValueError: it has another architecture.
-    """
+    """Raise ValueError unless a reference has the policy's architecture, so that it can take over its weights."""
     mine, theirs = ([(piece.name, piece.shape) for piece in each.pieces()] for each in (model, reference))
     if mine != theirs:
         odd = next((a or b for a, b in zip_longest(mine, theirs) if a != b), ("", ()))

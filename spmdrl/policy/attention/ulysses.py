@@ -147,11 +147,7 @@ def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
 
 
 def check_config(config: Any, sp: int) -> None:
-    """Check that the tokens of a model (a HF config) can be divided over sp ranks.
-
-    Raises:
-        ValueError: they cannot; the message names --parallel.sp and the part of the model.
-    """
+    """Raise ValueError unless the tokens of a model (a HF config) can be divided over sp ranks."""
     config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):

@@ -34,11 +34,7 @@ class Layout:
 
 
 def check_ranks(layout: Layout, ranks: int) -> None:
-    """Check that the axes fit a number of ranks.
-
-    Raises:
-        ValueError: they do not; the message names the flag and values that would fit.
-    """
+    """Raise ValueError unless the axes fit a number of ranks; the message names the flag and values that would fit."""
     dense, experts = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp
     if ranks % dense:
         raise ValueError(
@@ -59,10 +55,9 @@ def check_ranks(layout: Layout, ranks: int) -> None:
 
 
 def check_model(layout: Layout, settings: dict) -> None:
-    """Check that the layout can divide a model. settings: keyword arguments of its TransformerConfig (`families.py`).
+    """Raise ValueError unless the layout can divide a model; the message names the flag and values that would fit.
 
-    Raises:
-        ValueError: it cannot; the message names the flag and values that would fit.
+    settings: keyword arguments of its TransformerConfig (`families.py`).
     """
     experts = settings.get("num_moe_experts") or 0
     mla = settings.get("multi_latent_attention", False)

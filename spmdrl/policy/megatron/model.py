@@ -54,11 +54,7 @@ def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
     """Create Megatron's process groups over the ranks of a group, in the order of a mesh of them. Collective over them.
 
     May be called again for another layout. The axes from the innermost outwards are tp, cp, data, pp; for experts they
-    are etp, ep, data, pp.
-
-    Args:
-        layout: sizes of the axes.
-        group: host-side group of the ranks that hold the models, consecutive in the job; None: all ranks.
+    are etp, ep, data, pp. group: as in `ranks.over`.
 
     Raises:
         ValueError: the axes do not fit the number of ranks, or megatron-core is missing.
@@ -151,16 +147,9 @@ def build(
     the hidden states must be complete on each rank of the group: the caller sums the contributions of the ranks' parts
     of the vocabulary (`head_weight`).
 
-    Args:
-        hf_config: configuration of transformers.
-        folder: HF safetensors for the weights; None leaves them uninitialized, on a CPU in memory that the system has
-            not allocated yet.
-        layout: the layout given to `initialize`.
-        dtype: type of the parameters.
-        device: this rank's device.
-        head: `lm`; `value` or `score` for a linear layer to `labels` numbers in place of the vocabulary.
-        labels: numbers of that head.
-        more: as in `transformer_config`.
+    folder: HF safetensors; None leaves weights uninitialized, on a CPU in memory that the system has not allocated yet.
+    layout: as given to `initialize`. head: `lm`; `value` or `score` for a linear layer to `labels` numbers in place of
+    the vocabulary. more: as in `transformer_config`.
 
     Raises:
         ValueError: a model without a converter, or one that the layout does not divide.
