@@ -79,7 +79,7 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     """Raise ValueError if the model reads more than text and the engine cannot run it.
 
-    transformers does not treat such a model as a causal language model; vLLM does, but its CPU build lacks torchvision.
+    transformers has no causal language model for it; vLLM does, but its CPU build lacks torchvision.
     """
     from transformers import AutoModelForCausalLM
 

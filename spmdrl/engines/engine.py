@@ -165,6 +165,25 @@ def check_version(version: int, held: int | None) -> None:
         )
 
 
+def check_request(request: Request, version: int | None, longest: int, awake: bool = True) -> None:
+    """Check that an engine can sample a request. version, longest: the engine's weights and longest sequence.
+
+    Raises:
+        StaleEngineError: it holds other weights or none, or it sleeps.
+        ValueError: it would cut the response short silently, or fail with an error of its own.
+    """
+    check_version(request.version, version)
+    prompt, new = len(request.prompt), request.max_new_tokens
+    if prompt + new > longest:
+        raise ValueError(
+            f"request {request.key} has {prompt} prompt tokens and asks for up to {new} new ones; the engine's longest "
+            f"sequence is {longest}: raise --rollout.max-prompt-tokens or lower --rollout.max-new-tokens (together at "
+            "most what the model's positions hold)"
+        )
+    if not awake:
+        raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
+
+
 def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> int:
     """Check that an engine's tensors all lie on the rank's own device (law 7); return their number.
 
@@ -224,14 +243,3 @@ def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = 2 * -(-heads // tp) * head_dim
     return layers * width * (4 if dtype == "float32" else 2)
-
-
-def check_length(request: Request, longest: int) -> None:
-    """Raise ValueError if the engine would cut the response short silently, or fail with an error of its own."""
-    prompt, new = len(request.prompt), request.max_new_tokens
-    if prompt + new > longest:
-        raise ValueError(
-            f"request {request.key} has {prompt} prompt tokens and asks for up to {new} new ones; the engine's longest "
-            f"sequence is {longest}: raise --rollout.max-prompt-tokens or lower --rollout.max-new-tokens (together at "
-            "most what the model's positions hold)"
-        )

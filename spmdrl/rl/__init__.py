@@ -15,12 +15,11 @@ fill_batch.py    counts what the rollouts of a step bring until it has its promp
 evaluation.py    measures the policy on a prompt set
 score.py         computes inputs of the update: shaped rewards, old and reference logp, values
 reading.py       how a reward model reads responses: tokens, steps, labels
-retokenize.py    responses in the tokens of a reward model's own tokenizer
+retokenize.py    responses in the tokens of a reward model or of a teacher
 update.py        updates every model that learns
 online_preference.py  the method of pairs of own samples: which samples of a prompt are compared
 teachers.py      prompts as teachers read them, and teachers in the run's own engine
 alignment.py     a teacher that reads other tokens
-spans.py         spans of text that tokens of both cover
 distillation.py  the method of distillation: what teachers say of a batch, responses of the data set
 compose.py       makes an Algorithm from settings
 spikes.py        keeps the batch of an anomalous optimizer step

@@ -1,7 +1,7 @@
 """Distils a teacher whose tokenizer is not the student's, by spans of the student's text.
 
 The teacher's tokenizer encodes the response again, after the teacher's own prompt. Spans of text that consist of whole
-tokens of both are compared (`rl/spans.py`, `policy/objectives/aligned.py`). Responses that cannot be aligned are
+tokens of both are compared (`rl/retokenize.py`, `policy/objectives/aligned.py`). Responses that cannot be aligned are
 counted, and the log gives the reasons.
 """
 
@@ -22,8 +22,8 @@ from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 from spmdrl.policy.contract import OutputHead, Policy
 from spmdrl.policy.objectives.aligned import LEAD, OUTSIDE, SHIFT, AlignedObjective
 from spmdrl.policy.objectives.distillation import TargetReader
+from spmdrl.rl.retokenize import Aligned, Pair, UnreadableError
 from spmdrl.rl.run import Run
-from spmdrl.rl.spans import Aligned, Pair, UnreadableError
 from spmdrl.rl.teachers import room, teacher_prompts
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels.aligned import Matched

@@ -60,10 +60,6 @@ class Sources:
     eval_prompts: PromptSet | None
     """Prompts of evaluations."""
 
-    def data_sources(self) -> set[str]:
-        """Return the `data_source` of every prompt."""
-        return {prompt.data_source for each in (self.prompts, self.eval_prompts) if each for prompt in each.prompts}
-
 
 def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGradient) -> Run:
     """Build a run with a learning method. Collective over all ranks."""
@@ -74,7 +70,8 @@ def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGra
     for line in _warnings(cfg):
         session.warn(line)
     finite = cfg.filter.bad_sample == "stop"
-    grader = load_reward(cfg.reward, cfg.sandbox, finite, read.data_sources()) if world.samples else None
+    data_sources = {prompt.data_source for each in (read.prompts, read.eval_prompts) if each for prompt in each.prompts}
+    grader = load_reward(cfg.reward, cfg.sandbox, finite, data_sources) if world.samples else None
     judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
     # On every rank, because one without samples needs the column too.
     experts_width = experts_of(read.folder, cfg.model.trust_remote_code).width if cfg.rollout.routing_replay else 0

@@ -1,6 +1,5 @@
 """Metrics of a step, and a few of its samples as text."""
 
-import json
 import math
 
 import torch
@@ -11,9 +10,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.episode import FINISH_REASONS, Episode
 from spmdrl.data.segment import PREVIOUS
 from spmdrl.rl.tool_calls import CallReader
-from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.peers import Peers
-from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 MODEL_PHASES = ("rollout", "logp", "update", "eval")
@@ -24,26 +21,6 @@ SINGLE = 2
 
 Columns = dict[tuple[int, int], dict[str, float]]
 """(position, sample) -> columns of that sample in samples.jsonl."""
-
-
-def sample_rows(
-    step: int,
-    episodes: list[Episode],
-    tokenizer,
-    count: int,
-    more: Columns | None = None,
-    reader: CallReader | None = None,
-) -> list[dict]:
-    """Return `count` of the episodes as rows for samples.jsonl (`sample_row`).
-
-    step: counted from 1. more: further columns.
-    """
-    if not count:
-        return []
-    spread = max(1, len(episodes) // count)
-    more = more or {}
-    chosen = episodes[::spread][:count]
-    return [sample_row(step, e, tokenizer.decode, reader) | more.get((e.position, e.sample), {}) for e in chosen]
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
@@ -84,13 +61,6 @@ def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = 
             for i, s in enumerate(episode.segments)
         ]
     return row
-
-
-def rows_of_first(rows: list[dict], world: World) -> list[dict]:
-    """Return the rows of the first rank that samples, on the first rank of all. Collective under `split`."""
-    if not world.roles.split:
-        return rows
-    return json.loads(all_gather_text(json.dumps(rows), world.host_group)[world.roles.samplers[0]])
 
 
 def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:

@@ -46,8 +46,8 @@ class Voice:
         """True if the template takes no system message; its text then begins the first user message."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
-                f"{file}: engine {judge.engine}: the tokenizer in {self.folder} has no chat template, by which a judge "
-                "is asked; take a chat model, or a judge at a url"
+                f"{file}: engine {judge.engine}: the tokenizer in {self.folder} has no chat template, which "
+                "renders questions; take a chat model, or a judge at a url"
             )
         try:
             self.render(PROBE)

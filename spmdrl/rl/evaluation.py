@@ -1,5 +1,6 @@
 """Measures the policy on a prompt set: a rollout, and the numbers made of its scores."""
 
+import json
 import math
 from typing import Any
 
@@ -15,11 +16,10 @@ from spmdrl.health.failure import exit_reason
 from spmdrl.health.preempt import preemption
 from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
-from spmdrl.rl.describe import rows_of_first
 from spmdrl.rl.reading import AtLast
 from spmdrl.rl.rollout_plan import RolloutPlan
 from spmdrl.rl.sampler import Sampler, may_end
-from spmdrl.spmd.exchange import all_gather_rows, all_reduce
+from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 from spmdrl.tracking.trackers import plain
@@ -99,7 +99,10 @@ class Evaluation:
 
     def show(self, rows: list[dict]) -> None:
         """Take some conversations, as rows of the first rank that samples. Collective under `split`."""
-        self.rows = rows_of_first([row | {"evaluation": True} for row in rows], self.world)
+        self.rows = [row | {"evaluation": True} for row in rows]
+        if self.world.roles.split:
+            texts = all_gather_text(json.dumps(self.rows), self.world.host_group)
+            self.rows = json.loads(texts[self.world.roles.samplers[0]])
 
     def take_rows(self, step: int) -> list[dict]:
         """Return the rows for samples.jsonl, once; only the first rank has any.

@@ -115,7 +115,7 @@ class Rollout:
         if self.environment.most_open:
             room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
-        # Every rank of the engine asks the queue, also for nothing.
+        # Every rank of the engine calls the queue, also for no group.
         for place in self.queue.take(room - len(taken)):
             taken.append(self.plan.group(place))
             self.begun = place + 1
@@ -198,7 +198,7 @@ class Rollout:
         """Stop unfinished episodes and keep their tokens. keep: another step goes on with them."""
         unfinished = [e for g in self.groups.values() for e in g.open]
         for episode in (e for g in self.groups.values() if not g.done for e in g.episodes):
-            # Episodes of such a group that ended are graded with the others of it.
+            # Finished episodes of an unfinished group are graded with its others.
             self.enter(episode, "")
         keys = [request_key(e) for e in unfinished if e.segments]
         for completion in self.engine.abort(keys):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from spmdrl.data.step_batch import ReplayBuffer, make_batch
 from spmdrl.health.preempt import AbandonedError, PreemptedError, any_rank
 from spmdrl.policy.models import shares_prompts
 from spmdrl.policy.objectives.algorithm import Algorithm
-from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_rows, with_rates
+from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_row, with_rates
 from spmdrl.rl.evaluation import Evaluation
 from spmdrl.rl.rollout_plan import Experience
 from spmdrl.rl.sampler import Sampler
@@ -49,7 +50,7 @@ class Run(JobRun[Config]):
     replay: ReplayBuffer
     evaluation: Evaluation
     memory: Memory
-    tokenizer: object
+    tokenizer: Any
     prompts: PromptSet
     experts_width: int
     """Columns of routing that a batch replays; 0: none."""
@@ -204,7 +205,11 @@ class Run(JobRun[Config]):
 
     def _rows(self, step: int, episodes: list[Episode], more: dict | None = None) -> list[dict]:
         """Return some of the episodes as rows of samples.jsonl. step: counted from 1. more: further columns."""
-        return sample_rows(step, episodes, self.tokenizer, self.cfg.tracking.samples, more, self.reader)
+        if not (count := self.cfg.tracking.samples):
+            return []
+        chosen = episodes[:: max(1, len(episodes) // count)][:count]
+        rows = [sample_row(step, e, self.tokenizer.decode, self.reader) for e in chosen]
+        return [row | (more or {}).get((e.position, e.sample), {}) for row, e in zip(rows, chosen, strict=True)]
 
     def held(self) -> dict[str, int]:
         """Return the numbers that must be the same on every rank after a step."""

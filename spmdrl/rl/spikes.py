@@ -77,16 +77,11 @@ class Spikes:
         self._meet()
         look = f"python -m spmdrl.tools.replay {place}" if self.replays else f"the batch in {place}"
         if self.world.rank == self.world.roles.trainers[0]:
-            facts = {
+            facts = {name: value for name, value in vars(seen).items() if name != "batch"} | {
                 "step": self.step,
                 "model": model,
-                "share": seen.share,
                 "norm": plain(seen.norm),
                 "median": plain(seen.median),
-                "loss_finite": seen.loss_finite,
-                "version": seen.version,
-                "updates_done": seen.updates_done,
-                "on_policy": seen.on_policy,
                 "algorithm": self.algo.state,
                 "config": "../../config.yaml",
                 "files": [rank_file(rank) for rank in holders],

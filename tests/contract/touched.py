@@ -119,6 +119,7 @@ ROOTS = {
         "self.engine.model_executor.driver_worker.worker self.engine.engine_core self.runner output part"
     ),
     "engines/vllm/lora.py": "self.manager runner wrapper module",
+    "engines/vllm/options.py": "runner",
     "engines/vllm/start.py": "group",
     "engines/sglang/server/__main__.py": "self.engine self.tokenizer_manager engine result",
     "engines/sglang/server/draws.py": "self info processor result batch r logits_output Sampler SamplingBatchInfo",

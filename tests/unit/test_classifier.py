@@ -354,12 +354,12 @@ def test_plain_text_keeps_the_blank_between_prompt_and_response(steps):
         {0: prompt("one", chat=False)},
     )
     told = episode_of(0, 0, 0, torch.tensor([2, 3, 4, 2, 1]), torch.tensor([False] + [True] * 4), torch.zeros(5))
-    found = reading.places(from_episodes([told]))
-    tokens, text = found.inputs.token["tokens"].tolist(), "one two three one"
+    _, token_n, inputs, read_n = reading.places(from_episodes([told]))
+    tokens, text = inputs.token["tokens"].tolist(), "one two three one"
     assert tokens == TOKENIZER(text).input_ids
     ends = [13, 17] if steps else [17]
-    assert found.read_n.tolist() == [by_bytes(tokens, text, end) for end in ends]
-    assert found.token_n.tolist() == ([2, 4] if steps else [4])
+    assert read_n.tolist() == [by_bytes(tokens, text, end) for end in ends]
+    assert token_n.tolist() == ([2, 4] if steps else [4])
 
 
 def test_texts_of_padding_or_without_tokens():

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.rl.spans import CUT, Pair, UnreadableError, common, end_of_turn, reading
+from spmdrl.rl.retokenize import CUT, Pair, UnreadableError, common, end_of_turn, reading
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog 1234567890",

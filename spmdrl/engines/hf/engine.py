@@ -21,7 +21,7 @@ from spmdrl.engines.engine import (
     Owner,
     Request,
     ScoreRequest,
-    check_length,
+    check_request,
     check_version,
     longest_sequence,
 )
@@ -53,10 +53,8 @@ class HFEngine:
         self.deterministic = cfg.rollout.deterministic
         self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
         self.dtype = DTYPES[cfg.model.dtype]
-        started = start(cfg, world)
-        self.model, self.group = started.model, started.group
+        self.model, self.group, self.boxes, self.quantized = start(cfg, world)
         self.decoder = Decoder(self.model, self.group)
-        self.boxes, self.quantized = started.boxes, started.quantized
         self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
         self.parked: Parked | None = None
         # Softmax in float32 at least, like the trainer's head.
@@ -78,8 +76,7 @@ class HFEngine:
 
     def submit(self, request: Request) -> None:
         """See the contract."""
-        check_version(request.version, self.version)
-        check_length(request, self.longest)
+        check_request(request, self.version, self.longest)
         self.waiting.append(request)
 
     @torch.inference_mode()
@@ -220,7 +217,7 @@ class HFEngine:
         self.decoder.check(self.model.config.get_text_config().vocab_size, self.world.device, self.dtype)
 
     def reset_prefix_cache(self) -> None:
-        """See the contract; does nothing, because no prefix is cached."""
+        """Do nothing, because no prefix is cached."""
 
     def sleep(self, level: int) -> None:
         """See the contract. A KV cache exists only while its group samples."""

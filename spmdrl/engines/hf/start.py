@@ -11,7 +11,6 @@ then come from other weights than the trainer's, so use it with the rollout corr
 """
 
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,40 +31,32 @@ FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """Format -> torch type, and the largest magnitude in use."""
 
 
-@dataclass
-class Started:
-    """One rank's part of the model. Its weights are undefined; buffers that no checkpoint holds have their values."""
+def start(
+    cfg: Config, world: World
+) -> tuple[Any, dist.ProcessGroup | None, dict[str, Box], "dict[str, QuantizedLinear]"]:
+    """Build this rank's part of the model from config.json only, and allocate its memory on the rank's device.
 
-    model: Any
-    group: dist.ProcessGroup | None = None
-    """Ranks over which layers are divided; None if layers are whole."""
-    boxes: dict[str, Box] = field(default_factory=dict)
-    """This rank's box of each divided parameter."""
-    quantized: "dict[str, QuantizedLinear]" = field(default_factory=dict)
-    """8-bit layers, by the name of their weight."""
-
-
-def start(cfg: Config, world: World) -> Started:
-    """Build this rank's part of the model from config.json only, and allocate its memory on the rank's device."""
+    Returns the model, whose weights are undefined while buffers that no checkpoint holds have their values; the ranks
+    over which layers are divided, None if they are whole; this rank's box of each divided parameter; and the 8-bit
+    layers by the name of their weight.
+    """
     trust, dtype = cfg.model.trust_remote_code, DTYPES[cfg.model.dtype]
     folder = resolve(cfg.model.path, trust)
     config = read_config(folder, trust).get_text_config()
     # torch's fused attention cannot cap scores (Gemma 2), and transformers then silently omits the cap. None means the
     # fused attention for families that have it.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    out = Started(empty_model(folder, dtype, trust, attention))
+    model = empty_model(folder, dtype, trust, attention)
     if "adapter" in pushed_parts(cfg):
-        attach(out.model, cfg.lora, cfg.run.seed, dtype, scaled=True)
-    out.model.requires_grad_(False)
-    if cfg.rollout.tp > 1:
-        out.group = world.rollout_mesh.get_group("tp")
-        out.boxes = divide(out.model, world.engine_tp_rank, out.group)
-    if cfg.rollout.quantization != "none":
-        out.quantized = quantize(out.model, cfg.rollout.quantization)
-    use_host_linear(out.model)
+        attach(model, cfg.lora, cfg.run.seed, dtype, scaled=True)
+    model.requires_grad_(False)
+    group = world.rollout_mesh.get_group("tp") if cfg.rollout.tp > 1 else None
+    boxes = divide(model, world.engine_tp_rank, group) if group else {}
+    quantized = quantize(model, cfg.rollout.quantization) if cfg.rollout.quantization != "none" else {}
+    use_host_linear(model)
     # After the division, so that a rank never allocates more than its own part.
-    give_memory(out.model, world.device)
-    return out
+    give_memory(model, world.device)
+    return model, group, boxes, quantized
 
 
 def plan_of(config: Any, ranks: int) -> dict[str, str]:

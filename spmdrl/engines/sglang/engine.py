@@ -21,9 +21,7 @@ from spmdrl.engines.engine import (
     Key,
     Owner,
     Request,
-    StaleEngineError,
-    check_length,
-    check_version,
+    check_request,
     longest_sequence,
     name_of,
     tensor_kinds,
@@ -119,10 +117,7 @@ class SGLangEngine:
 
     def submit(self, request: Request) -> None:
         """See the contract."""
-        check_version(request.version, self.version)
-        check_length(request, self.longest)
-        if self.asleep:
-            raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
+        check_request(request, self.version, self.longest, not self.asleep)
         # SGLang aborts all requests whose names begin with the given one, so no name may be a prefix of another.
         name = name_of(request.key)
         assert name not in self.running, f"request {request.key} is running already"

@@ -101,8 +101,8 @@ class Broadcast:
     def _join(self, process: "Process") -> dist.ProcessGroup:
         store = dist.TCPStore("127.0.0.1", 0, 1 + self.tp, True, self.timeout, wait_for_workers=False)
         process.send("join", host="127.0.0.1", port=store.port, backend=self.backend)
-        # The same calls as on SGLang's side. Members are processes of another program; no public call makes such a
-        # group.
+        # The same calls as on SGLang's side. Members are processes of another program; no public call makes a group
+        # of those.
         with apart_from_default():
             group, _ = distributed_c10d._new_process_group_helper(
                 1 + self.tp,

@@ -5,8 +5,8 @@ Other files adapt its CPU build (`cpu.py`), its groups among ranks without it (`
 """
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from spmdrl.engines.engine import (
     ScoreRequest,
     StaleEngineError,
     check_device,
-    check_length,
+    check_request,
     check_version,
     longest_sequence,
     name_of,
@@ -31,7 +31,7 @@ from spmdrl.engines.engine import (
 from spmdrl.engines.needs import Needs, cannot_load, check_filled, once, unfilled, watched_load
 from spmdrl.engines.vllm.copies import Copies, Row
 from spmdrl.engines.vllm.lora import Adapters
-from spmdrl.engines.vllm.options import refusals_as_warnings
+from spmdrl.engines.vllm.options import quantizing, refusals_as_warnings
 from spmdrl.engines.vllm.read import likeliest
 from spmdrl.engines.vllm.start import start_llm
 from spmdrl.health.causes import out_of_memory
@@ -93,10 +93,7 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        check_version(request.version, self.version)
-        check_length(request, self.longest)
-        if not self.kv_awake:
-            raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
+        check_request(request, self.version, self.longest, self.kv_awake)
         name = name_of(request.key)
         assert name not in self.partial, f"request {request.key} is running already"
         self.partial[name] = (request, [], [])
@@ -199,18 +196,6 @@ class VLLMEngine:
         ]
         return needs
 
-    @contextmanager
-    def _quantizing(self) -> Iterator[None]:
-        """Quantize weights loaded inside this context to 8 bits, if so set (GPU only; written from vLLM's sources)."""
-        if self.cfg.quantization == "none":
-            yield
-            return
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.model)
-        yield
-        finalize_layerwise_reload(self.model, self.runner.model_config)
-
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors by vLLM's own loader."""
         with self.adapters.unwrapped() if self.adapters else nullcontext():
@@ -222,7 +207,7 @@ class VLLMEngine:
         self.version = None
         if self.adapters:
             self.adapters.taken = {}
-        with self._quantizing():
+        with quantizing(self.runner, self.cfg.quantization):
             for bucket in buckets:
                 self._load((self.adapters.take(bucket) if self.adapters else bucket).items())
         if self.adapters:

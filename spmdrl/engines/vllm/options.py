@@ -55,6 +55,22 @@ def refusals_as_warnings() -> Iterator[None]:
             torch.use_deterministic_algorithms(True)
 
 
+@contextmanager
+def quantizing(runner: Any, kind: str) -> Iterator[None]:
+    """Quantize weights loaded inside this context to 8 bits, unless kind is `none` (written from vLLM's sources).
+
+    runner: vLLM's model runner, on a GPU.
+    """
+    if kind == "none":
+        yield
+        return
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(runner.model)
+    yield
+    finalize_layerwise_reload(runner.model, runner.model_config)
+
+
 def reason(error: Exception) -> str:
     """Return vLLM's error in one line, with its type if the text alone is unclear, as for a KeyError."""
     message = " ".join(str(error).split()).rstrip(".")
@@ -78,7 +94,7 @@ def layout(cfg: Config) -> dict[str, Any]:
     """Return the arguments that spread experts over ranks and copy the attention.
 
     Raises:
-        ValueError: the installed vLLM has no such argument.
+        ValueError: the installed vLLM lacks an argument.
     """
     import vllm
     from vllm.engine.arg_utils import EngineArgs
