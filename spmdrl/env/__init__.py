@@ -2,9 +2,8 @@
 
 base.py        types that callers and workers share: an opening, a turn of the assistant, a reply, settings
 pool.py        the caller's side: environments in processes that can be killed; records.py keeps each so that it can be
-               opened again, processes.py chooses the process of each
-worker.py      the process's side; env_instance.py runs one environment there, turn.py has the answer to a turn, and
-               limits.py bounds every call
+               opened again, and chooses its process
+worker.py      the process's side; env_instance.py runs one environment there, and limits.py bounds every call
 forms.py       makes an environment from a name: a class in a file, a list of tools, a built-in one
 operations.py  typed functions as tools, with JSON schemas from their types and docstrings
 arguments.py   arguments of a call, checked by a schema

@@ -10,16 +10,15 @@ from typing import Any
 from spmdrl.data.scores import as_number
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""Sequences that steer a terminal (ECMA-48, CSI): colours and the like."""
+"""Control sequences of terminals (ECMA-48, CSI), such as colours."""
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that would steer a terminal."""
 """Control characters but tab and newline."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""An address in memory, which is another one in every process, as Python's own texts of objects have it."""
+"""An address in memory in Python's texts of objects, which differs between processes."""
 
 
 class BadRewardError(ValueError):
-    """A reward that is no finite number, which is the environment's fault."""
+    """A reward that is not a finite number, which is the environment's fault."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,7 @@ def tool_result(result: object, longest: int, cut: str) -> ToolResult:
 
 
 def finite(reward: object) -> float | None:
-    """Return a reward as a float, None as None.
-
-    Raises:
-        BadRewardError: it is neither.
-    """
+    """Return a reward as a float, None as None. Raises BadRewardError."""
     if reward is None:
         return None
     number = as_number(reward)
@@ -84,7 +79,7 @@ def finite(reward: object) -> float | None:
 
 
 def raw_text(value: object) -> str | bytes:
-    """Return a value as text that may still be long and hold any character. An object's `str()` may raise."""
+    """Return a value as text, still of any length and characters. An object's `str()` may raise."""
     if value is None:
         return ""
     if isinstance(value, str | bytes):
@@ -131,11 +126,7 @@ def valid(raw: str | bytes) -> str:
 
 
 def joined(blocks: list[Any]) -> str:
-    """Return the text of a message's content that is a list of blocks.
-
-    Raises:
-        TypeError: one of them is no text.
-    """
+    """Return the text of a message's content that is a list of blocks. Raises TypeError if one of them is no text."""
     for block in blocks:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__

@@ -1,4 +1,4 @@
-"""Arguments of a call, checked by the JSON schema of its tool and turned into the types that it asks for."""
+"""Arguments of a call, checked by the JSON schema of its tool and converted to its types."""
 
 import json
 import re
@@ -14,7 +14,7 @@ class ArgumentsError(ValueError):
 
 
 def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool) -> dict[str, Any]:
-    """Return the arguments as a tool takes them: numbers that were written as text are numbers, and so on.
+    """Return the arguments in the types of a tool's schema: a number that was written as text is a number, and so on.
 
     function: its schema, with name and parameters. closed: arguments that the schema does not name are refused.
 
@@ -43,7 +43,7 @@ def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool)
 
 
 def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
-    """Return a JSON value as a schema asks for it; parts of a schema that are not known here are not checked."""
+    """Return a JSON value in the type of a schema, whose unknown parts are not checked."""
     if not isinstance(schema, Mapping) or depth > SCHEMA_DEPTH or (value is None and _takes_null(schema)):
         return value
     options = schema.get("anyOf") or schema.get("oneOf")
@@ -87,41 +87,32 @@ def _any_of(value: Any, options: list[Any], what: str, depth: int) -> Any:
 
 
 def _of_kind(value: Any, kind: str, what: str) -> Any:
+    text = value.strip() if isinstance(value, str) else ""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     match kind:
-        case "integer":
-            if is_number and (isinstance(value, int) or (abs(value) < 2**53 and value == int(value))):
-                return int(value)
-            if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d{1,300}\s*", value):
-                return int(value)
-        case "number":
-            if is_number:
-                return value
-            if isinstance(value, str) and re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", value, re.I):
-                return float(value)
-        case "boolean":
-            if isinstance(value, bool):
-                return value
-            if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-                return value.strip().lower() == "true"
-        case "string":
-            if isinstance(value, str):
-                return value
-            if is_number or isinstance(value, bool):
-                return json.dumps(value)
-        case "array":
-            if isinstance(value, list):
-                return value
-        case "object":
-            if isinstance(value, dict):
-                return value
-        case "null":
-            if value is None:
-                return value
-        case _:
-            return value
-    named = "an" if kind[:1] in "aeiou" else "a"
-    raise ArgumentsError(f"{what} must be {named} {kind}, and it is {_shown(value)}")
+        case "integer" if is_number and (isinstance(value, int) or (abs(value) < 2**53 and value == int(value))):
+            return int(value)
+        case "integer" if re.fullmatch(r"[+-]?\d{1,300}", text):
+            return int(text)
+        case "number" if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.I):
+            return float(text)
+        case "boolean" if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        case "string" if is_number or isinstance(value, bool):
+            return json.dumps(value)
+    fits = {
+        "number": is_number,
+        "integer": False,
+        "boolean": isinstance(value, bool),
+        "string": isinstance(value, str),
+        "array": isinstance(value, list),
+        "object": isinstance(value, dict),
+        "null": value is None,
+    }
+    if fits.get(kind, True):
+        return value
+    article = "an" if kind[:1] in "aeiou" else "a"
+    raise ArgumentsError(f"{what} must be {article} {kind}, and it is {_shown(value)}")
 
 
 def _takes_null(schema: Any) -> bool:

@@ -13,7 +13,7 @@ KEEPS = ("best", "last")
 
 
 class Attempts:
-    """A puzzle that the policy may answer several times; after each attempt but the last it is told that it was wrong.
+    """A puzzle that the policy may answer several times; a wrong attempt but the last is answered as wrong.
 
     The puzzle is the row's, where the row comes from the data source `reasoning-gym:<task>` (its columns task, config,
     entry); all samples of a prompt then share it. Other rows get one drawn by their column `seed`, or by the run's seed
@@ -23,11 +23,7 @@ class Attempts:
     """
 
     def __init__(self, task: str, attempts: int = 3, keep: str = "best", **config: Any):
-        """task: a task of reasoning-gym; config: its settings, for rows that bring no puzzle.
-
-        Raises:
-            ValueError: the package is missing, there is no such task, or a setting is wrong.
-        """
+        """task: a task of reasoning-gym; config: its settings, for rows without a puzzle."""
         try:
             from reasoning_gym.factory import DATASETS
         except ImportError as e:
@@ -46,11 +42,7 @@ class Attempts:
         self._tagged = 0
 
     def reset(self, row: dict, seed: int) -> list[dict] | None:
-        """Take the row's puzzle, and return None, or draw one.
-
-        Raises:
-            ValueError: the row's puzzle is of another task, or the task refuses the settings.
-        """
+        """Take the row's puzzle and return None, or draw a puzzle and return the messages."""
         self._scores, self._tagged = [], 0
         if "entry" in row and "task" in row:
             if row["task"] != self._task:
@@ -69,7 +61,7 @@ class Attempts:
         return opening(row, f"{entry['question']}\n\n{ASK}")
 
     def step(self, message: dict) -> tuple[str | None, None, bool]:
-        """Score an attempt: (that it was wrong and how many are left, no reward yet, whether it was the last one)."""
+        """Score an attempt. Return a text if another one follows, no reward yet, and whether the episode is done."""
         answer, tagged = answer_of(message.get("content") or "")
         self._scores.append(self._score(answer))
         self._tagged += tagged

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from spmdrl.config.environment import EnvironmentConfig
 
 EPISODE: ContextVar[str] = ContextVar("episode", default="")
-"""Name of the episode whose environment is called, in its async functions. Of all that are open no other has it, and it
-is the same when the episode is opened again."""
+"""Name of the episode whose environment runs, in its async functions: unique among open episodes, and the same when the
+episode is opened again."""
 
 
 class BrokenError(Exception):
-    """A tool of an environment that is itself at fault raises this: the episode is left out, the model is not told."""
+    """Raised by a tool that is itself at fault: the episode is left out, and the model sees no error."""
 
 
 class Stateless:
@@ -116,9 +116,9 @@ class PoolSettings:
     longest_answer: int = 10_000
     """Characters of a tool's or a step's text that are kept."""
     cut: str = "middle"
-    """The part that is kept of a longer text: `head`, `tail`, or both with the `middle` left out."""
+    """The part of a longer text that is kept: `head`, `tail`, or all but the `middle`."""
     on_timeout: str = "tell"
-    """After a call that ran out of time the model is told (`tell`), or the episode ends as well (`end`)."""
+    """After a call that timed out the model gets a message (`tell`), or the episode ends as well (`end`)."""
     memory_mb: int = 0
     """Memory that a worker may have, in MiB; 0: no bound."""
     python: str = ""

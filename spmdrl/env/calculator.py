@@ -1,4 +1,4 @@
-"""A calculator: exact arithmetic on fractions, for numbers that a model cannot work out in its head."""
+"""A calculator: exact arithmetic on fractions."""
 
 import ast
 import operator
@@ -44,7 +44,7 @@ def value_of(expression: str) -> Fraction:
     """Return the exact value of an expression.
 
     Raises:
-        ValueError: it is no arithmetic, or too large; the message tells the model.
+        ValueError: it is no arithmetic, or too large; the message is for the model.
         ZeroDivisionError: it divides by zero.
     """
     if len(expression) > LONGEST:
@@ -92,8 +92,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise ZeroDivisionError
     times = abs(exponent.numerator)
-    if abs(base) == 1 or base == 0:
-        # However large the exponent is.
+    if abs(base) == 1 or base == 0:  # whatever the size of the exponent
         return Fraction(1) if times == 0 else base if times % 2 else abs(base)
     larger = max(abs(base.numerator), base.denominator)
     if times * (larger.bit_length() - 1) > MOST_BITS:

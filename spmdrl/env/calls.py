@@ -14,9 +14,8 @@ from spmdrl.env.call_reading import Tools
 
 __all__ = ["FORMATS", "Call", "AssistantTurn", "as_message", "format_of", "parse_turn", "parse"]
 
-THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Marks around a thought."""
-PROBE = "zq7probe"
+_THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_PROBE = "zq7probe"
 
 
 def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], str]:
@@ -46,7 +45,7 @@ def _apart(text: str, mark: str) -> tuple[str, str]:
 
     mark: begins the calls. A call before the end of a thought that was not begun here is a call.
     """
-    for begin, end in THOUGHT_MARKS:
+    for begin, end in _THOUGHT_MARKS:
         start = text.find(begin)
         if start >= 0 and not text[:start].strip():
             start += len(begin)
@@ -91,20 +90,18 @@ def as_message(turn: AssistantTurn) -> dict[str, Any]:
 
 
 def format_of(template: str) -> str:
-    """Return the form of tool calls that a chat template shows; `none` if it shows none.
-
-    template: jinja text.
+    """Return the form of tool calls that a chat template (jinja text) shows; `none` if it shows none.
 
     Raises:
         ValueError: it shows calls in a form that no reader reads.
     """
     shown = _rendered_call(template)
     for name, form in FORMATS.items():
-        if PROBE in shown and shown.lstrip().startswith(form.opens):
+        if _PROBE in shown and shown.lstrip().startswith(form.opens):
             calls = parse(shown, name)[1]
-            if [(call.name, call.arguments) for call in calls] == [(PROBE, {"a": PROBE})]:
+            if [(call.name, call.arguments) for call in calls] == [(_PROBE, {"a": _PROBE})]:
                 return name
-    if PROBE in shown:
+    if _PROBE in shown:
         raise ValueError(
             f"the chat template shows tool calls in a form that is not read here ({shown.strip()[:80]!r}): "
             f"name the form in which the model writes them, one of {', '.join(FORMATS)}"
@@ -116,7 +113,7 @@ def _rendered_call(template: str) -> str:
     """Return the text that a template adds for an assistant's turn with one call; empty if it refuses it."""
     from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 
-    call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
+    call = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {"a": _PROBE}}}
     question = [{"role": "user", "content": "a"}]
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
@@ -126,4 +123,4 @@ def _rendered_call(template: str) -> str:
     except TemplateError:
         return ""
     added = whole[len(os.path.commonprefix([before, whole])) :]
-    return added if PROBE in added else whole
+    return added if _PROBE in added else whole

@@ -33,12 +33,7 @@ class Corpus:
     """Passages of a file with an index of their words. May be used from several threads."""
 
     def __init__(self, path: Path, folder: Path):
-        """path: a .jsonl file of rows with `text` (or `contents`) and perhaps `title`, or a .txt file with a passage
-        in each paragraph, which empty lines divide. folder: of the index, which is built if it is not there.
-
-        Raises:
-            ValueError: the file cannot be read, or bm25s is not installed.
-        """
+        """Open a file, as `open_corpus`. folder: of the index, which is built if it does not exist."""
         try:
             import bm25s
         except ImportError:
@@ -72,11 +67,7 @@ class Corpus:
             part.rename(folder)
 
     def passage(self, number: int) -> Passage:
-        """Return a passage.
-
-        Raises:
-            ValueError: its row has no text.
-        """
+        """Return a passage. Raises ValueError if its row has no text."""
         with self.lock:
             row = self.passages[number]
         if isinstance(row, str):
@@ -122,8 +113,11 @@ def passage_of(row: Any) -> Passage | None:
 def open_corpus(path: str, cache: str = CACHE) -> Corpus:
     """Return the corpus of a file, opened once in this process. A file that changed gets another index.
 
+    path: a .jsonl file of rows with `text` (or `contents`) and perhaps `title`, or a .txt file with a passage in each
+    paragraph, which empty lines divide.
+
     Raises:
-        ValueError: see `Corpus`.
+        ValueError: the file cannot be read, or bm25s is not installed.
     """
     file = Path(path).expanduser().resolve()
     if file.suffix not in (".jsonl", ".txt"):

@@ -1,37 +1,59 @@
-"""One open environment in a worker: its requests, one at a time, and what its code may do wrong."""
+"""One open environment in a worker: its requests, one at a time, and the failures of its code."""
 
 import asyncio
 import json
 import math
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from spmdrl.config.user_code import error_text, place
 from spmdrl.data.scores import as_score
-from spmdrl.env.answers import BadRewardError, History, ToolResult, cut_text, finite, tool_result, valid
+from spmdrl.env.answers import BadRewardError, History, ToolResult, finite, tool_result, valid
 from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import functions_of
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.env.messages import OPENING, FailedError, messages_of, text_of_error, type_name
 from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
-from spmdrl.env.turn import AnewError, Turn
+
+
+class AnewError(Exception):
+    """Calls of a turn still run after their time limits and may change the environment: it must be opened anew."""
+
+    def __init__(self, late: list[int], calls: list[asyncio.Future]):
+        """late: indices of the calls that timed out. calls: those of them that still run."""
+        super().__init__(late)
+        self.late, self.calls = late, calls
+
+
+@dataclass
+class _Answer:
+    """The answer to one turn of the assistant, while it is made."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    anew: bool = False
+    """The messages take the place of the whole conversation."""
+    done: bool = False
+    late: list[int] = field(default_factory=list)
+    """Indices of the calls that timed out."""
+    running: list[asyncio.Future] = field(default_factory=list)
+    """Those of them that still run."""
+    counts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("calls", "failed_calls", "timeouts", "cut", "malformed", "seconds"), 0)
+    )
 
 
 class EnvInstance:
     """An environment. Every request returns the reply's fields as JSON has them, or raises FailedError."""
 
     def __init__(
-        self,
-        environment: Any,
-        row: dict[str, Any],
-        settings: PoolSettings,
-        limits: Limits,
-        begins: Callable[..., None],
+        self, environment: Any, row: dict[str, Any], settings: PoolSettings, limits: Limits, begins: Callable[..., None]
     ):
-        """begins: called when a call begins, as `Worker.begins`; may be changed."""
+        """begins: called when a call begins, as in `Limits.run`; may be changed."""
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)
@@ -44,12 +66,8 @@ class EnvInstance:
 
     # ── requests ─────────────────────────────────────────────────────────────
 
-    def typed(self, opened: bool = False) -> dict[str, Tool]:
-        """Return the typed functions that are its tools, by name. opened: reset was called, which may fill `tools`.
-
-        Raises:
-            FailedError: they cannot be used, or nothing answers the model.
-        """
+    def typed_tools(self, opened: bool = False) -> dict[str, Tool]:
+        """Return the typed functions that are its tools, by name. opened: reset was called, which may fill `tools`."""
         if self._wrong:
             raise FailedError(self._wrong)
         if hasattr(self._environment, "tool_schemas"):
@@ -64,12 +82,12 @@ class EnvInstance:
             raise FailedError(f"has neither tools nor step, {why} with types and a docstring, or a list `tools`")
         return tools
 
-    async def open(self, seed: int, state: str | None, turns: list[dict], digests: list[str]) -> dict[str, Any]:
-        """Reset it, restore it to a state (JSON text), and run turns again.
+    async def open(self, seed: int, state: Any, turns: list[dict], digests: list[str]) -> dict[str, Any]:
+        """Reset it, restore it to a state unless that is None, and run turns again.
 
         digests: of the answers that the turns had; those that are known must come again.
         """
-        self.typed()
+        self.typed_tools()
         result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
         if result is None:
             result = self._row.get(OPENING) or self._row.get("prompt")
@@ -82,31 +100,26 @@ class EnvInstance:
         if state is not None:
             if not hasattr(self._environment, "restore"):
                 raise FailedError("was saved with a state and has no restore(state)")
-            await self._own("restore", partial(self._environment.restore, json.loads(state)))
+            await self._own("restore", partial(self._environment.restore, state))
         replayed, anew = [], []
         for i, turn in enumerate(turns):
             try:
                 answer = await self._turn(turn, again=True)
             except AnewError:
                 raise FailedError(f"did not answer within its limit when turn {i + 1} was run again") from None
-            again = answer.messages
             anew += [i] if answer.anew else []
-            if i < len(digests) and digest(again) != digests[i]:
+            if i < len(digests) and digest(answer.messages) != digests[i]:
                 raise FailedError(
                     f"gave other messages when turn {i + 1} was run again: one that depends on more than row and seed "
                     "needs state() and restore(state)"
                 )
-            replayed.append(again)
+            replayed.append(answer.messages)
         tools = [tool.schema for tool in self._tools.values()]
         opened = {"messages": messages, "tools": tools, "replayed": replayed, "replayed_anew": anew}
         return opened | {"state_key": key, **await self._saved()}
 
     async def say(self, turn: dict) -> dict[str, Any]:
-        """Run a turn's calls, and step.
-
-        Raises:
-            AnewError: calls did not answer and go on.
-        """
+        """Run a turn's calls, and step. Raises AnewError if calls did not answer and still run."""
         begin = time.monotonic()
         answer = await self._turn(turn)
         answer.counts["seconds"] = time.monotonic() - begin
@@ -123,10 +136,10 @@ class EnvInstance:
         }
 
     async def score(self) -> dict[str, Any]:
-        """Ask for the final reward."""
-        if not hasattr(self._environment, "reward"):
-            return {"reward": None, "parts": {}}
-        value = await self._own("reward", self._environment.reward, self._settings.reward_timeout_s)
+        """Compute the final reward."""
+        value = None
+        if hasattr(self._environment, "reward"):
+            value = await self._own("reward", self._environment.reward, self._settings.reward_timeout_s)
         if value is None:
             return {"reward": None, "parts": {}}
         try:
@@ -138,27 +151,27 @@ class EnvInstance:
         return {"reward": score, "parts": parts}
 
     async def close(self) -> None:
-        """Let it clear up."""
+        """Run its `close`."""
         if hasattr(self._environment, "close"):
             await self._own("close", self._environment.close)
 
     # ── one turn ─────────────────────────────────────────────────────────────
 
-    async def _turn(self, turn: dict, again: bool = False) -> Turn:
-        answer, calls = Turn(), turn["calls"]
+    async def _turn(self, turn: dict, again: bool = False) -> _Answer:
+        answer, calls = _Answer(), turn["calls"]
         at_once = bool(getattr(self._environment, "parallel_calls", True))
 
-        def made(i: int, call: dict) -> Coroutine[Any, Any, ToolResult]:
+        def begun(i: int, call: dict) -> Coroutine[Any, Any, ToolResult]:
             begins = self.begins if again else partial(self.begins, call=i, alone=not at_once)
             return self._call(i, call, answer, begins)
 
         if at_once:
-            results = await asyncio.gather(*(made(i, call) for i, call in enumerate(calls)))
+            results = await asyncio.gather(*(begun(i, call) for i, call in enumerate(calls)))
         else:
-            results = [await made(i, call) for i, call in enumerate(calls) if not answer.going_on]
+            results = [await begun(i, call) for i, call in enumerate(calls) if not answer.running]
         answer.late.sort()
-        if answer.going_on:
-            raise AnewError(answer.late, answer.going_on)
+        if answer.running:
+            raise AnewError(answer.late, answer.running)
         for call, result in zip(calls, results, strict=True):
             message = {"role": "tool", "content": result.text, "name": valid(call["name"][:100])}
             if call["id"]:
@@ -176,8 +189,8 @@ class EnvInstance:
                 answer.done = not calls
         return answer
 
-    async def _call(self, index: int, call: dict, answer: Turn, begins: Callable[[str, float], None]) -> ToolResult:
-        """Make a call. Whatever the model wrote or the tool does is an answer to the model."""
+    async def _call(self, index: int, call: dict, answer: _Answer, begins: Callable[[str, float], None]) -> ToolResult:
+        """Make a call. Mistakes of the model and failures of the tool are answers to the model."""
         late = LateError(self._seconds)
         try:
             if call["late"]:
@@ -194,28 +207,24 @@ class EnvInstance:
             as_text = partial(tool_result, result, self._settings.longest_answer, self._settings.cut)
             if isinstance(result, str | bytes):
                 return as_text()
-            # The text of anything else may take long, and that of an object is its own code.
+            # The text of another value may take long: that of an object is computed by its own code.
             return await self._limits.run(what, self._seconds, begins, as_text)
         except ArgumentsError as e:
             answer.counts["malformed"] += 1
-            return self._result(str(e))
+            return tool_result(str(e), self._settings.longest_answer, self._settings.cut)
         except LateError as e:
             answer.counts["timeouts"] += 1
             answer.late.append(index)
             if e.call is not None:
-                answer.going_on.append(e.call)
+                answer.running.append(e.call)
             return ToolResult(f"the tool {e}", done=self._settings.on_timeout == "end")
         except RaisedError as e:
             if isinstance(e.error, BrokenError | BadRewardError):
                 raise FailedError(f"failed in tool {call['name']}: {e.error}") from None
             answer.counts["failed_calls"] += 1
-            return self._result(text_of_error(e.error))
+            return tool_result(text_of_error(e.error), self._settings.longest_answer, self._settings.cut)
 
-    def _result(self, text: str) -> ToolResult:
-        text, was_cut = cut_text(text, self._settings.longest_answer, self._settings.cut)
-        return ToolResult(text, was_cut=was_cut)
-
-    async def _step(self, message: dict, answer: Turn) -> None:
+    async def _step(self, message: dict, answer: _Answer) -> None:
         result = await self._own("step", partial(self._environment.step, message))
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise FailedError(f"must return (messages, reward, done) from step, and returned {type_name(result)}")
@@ -240,7 +249,7 @@ class EnvInstance:
     # ── the environment's own functions ──────────────────────────────────────
 
     async def _own(self, what: str, function: Callable[[], Any], seconds: float = 0.0) -> Any:
-        """Call one of the environment's own functions, which must not fail."""
+        """Call one of the environment's own functions. Raises FailedError if it fails."""
         try:
             return await self._limits.run(what, seconds or self._seconds, self.begins, function)
         except LateError as e:
@@ -252,7 +261,7 @@ class EnvInstance:
     async def _offered(self) -> dict[str, Tool]:
         """Return its tools by name."""
         if not hasattr(self._environment, "tool_schemas"):
-            return self.typed(opened=True)
+            return self.typed_tools(opened=True)
         schemas = await self._own("tool_schemas", self._environment.tool_schemas)
         try:
             tools = []
@@ -265,22 +274,23 @@ class EnvInstance:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
 
     async def _key(self) -> str:
-        """Return the digest of its state as it names it; empty where it does not."""
+        """Return the digest of its `state_key`; empty if it has none."""
         if not hasattr(self._environment, "state_key"):
             return ""
         value = await self._own("state_key", self._environment.state_key)
         try:
             return "" if value is None else digest(value)
         except (TypeError, ValueError, RecursionError) as e:
-            raise FailedError(f"returned from state_key what is no JSON value: {error_text(e)}") from None
+            raise FailedError(f"returned no JSON value from state_key: {error_text(e)}") from None
 
-    async def _saved(self) -> dict[str, str]:
-        """Return its state as JSON text, or why it cannot be saved."""
+    async def _saved(self) -> dict[str, Any]:
+        """Return its state, a JSON value, or why it cannot be saved."""
         if not hasattr(self._environment, "state"):
             return {}
         try:
             state = await self._limits.run("state", self._seconds, self.begins, self._environment.state)
-            return {} if state is None else {"state": json.dumps(state, allow_nan=False)}
+            json.dumps(state, allow_nan=False)
+            return {"state": state}
         except LateError as e:
             return {"unsaved": f"state {e}"}
         except RaisedError as e:

@@ -67,26 +67,26 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Form:
-    """A name, read."""
+    """The environment that a name stands for."""
 
     make: Callable[[dict[str, Any]], Any]
     """settings -> an environment. Raises SettingsError where they do not fit."""
     kind: str
     hello: str
-    """The thing that was found, in words for the log."""
+    """A description for the log."""
 
 
 def load(name: str) -> Form:
-    """Return what makes the environments of a name: `file.py:Class`, `package.module:Class` or `builtin:guess`.
+    """Return the form of a name: `file.py:Class`, `package.module:Class`, `builtin:guess`, `mcp:URL` or `mcp:COMMAND`.
 
-    In place of the class may stand a function or a list of functions, which are the tools, a class that was written for
-    TRL's `environment_factory` or for a library of gyms.py or verl_form.py, or a `functools.partial` of a class. Those
-    two know further names: `gymnasium:ID` and the like, and YAML files of verl's.
+    The class may be replaced by a function or a list of functions, which are tools, by a class written for TRL's
+    `environment_factory` or for a library of gyms.py or verl_form.py, or by a `functools.partial` of a class. These
+    two modules read further names: `gymnasium:ID` and the like, and YAML files of verl.
 
     Raises:
         ValueError: naming the file and what is wrong.
     """
-    for recognise in OF_NAMES:
+    for recognise in _OF_NAMES:
         if form := recognise(name):
             return form
     module_name, _, attribute = name.rpartition(":")
@@ -103,7 +103,7 @@ def load(name: str) -> Form:
             own = [k for k, v in vars(module).items() if not k.startswith("_") and _is_own(v, module)]
             raise ValueError(f"{module_name} has no {attribute} (it has: {', '.join(own) or 'none'})")
         found = getattr(found, part)
-    for recognise in OF_OBJECTS:
+    for recognise in _OF_OBJECTS:
         if form := recognise(found, name):
             return form
     raise ValueError(
@@ -124,7 +124,6 @@ def _builtin(name: str) -> Form | None:
 
 
 def _mcp(name: str) -> Form | None:
-    """An MCP server, as `mcp:URL` or `mcp:COMMAND`; further settings are those of `builtin:mcp`."""
     if not name.startswith("mcp:"):
         return None
     given, server = mcp_settings(name), load(BUILTIN["mcp"])
@@ -132,11 +131,7 @@ def _mcp(name: str) -> Form | None:
 
 
 def mcp_settings(name: str) -> dict[str, Any]:
-    """Return the settings that `mcp:URL` or `mcp:COMMAND` stands for.
-
-    Raises:
-        ValueError: nothing follows the colon.
-    """
+    """Return the settings of `builtin:mcp` that `mcp:URL` or `mcp:COMMAND` stands for."""
     rest = name.partition(":")[2].strip()
     if not rest:
         raise ValueError(f"the environment {name!r} names no MCP server: write mcp:https://... or mcp:COMMAND")
@@ -144,7 +139,7 @@ def mcp_settings(name: str) -> dict[str, Any]:
 
 
 def _library(found: Any, name: str) -> Form | None:
-    """A class that was written for a library, or a partial of one; None: a name or a file that the library knows."""
+    """Read a class that was written for a library, or a partial of one; None: a name that the library reads."""
     for kind, library in LIBRARIES.items():
         if library.is_mine(found, name):
             target, hello = (name, name) if found is None else (found, f"{kind} environment of {name}")
@@ -160,7 +155,7 @@ def _wrapped(library: ModuleType, target: Any, settings: dict[str, Any]) -> Any:
 
 
 def _module(module_name: str) -> ModuleType:
-    verl_form.provide()  # files written for verl import its modules
+    verl_form.provide()
     if module_name.endswith(".py"):
         path = Path(module_name)
         if not path.is_file():
@@ -180,33 +175,27 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 
 def _tools(found: Any, name: str) -> Form | None:
-    """A function, or a list of functions."""
     functions = [found] if isinstance(found, FunctionType) else found
     if not isinstance(functions, list | tuple):
         return None
     if not functions:
         raise ValueError(f"{name} is an empty list: put functions into it, which are the tools")
     names = ", ".join(by_name(map(tool_of, functions), name))
-    return Form(lambda settings: made(Functions, settings, list(functions)), "tools", f"tools {names}")
+    return Form(lambda settings: _make(Functions, settings, list(functions)), "tools", f"tools {names}")
 
 
 def _class(found: Any, name: str) -> Form | None:
-    """A class, of ours or TRL's, or a partial of one."""
     kind = found.func if isinstance(found, functools.partial) else found
     if not inspect.isclass(kind):
         return None
     if is_trl(kind):
-        return Form(lambda settings: FromTRL(made(found, settings)), "trl", f"TRL's class {kind.__name__}")
-    check_class(kind, name)
-    return Form(lambda settings: made(found, settings), "class", f"class {kind.__name__}")
+        return Form(lambda settings: FromTRL(_make(found, settings)), "trl", f"TRL's class {kind.__name__}")
+    _check_class(kind, name)
+    return Form(lambda settings: _make(found, settings), "class", f"class {kind.__name__}")
 
 
-def check_class(kind: type, name: str) -> None:
-    """Refuse a class whose members cannot be called as they will be.
-
-    Raises:
-        ValueError: naming the member.
-    """
+def _check_class(kind: type, name: str) -> None:
+    """Refuse a class whose members cannot be called as they will be."""
     if not hasattr(kind, "reset"):
         raise ValueError(f"{name} has no reset: write def reset(self, row, seed)")
     for one, other in (("state", "restore"), ("restore", "state"), ("tool_schemas", "call"), ("call", "tool_schemas")):
@@ -225,12 +214,7 @@ def check_class(kind: type, name: str) -> None:
             raise ValueError(f"{member} of {name} is called as {wanted}: {e}") from e
 
 
-def made(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> Any:
-    """Return an object of a class by its settings.
-
-    Raises:
-        SettingsError: the class does not take these settings.
-    """
+def _make(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> Any:
     try:
         inspect.signature(kind).bind(*first, **settings)
     except TypeError as e:
@@ -242,11 +226,7 @@ def made(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> Any
 
 
 def functions_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the typed functions that are an environment's tools: its attribute `tools`, or its methods.
-
-    Raises:
-        ValueError: `tools` is no list.
-    """
+    """Return the typed functions that are an environment's tools: its attribute `tools`, or its methods."""
     listed = getattr(environment, "tools", None)
     if listed is None:
         return methods_of(environment, RESERVED)
@@ -257,7 +237,5 @@ def functions_of(environment: Any) -> list[Callable[..., Any]]:
     return list(listed)
 
 
-OF_NAMES: list[Callable[[str], Form | None]] = [_builtin, _mcp, functools.partial(_library, None)]
-"""Read a name as a whole; the first that knows it gives its form."""
-OF_OBJECTS: list[Callable[[Any, str], Form | None]] = [_tools, _library, _class]
-"""Read the object that a name `file.py:object` names; the first that knows it gives its form."""
+_OF_NAMES: list[Callable[[str], Form | None]] = [_builtin, _mcp, functools.partial(_library, None)]
+_OF_OBJECTS: list[Callable[[Any, str], Form | None]] = [_tools, _library, _class]

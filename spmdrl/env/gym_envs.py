@@ -1,7 +1,4 @@
-"""Environments of Gymnasium, old Gym, skyrl-gym and TextArena, each as an environment of this project.
-
-Each object of theirs serves one episode. They run where an environment's sync methods run, one call at a time.
-"""
+"""Environments of Gymnasium, old Gym, skyrl-gym and TextArena as environments of this project, an object an episode."""
 
 import inspect
 import random
@@ -23,12 +20,12 @@ class Gym:
 
     Observations and actions are texts. With a Discrete action space the action is the last whole number of a message;
     a message without a fitting one is answered without a step. An environment made with `render_mode="ansi"` is shown
-    as it renders, its highlighted characters in brackets. It is seeded by the row's column `seed`, which all samples of
-    a prompt share, or by the run's seed of the sample; a row's column `options` (a mapping) is handed to `reset`.
+    as it renders, its highlighted characters in brackets. Its seed is the row's column `seed`, which all samples of a
+    prompt share, or the run's seed of the sample; `reset` gets the row's column `options` (a mapping).
     """
 
     def __init__(self, env: Any, name: str):
-        """Hold an environment. Raises ValueError where its actions are neither texts nor whole numbers."""
+        """Raise ValueError where the actions of `env` are neither texts nor whole numbers."""
         self._env = env
         space: Any = getattr(env, "action_space", None)
         self._range: range | None = None
@@ -56,7 +53,7 @@ class Gym:
         return opening(row, seen) if isinstance(seen, str) else [*prompt_of(row), *seen]
 
     def step(self, message: dict) -> Step:
-        """Take the action of a message: (the observation, its reward, whether the episode ended or was cut)."""
+        """Return the observation after the action of a message, its reward, and whether the episode is over."""
         action: Any = message.get("content") or ""
         if self._range is not None:
             numbers = [int(each) for each in WHOLE.findall(action)]
@@ -79,21 +76,17 @@ class Gym:
     def _seen(self, observation: Any) -> list[dict] | str:
         if getattr(self._env, "render_mode", None) == "ansi":
             return HIGHLIGHT.sub(r"[\1]", str(self._env.render())).strip("\n")
-        if (
-            isinstance(observation, list)
-            and observation
-            and all(isinstance(m, dict) and "role" in m for m in observation)
-        ):
-            return observation
-        return str(observation)
+        messages = observation if isinstance(observation, list) else []
+        are_messages = bool(messages) and all(isinstance(m, dict) and "role" in m for m in messages)
+        return messages if are_messages else str(observation)
 
 
 class Skyrl:
     """An environment of skyrl-gym (https://github.com/NovaSky-AI/SkyRL), a subclass of its BaseTextEnv.
 
-    It is made anew for each episode with `env_config` from the settings and `extras`, the row's other columns, as
-    skyrl-gym's generator does. Its `postprocessed_action` is not used: the tokens that were sampled stay as they are.
-    The numbers of `get_metrics` are parts of the reward.
+    As in skyrl-gym's generator, each episode makes it with `env_config` from the settings and `extras`, the row's other
+    columns. Its `postprocessed_action` is not used: the sampled tokens stay as they are. The numbers of `get_metrics`
+    are parts of the reward.
     """
 
     def __init__(self, make: Callable[..., Any], settings: dict[str, Any]):
@@ -112,7 +105,7 @@ class Skyrl:
         return [dict(each) for each in messages]
 
     def step(self, message: dict) -> Step:
-        """Hand over the text of a message: (the observations, the reward, whether it is done)."""
+        """Return the observations after the text of a message, the reward, and whether the episode is done."""
         assert self._env is not None, "reset comes first"
         out = self._env.step(message.get("content") or "")
         if lacking := [key for key in ("observations", "reward", "done") if key not in out]:
@@ -146,8 +139,8 @@ class TextArena:
     """A game of one player of TextArena (https://github.com/LeonGuertler/TextArena).
 
     The game's observation wrappers repeat the whole game at each turn, so new observations are read from the unwrapped
-    game; the player's own moves, which the conversation has, are left out. Wrappers of actions are kept. The reward is
-    the game's and falls at its end. Games draw from Python's global generator; each gets its own state, seeded by the
+    game, without the player's own moves, which the conversation has. Wrappers of actions are kept. The reward is the
+    game's and falls at its end. Games draw from Python's global generator; each gets its own state, seeded by the
     row's column `seed`, which all samples of a prompt share, or by the run's seed of the sample.
     """
 
@@ -160,11 +153,7 @@ class TextArena:
             self._env = make()
 
     def reset(self, row: dict, seed: int) -> list[dict]:
-        """Begin a game and return the row's prompt and the game's.
-
-        Raises:
-            ValueError: the game is not for one player.
-        """
+        """Begin a game of one player and return the row's prompt and the game's."""
         seed = seed_of(row, seed)
         self._random = random.Random(seed).getstate()
         with self._own_random():
@@ -175,7 +164,7 @@ class TextArena:
             return opening(row, self._seen())
 
     def step(self, message: dict) -> Step:
-        """Make a move: (what is new, the game's reward at its end, whether it ended)."""
+        """Make a move. Return the new observations, the game's reward at its end, and whether it ended."""
         with self._own_random():
             done, _ = self._env.step(message.get("content") or "")
             seen = self._seen()
@@ -204,8 +193,5 @@ class TextArena:
         player, seen = game.get_observation()
         if isinstance(seen, str):
             return seen
-        return "\n".join(str(text) for sender, text, kind in seen if not (sender == player or _is_move(kind)))
-
-
-def _is_move(kind: Any) -> bool:
-    return getattr(kind, "name", "") == "PLAYER_ACTION"
+        new = [text for sender, text, kind in seen if sender != player and getattr(kind, "name", "") != "PLAYER_ACTION"]
+        return "\n".join(map(str, new))

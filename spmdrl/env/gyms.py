@@ -27,10 +27,7 @@ PACKAGES = {
 
 
 def is_mine(target: object, name: str) -> bool:
-    """True if a name has one of the prefixes, or the class that it names is of one of these libraries' forms.
-
-    target: None for a name that is not of the form `file.py:Class` or `package.module:Class`.
-    """
+    """Return whether a name has one of the prefixes (target is None), or its class has the form of a library."""
     if target is None:
         return _prefix(name) in PACKAGES
     kind = target.func if isinstance(target, partial) else target
@@ -38,17 +35,23 @@ def is_mine(target: object, name: str) -> bool:
 
 
 def wrap(target: object, settings: dict[str, Any]) -> Attempts | Gym | Skyrl | TextArena:
-    """Make an environment. target: a name with a prefix, or a class or partial of one that `is_mine` recognised.
+    """Make an environment of a name with a prefix, or of a class or a partial of one that `is_mine` recognised.
 
     Raises:
-        ValueError: the package is missing, it has no such environment, or that refuses the settings.
+        ValueError: the package or its environment is missing, or the environment refuses the settings.
     """
     if isinstance(target, str):
         kind, name = _prefix(target), target
         which = target.partition(":")[2]
         if kind == "reasoning_gym":
             return Attempts(which, **settings)
-        package = _imported(kind, name)
+        try:
+            package: Any = importlib.import_module(kind)
+        except ImportError as e:
+            raise ValueError(
+                f"{name} needs the package: pip install {PACKAGES[kind]} ({e}); one whose requirements conflict with "
+                "the run's goes into an environment of its own, which `python` in the file for --env names"
+            ) from e
         if kind == "skyrl_gym":
             _made(package.spec, name, {"env_id": which})
         make = partial(package.make, which, **({"disable_env_checker": True} if kind == "gymnasium" else {}))
@@ -74,22 +77,12 @@ def _prefix(name: str) -> str:
     return name.partition(":")[0].replace("-", "_")
 
 
-def _imported(kind: str, name: str) -> Any:
-    try:
-        return importlib.import_module(kind)
-    except ImportError as e:
-        raise ValueError(
-            f"{name} needs the package: pip install {PACKAGES[kind]} ({e}); one whose requirements conflict with the "
-            "run's goes into an environment of its own, which `python` in the file for --env names"
-        ) from e
-
-
 def _kind(target: type) -> str:
     """Return the library whose form a class has, or "".
 
-    A subclass of a library's own class is of that library. Of the rest, a class is in Gymnasium's form if it has `step`
-    and its `reset` takes nothing but `seed` and `options`, or says by `action_space` what `step` takes. TRL's classes,
-    whose `reset` takes the columns of a row, and this project's, whose `step` takes `message`, are not.
+    A subclass of a library's own class has the form of that library. Another class has Gymnasium's form if it has
+    `step` and either `action_space` or a `reset` that takes nothing but `seed` and `options`. TRL's classes, whose
+    `reset` takes the columns of a row, and this project's, whose `step` takes `message`, do not.
     """
     roots = {base.__module__.partition(".")[0] for base in target.__mro__}
     for kind in ("skyrl_gym", "textarena", "gymnasium"):

@@ -11,14 +11,14 @@ from typing import Any
 THREADS = 128
 """Most calls of plain functions that run at once in a process. The time of a queued call starts when it runs."""
 GONE_WITHIN = 1.0
-"""Seconds after its limit in which a call may still end by itself. As no thread can be ended, its process goes then."""
+"""Seconds after its limit in which a call may still end by itself. Then its process ends, as no thread can be ended."""
 
 
 class LateError(Exception):
     """A call did not answer within its limit."""
 
     def __init__(self, seconds: float, call: asyncio.Future | None = None):
-        """call: goes on and may change what it can reach; None where it has ended, or was not made."""
+        """call: still runs and may change its environment; None if it has ended, or was not made."""
         super().__init__(f"did not answer within {seconds:g} s")
         self.call = call
 
@@ -33,7 +33,7 @@ class RaisedError(Exception):
 
 
 class Limits:
-    """Runs calls, each within its limit, and says where one does not end."""
+    """Runs calls, each within its limit, and reports those that do not end."""
 
     def __init__(self, hangs: Callable[[str], None]):
         """hangs: called with the name of a call that still runs `GONE_WITHIN` seconds after its limit."""
@@ -46,8 +46,7 @@ class Limits:
     ) -> Any:
         """Call a function and return its result.
 
-        what: its name. begins: called with the name and the time (time.monotonic()) at which its limit
-        will be over.
+        what: its name. begins: called with the name and the time (time.monotonic()) at which its limit will be over.
 
         Raises:
             LateError: it did not answer within `seconds`. An async function was cancelled, and had `GONE_WITHIN`

@@ -15,14 +15,13 @@ import threading
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import TimeoutError as LateError
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spmdrl.config.dump import LEAST, REDACTED, redact, redact_text
 from spmdrl.workers import in_child
 
 SHOWN = 300
-"""Characters of a server's complaints that are shown."""
+"""Characters of a server's standard error that are shown."""
 MOST_PAGES = 100
 """Pages of a list of tools."""
 T = TypeVar("T")
@@ -32,16 +31,8 @@ class McpError(RuntimeError):
     """A call failed; the message says why, without secrets."""
 
 
-@dataclass
-class Line:
-    """The place of a connection, which may be made anew."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    connection: "Connection | None" = None
-
-
 class Connection:
-    """One connection to a server, which a task of the loop holds from its beginning to its end."""
+    """One connection to a server, which one task of the loop enters and leaves."""
 
     def __init__(self, words: list[str], url: str, env: dict[str, str], headers: dict[str, str], only: tuple[str, ...]):
         """See `Mcp`."""
@@ -57,14 +48,14 @@ class Connection:
 
     async def enter(self) -> None:
         """Connect, and list the tools. Raises whatever the SDK raises."""
-        # The SDK wants a connection to be left by the task that entered it.
-        self.task = asyncio.get_running_loop().create_task(self._hold())
+        # The SDK requires that the task that enters a connection leaves it.
+        self.task = asyncio.get_running_loop().create_task(self._live())
         _entered.add(self)
         await self.ready.wait()
         if self.failure is not None:
             raise self.failure
 
-    async def _hold(self) -> None:
+    async def _live(self) -> None:
         from mcp import Client
 
         try:
@@ -120,12 +111,7 @@ class Connection:
         return [schema_of(tool) for tool in found if not self.only or tool.name in self.only]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool and return its result.
-
-        Raises:
-            McpError: there is no such tool.
-            Exception: whatever the SDK raises; `ended` is set where the server is gone.
-        """
+        """Call a tool and return its result. Raises whatever the SDK raises; `ended` is set if the server is gone."""
         if name not in {schema["function"]["name"] for schema in self.schemas}:
             raise McpError(f"the server has no tool {name!r}")
         from mcp import MCPError
@@ -134,19 +120,14 @@ class Connection:
             return await self.client.call_tool(name, arguments)
         except MCPError:
             # An answer of the server, unless the connection is gone: then no list of tools comes either.
-            await self._look()
-            raise
-        except asyncio.CancelledError:
+            try:
+                await asyncio.wait_for(self.client.list_tools(cache_mode="bypass"), 2.0)
+            except Exception:
+                self.ended = True
             raise
         except Exception:
             self.ended = True
             raise
-
-    async def _look(self) -> None:
-        try:
-            await asyncio.wait_for(self.client.list_tools(cache_mode="bypass"), 2.0)
-        except Exception:
-            self.ended = True
 
     async def leave(self) -> None:
         """End the connection, in the background: a server has a few seconds to end by itself."""
@@ -163,9 +144,9 @@ class Connection:
         text = " ".join(str(error).split()) or type(error).__name__
         return redact_text(self.without_secrets(text))
 
-    def complaints(self) -> str:
-        """Return the end of what the server wrote to standard error, without secrets."""
-        # The server writes at the place of this file that both share, so that it must not be moved.
+    def last_errors(self) -> str:
+        """Return the end of the server's standard error, without secrets."""
+        # The server shares the position of this file, which must not move.
         size = os.fstat(self.errors.fileno()).st_size
         text = os.pread(self.errors.fileno(), 4 * SHOWN, max(0, size - 4 * SHOWN)).decode("utf-8", "replace")
         return redact_text(" ".join(self.without_secrets(text).split()))[-SHOWN:]
@@ -179,10 +160,9 @@ class Connection:
 
 
 class Watched:
-    """The messages of a server; their end is the end of the connection."""
+    """The SDK's stream of a server's messages; its end is the end of the connection."""
 
     def __init__(self, inner: Any, connection: Connection):
-        """inner: the stream of the SDK."""
         self.inner, self.connection = inner, connection
 
     def __aiter__(self) -> "Watched":
@@ -207,7 +187,7 @@ class Watched:
 
 
 def _shown(words: list[str]) -> str:
-    """Return a command of bounded length, without values that look like secrets or whose option is called so."""
+    """Return a command of bounded length, without values that look like secrets or whose option names one."""
     shown, before = [], ""
     for word in words:
         option, equals, value = word.partition("=")
@@ -225,7 +205,7 @@ def schema_of(tool: Any) -> dict[str, Any]:
 
 
 def text_of(result: Any) -> tuple[bool, str]:
-    """Return whether a tool says that it failed, and its result as text, in which all that is no text is named."""
+    """Return whether a tool reports failure, and its result as text, with the kinds of other blocks."""
     parts = []
     for block in result.content:
         inner = getattr(block, "resource", block)
@@ -245,15 +225,12 @@ _loop_lock = threading.Lock()
 def on_loop(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
     """Run a coroutine on the loop of this process's connections and return its result.
 
-    seconds: after which the coroutine is cancelled.
-
-    Raises:
-        TimeoutError: it took longer.
+    seconds: limit, at which the coroutine is cancelled and TimeoutError raised.
     """
     global _loop
     with _loop_lock:
         if _loop is None:
-            # The SDK logs what servers send, which may hold anything, and addresses; what matters is raised.
+            # The SDK logs addresses and messages of servers, which may hold secrets; failures are raised.
             for name in ("mcp", "httpx2"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
             _loop = asyncio.new_event_loop()
@@ -271,10 +248,10 @@ def _end() -> None:
     """Give servers the time to end that the SDK allows them."""
 
     async def leave() -> None:
-        held = list(_entered)
-        for connection in held:
+        entered = list(_entered)
+        for connection in entered:
             await connection.leave()
-        if tasks := [each.task for each in held if each.task is not None]:
+        if tasks := [each.task for each in entered if each.task is not None]:
             await asyncio.wait(tasks, timeout=8.0)
 
     with suppress(LateError):

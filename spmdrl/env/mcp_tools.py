@@ -8,22 +8,30 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as LateError
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from spmdrl.config.dump import redact_text
 from spmdrl.env.base import BrokenError
-from spmdrl.env.mcp_connection import Connection, Line, McpError, on_loop, text_of
+from spmdrl.env.mcp_connection import Connection, McpError, on_loop, text_of
 
-CONNECT_SECONDS = 30.0
-"""Longest that a server may take to speak the protocol and to list its tools."""
-AT_ONCE = 4
-"""Servers that a process starts side by side; a further one waits, and its `connect` does not run."""
 QUEUE_SECONDS = 3600.0
-"""Longest wait for a place to start; longer than the start limits of all servers together."""
-_starting = threading.BoundedSemaphore(AT_ONCE)
-_lines: dict[str, Line] = {}
-"""Connections that are shared, by their settings."""
+"""Longest wait before a start; longer than the start limits of all servers together."""
+_starting = threading.BoundedSemaphore(4)
+"""Limits the servers that a process starts side by side."""
+
+
+@dataclass
+class Slot:
+    """The place of a connection, in which another one may follow it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    connection: Connection | None = None
+
+
+_shared: dict[str, Slot] = {}
+"""Connections of `shared` environments, by their settings."""
 
 
 class Mcp:
@@ -38,13 +46,13 @@ class Mcp:
         only: Sequence[str] = (),
         shared: bool = False,
         timeout: float = 30.0,
-        connect: float = CONNECT_SECONDS,
+        connect: float = 30.0,
     ) -> None:
         """Take settings; nothing is started.
 
         Args:
-            command: starts a server that speaks over its standard input and output.
-            url: of a server that speaks over HTTP instead.
+            command: starts a server on standard input and output.
+            url: of a server on HTTP instead.
             env: variables of the server's process, beside PATH, HOME and a few more. A value `$NAME` is that of the
                 variable NAME of this process, so that no file of settings holds a secret.
             headers: of each request over HTTP, with values as those of `env`.
@@ -54,9 +62,6 @@ class Mcp:
             timeout: seconds of a call.
             connect: seconds in which the server has to list its tools, from its start. A process starts four
                 side by side, and the wait before does not count.
-
-        Raises:
-            ValueError: settings that make no sense, or the package mcp is missing.
         """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         if bool(words) == bool(url):
@@ -72,13 +77,13 @@ class Mcp:
         self.timeout_s = QUEUE_SECONDS + timeout + connect
         key = json.dumps([words, url, self.env, self.headers, self.only])
         self.shared = shared
-        self.line = _lines.setdefault(key, Line()) if shared else Line()
+        self.slot = _shared.setdefault(key, Slot()) if shared else Slot()
 
     def reset(self, row: dict, seed: int) -> None:
         """Begin an episode with the prompt of its row, and a connection of its own.
 
         Raises:
-            BrokenError: the server does not start, or speaks no MCP; the message says why.
+            BrokenError: the server does not start, or does not follow the protocol; the message gives the reason.
         """
         self.close()
         self._connected()
@@ -88,11 +93,11 @@ class Mcp:
         return self._connected().schemas
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool. A server that has ended is started, or connected to, again before the call.
+        """Call a tool, after a server that has ended was started, or connected to, again.
 
         Raises:
             McpError: the tool failed, or the server ended or did not answer.
-            BrokenError: the server ended earlier, and cannot be started again.
+            BrokenError: the server cannot be started again.
         """
         connection = self._connected()
         try:
@@ -109,16 +114,16 @@ class Mcp:
     def close(self) -> None:
         """End a connection that is not shared, and the server where it was started here. May be called twice."""
         if not self.shared:
-            with self.line.lock:
-                connection, self.line.connection = self.line.connection, None
+            with self.slot.lock:
+                connection, self.slot.connection = self.slot.connection, None
             if connection is not None:
                 on_loop(connection.leave(), None)
 
     def _connected(self) -> Connection:
-        with self.line.lock:
-            held = self.line.connection
-            if held is not None and not held.ended:
-                return held
+        with self.slot.lock:
+            connection = self.slot.connection
+            if connection is not None and not connection.ended:
+                return connection
             connection = Connection(self.words, self.url, self.env, self.headers, self.only)
             try:
                 with _starting if self.words else nullcontext():
@@ -128,10 +133,10 @@ class Mcp:
                 late = isinstance(error, LateError)
                 slow = f"it did not list its tools within {self.connect:g} s, which its setting `connect` changes"
                 why = slow if late else connection.error_text(error)
-                if complaints := connection.complaints():
-                    why += f" (it said: {complaints})"
+                if errors := connection.last_errors():
+                    why += f" (its standard error: {errors})"
                 raise BrokenError(f"{connection.name} is no MCP server that can be used: {why}") from None
-            self.line.connection = connection
+            self.slot.connection = connection
             return connection
 
 
@@ -143,12 +148,8 @@ def _installed() -> bool:
 
 
 def _filled(values: Mapping[str, str], setting: str) -> dict[str, str]:
-    """Return values with `$NAME` replaced. Raises ValueError that names the variable, not the value."""
-    out = {}
-    for key, value in values.items():
-        if value.startswith("$"):
-            if value[1:] not in os.environ:
-                raise ValueError(f"MCP tools: `{setting}` names the environment variable {value[1:]}, which is not set")
-            value = os.environ[value[1:]]
-        out[key] = value
-    return out
+    """Return values with `$NAME` replaced."""
+    names = [value[1:] for value in values.values() if value.startswith("$")]
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(f"MCP tools: `{setting}` names the environment variable {missing[0]}, which is not set")
+    return {key: os.environ[value[1:]] if value.startswith("$") else value for key, value in values.items()}

@@ -7,14 +7,14 @@ from spmdrl.config.user_code import error_text
 from spmdrl.env.answers import cut_text, joined, raw_text
 
 OPENING = "prompt_messages"
-"""Key of a row that holds the messages of its prompt with its system's message and its history before them, if any."""
+"""Key of a row with the messages of its prompt, after its system message and its history, if any."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message whose values are texts, for the templates that read them."""
 
 
 class FailedError(Exception):
-    """The environment itself failed; the text says what and why, and goes on after the environment's name."""
+    """A failure of the environment itself; the text follows the environment's name in a message."""
 
 
 def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
@@ -23,7 +23,7 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
     what: the function that returned the value. longest, cut: as in `answers.cut_text`.
 
     Raises:
-        FailedError: it is neither messages nor a text.
+        FailedError: the value is something else.
     """
     given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
     given = [given] if isinstance(given, dict) else given
@@ -55,9 +55,7 @@ def _wrong(message: dict[str, Any]) -> str:
     for key in TEXTS:
         if not isinstance(message.get(key, ""), str | None):
             return f"whose {key} is no text: {str(message[key])[:100]!r}"
-    calls = message.get("tool_calls")
-    if calls is None:
-        return ""
+    calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         return f"whose tool_calls are no list: {str(calls)[:100]!r}"
     for call in calls:
@@ -67,29 +65,23 @@ def _wrong(message: dict[str, Any]) -> str:
             return f"with a tool call that is not {form}: {str(call)[:100]!r}"
         if not isinstance(call.get("id", ""), str | None):
             return f"with a tool call whose id is no text: {str(call['id'])[:100]!r}"
-        if not _fits(function.get("arguments")):
-            return f"with a tool call whose arguments are no object: {str(function['arguments'])[:100]!r}"
+        arguments = function.get("arguments")
+        try:  # an object, an object as JSON text, or None
+            fits = isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments or {}, dict)
+        except ValueError:
+            fits = False
+        if not fits:
+            return f"with a tool call whose arguments are no object: {str(arguments)[:100]!r}"
     return ""
 
 
-def _fits(arguments: Any) -> bool:
-    """True for arguments that are an object, an object as JSON text, or None."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return False
-        return isinstance(arguments, dict)
-    return isinstance(arguments, dict | None)
-
-
 def type_name(value: object) -> str:
-    """Name the type of a value, of a tuple with its length."""
+    """Return the type of a value, for a tuple or list with its length."""
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
 
 
 def text_of_error(error: BaseException) -> str:
-    """Return type and text of an error for the model."""
+    """Return the type and the text of an error, for the model."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:  # its text is its own code
@@ -97,13 +89,13 @@ def text_of_error(error: BaseException) -> str:
 
 
 def prompt_of(row: dict) -> list[dict]:
-    """Return the messages of a row's prompt, after those that its other columns give; a text is a user's message."""
+    """Return the messages of a row's prompt; a text is a user's message."""
     prompt = row.get(OPENING) or row.get("prompt") or []
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
 
 
 def opening(row: dict, text: str) -> list[dict]:
-    """Return the row's prompt with a first observation after it, in its last message if that is a user's."""
+    """Return the row's prompt with a first observation appended, to its last message if that is a user's."""
     messages = prompt_of(row)
     if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
         messages[-1]["content"] = "\n\n".join(part for part in (messages[-1]["content"], text) if part)
@@ -115,9 +107,6 @@ def seed_of(row: dict, seed: int) -> int:
     """Return the seed of an episode, below 2^31: the row's column `seed`, if there is one, or the run's of the sample.
 
     All samples of a prompt share the column, and so begin alike.
-
-    Raises:
-        ValueError: the column holds no whole number.
     """
     own = row.get("seed")
     if own is None:

@@ -41,9 +41,9 @@ class Tool:
     """OpenAI's function schema."""
     function: Callable[..., Any]
     by_keyword: bool = True
-    """It takes the arguments as keywords, else as one dict."""
+    """True: it takes the arguments as keywords, else as one dict."""
     closed: bool = True
-    """Arguments that the schema does not name are refused."""
+    """True: arguments that the schema does not name are refused."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Tool:
         return self.schema["function"]["name"]
 
     def bound(self, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Return a function of nothing that makes the call. Raises ArgumentsError."""
+        """Return a function without arguments that makes the call. Raises ArgumentsError."""
         fitting = fitted(self.schema["function"], arguments, self.closed)
         return partial(self.function, **fitting) if self.by_keyword else partial(self.function, fitting)
 
@@ -60,8 +60,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """Return a function as a tool.
 
     Raises:
-        ValueError: it has no docstring, an argument without a type or with one that JSON cannot give, or arguments by
-            position.
+        ValueError: it has no docstring, an argument by position, or one without a type that JSON has.
     """
     name = getattr(function, "__name__", type(function).__name__)
     doc = inspect.getdoc(function) if hasattr(function, "__name__") else None
@@ -102,7 +101,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..., Any]]:
-    """Return the public methods with a docstring, but the reserved ones, in the order in which they are written."""
+    """Return the public methods with a docstring, without the reserved ones, in the order of the source."""
     names: dict[str, None] = {}
     for kind in reversed(type(environment).__mro__[:-1]):
         names |= dict.fromkeys(vars(kind))
@@ -110,7 +109,7 @@ def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..
     for name in names:
         if name.startswith("_") or name in reserved:
             continue
-        # A property is not evaluated. What functools.lru_cache and other wrappers make holds the function.
+        # A property is not evaluated. The results of functools.lru_cache and other wrappers hold the function.
         static = inspect.getattr_static(environment, name)
         wraps = callable(static) and isinstance(getattr(static, "__wrapped__", None), types.FunctionType)
         if wraps or isinstance(static, types.FunctionType | staticmethod | classmethod):
@@ -121,11 +120,7 @@ def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..
 
 
 def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
-    """Return tools by name.
-
-    Raises:
-        ValueError: two tools share a name.
-    """
+    """Return tools by name. Raises ValueError if two share one."""
     table: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in table:
@@ -135,10 +130,9 @@ def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
 
 
 def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
-    """Return an environment's own schema in OpenAI's form; a bare function (`name`, `parameters`) is put into it.
+    """Return an environment's own schema, of OpenAI's form or a bare function (`name`, `parameters`), in that form.
 
-    Raises:
-        ValueError: it is neither.
+    Raises ValueError.
     """
     bare = schema.get("function", schema) if isinstance(schema, Mapping) else None
     if not isinstance(bare, Mapping) or not isinstance(bare.get("name"), str) or not bare["name"]:

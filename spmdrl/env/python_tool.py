@@ -12,36 +12,32 @@ from spmdrl_sandbox.warm import Warm
 
 
 class Sandboxes:
-    """Warm sandboxes of this process that nobody uses at the moment, by provider. May be used from several threads."""
+    """Idle warm sandboxes of this process, by provider. May be used from several threads."""
 
     def __init__(self) -> None:
         self.idle: dict[str, list[Warm]] = {}
         self.lock = threading.Lock()
 
     def take(self, provider: str) -> Warm:
-        """Return a sandbox for one user.
-
-        Raises:
-            BrokenError: none works here.
-        """
+        """Return a sandbox for one user. Raises BrokenError if none works here."""
         with self.lock:
-            if held := self.idle.get(provider):
-                return held.pop()
+            if idle := self.idle.get(provider):
+                return idle.pop()
         try:
             return open_for(provider)
         except SandboxError as error:
             raise BrokenError(f"no sandbox works here: {error}") from None
 
     def give_back(self, provider: str, warm: Warm) -> None:
-        """Take a sandbox back in which nothing runs."""
+        """Return a sandbox in which nothing runs."""
         with self.lock:
             self.idle.setdefault(provider, []).append(warm)
 
     def close(self) -> None:
         """End the idle ones."""
         with self.lock:
-            held, self.idle = [warm for each in self.idle.values() for warm in each], {}
-        for warm in held:
+            idle, self.idle = [warm for each in self.idle.values() for warm in each], {}
+        for warm in idle:
             warm.close()
 
 
@@ -81,18 +77,14 @@ class Python(Stateless):
 
 
 class PythonSession:
-    """The tool `python` in a session, which keeps variables from call to call. An episode is taken up again by running
-    its programs anew.
+    """The tool `python` in a session, which keeps variables from call to call. A resumed episode runs its programs
+    again.
     """
 
     parallel_calls = False
 
     def __init__(
-        self,
-        provider: str = "auto",
-        seconds: float = 10.0,
-        memory_mib: int = 512,
-        lifetime: float = 3600.0,
+        self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512, lifetime: float = 3600.0
     ) -> None:
         """Take settings.
 
@@ -151,11 +143,7 @@ class PythonSession:
 
 
 def as_text(ended: Outcome, limits: Limits) -> str:
-    """Return a program's output and how it failed, for the model.
-
-    Raises:
-        BrokenError: the sandbox could not run it.
-    """
+    """Return a program's output and how it failed, for the model. Raises BrokenError if the sandbox failed."""
     if ended.verdict == "failure":
         raise BrokenError(f"the program could not be run: {ended.why}")
     why = {
@@ -168,7 +156,6 @@ def as_text(ended: Outcome, limits: Limits) -> str:
 
 
 def _answer_text(answer: Answer) -> str:
-    """Return the answer of a session, for the model."""
     if answer.verdict == "ok":
         return _joined(answer.printed)
     return _joined(answer.printed, f"{answer.error}: {answer.why}" if answer.error else f"It failed: {answer.why}.")

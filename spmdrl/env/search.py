@@ -42,9 +42,6 @@ class Search(Stateless):
             longest: characters of a passage that are shown.
             timeout: seconds in which the server has to answer.
             cache: folder for indexes of corpora.
-
-        Raises:
-            ValueError: neither or both are given, or the corpus cannot be opened.
         """
         if bool(corpus) == bool(url):
             raise ValueError("the tool search needs either `corpus`, a file, or `url`, a server")

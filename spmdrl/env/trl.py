@@ -25,7 +25,7 @@ class Functions(Stateless):
 
 
 def is_trl(kind: type) -> bool:
-    """True for a class of TRL's `environment_factory`: its reset takes columns, and not the row as one."""
+    """Return whether a class is one of TRL's `environment_factory`: its reset takes columns, not the row."""
     reset = inspect.getattr_static(kind, "reset", None)
     if not inspect.isfunction(reset) or "row" in inspect.signature(reset).parameters:
         return False
@@ -34,11 +34,6 @@ def is_trl(kind: type) -> bool:
     step = getattr(kind, "step", None)
     takes_message = step is not None and "message" in inspect.signature(step).parameters
     return not takes_message and not hasattr(kind, "restore")
-
-
-def _is_lacking(parameter: inspect.Parameter, row: dict[str, Any]) -> bool:
-    wanted = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    return wanted and parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in row
 
 
 class FromTRL:
@@ -52,11 +47,13 @@ class FromTRL:
         self.parallel_calls = all(map(inspect.iscoroutinefunction, self.tools))
 
     def reset(self, row: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-        """Hand over the columns that its reset takes, and append what it returns to the prompt."""
+        """Call its reset with the columns that it takes, and append the returned text to the prompt."""
         parameters = inspect.signature(self.environment.reset).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         columns = {key: value for key, value in row.items() if takes_all or key in parameters}
-        if lacking := [key for key, each in parameters.items() if _is_lacking(each, row)]:
+        starred = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind not in starred]
+        if lacking := [key for key in needed if key not in row]:
             raise BrokenError(
                 f"its reset({', '.join(parameters)}) is read as TRL's, whose arguments are columns of the row, and the "
                 f"row has no column {lacking[0]} (it has {', '.join(row)}); an environment that is not TRL's has "
@@ -74,7 +71,7 @@ class FromTRL:
         return messages
 
     def reward(self) -> Any:
-        """Ask the environment, or read its attribute; None where it has neither."""
+        """Call `get_reward` or read the attribute `reward`; None where it has neither."""
         if hasattr(self.environment, "get_reward"):
             return self.environment.get_reward()
         return None if callable(value := getattr(self.environment, "reward", None)) else value

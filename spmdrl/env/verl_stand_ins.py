@@ -31,14 +31,16 @@ class _Schema(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class OpenAIFunctionPropertySchema(_Schema):
+    """An argument of a tool."""
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
 _schema = partial(create_model, __base__=_Schema)
 _TEXT: tuple[Any, Any] = (str, ...)
-OpenAIFunctionPropertySchema: Any = _schema(
-    "OpenAIFunctionPropertySchema",
-    type=(str | list[str] | None, None),
-    description=(str | None, None),
-    enum=(list[Any] | None, None),
-)
 OpenAIFunctionParametersSchema: Any = _schema(
     "OpenAIFunctionParametersSchema",
     type=_TEXT,
@@ -103,25 +105,19 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """Return the schema of the tool, for a YAML that gives none."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
-        """Begin a conversation. Return its id and a text for the model, if any."""
         return instance_id or str(uuid4()), ToolResponse()
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[Any, float, dict[str, Any]]:
-        """Answer a call. Return the answer, its reward, and metrics."""
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """Return the reward of the conversation, at its end."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget a conversation."""
+        pass
 
 
 class BaseInteraction:
@@ -132,21 +128,16 @@ class BaseInteraction:
         self.name: str = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin a conversation; kwargs are the row's `interaction_kwargs`. Return its id."""
         return instance_id or str(uuid4())
 
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Return whether the conversation ends, the user's answer, the turn's score, and anything else."""
+    async def generate_response(self, instance_id: str, messages: list, **kwargs: Any) -> tuple[bool, str, float, dict]:
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
-        """Score the conversation as it stands."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
-        """End a conversation and forget it."""
+        pass
 
 
 # ── verl's GSM8K examples: they compare the last number of an answer with the row's `ground_truth` ────────────────────
@@ -181,14 +172,11 @@ class Gsm8kTool(BaseTool):
         super().__init__(config, tool_schema)
         self._open: dict[str, dict[str, Any]] = {}
 
-    async def create(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
-    ) -> tuple[str, Any]:
-        if ground_truth is None:
-            ground_truth = (kwargs.get("create_kwargs") or {}).get("ground_truth")
-        key = instance_id or str(uuid4())
-        self._open[key] = {"answer": "", "truth": ground_truth, "best": 0.0}
-        return key, ToolResponse()
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+        given = (kwargs.get("create_kwargs") or {}) | kwargs
+        key, response = await super().create(instance_id)
+        self._open[key] = {"answer": "", "truth": given.get("ground_truth"), "best": 0.0}
+        return key, response
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs: Any) -> tuple[Any, float, dict]:
         answer, state = str(parameters.get("answer", "")), self._open[instance_id]
@@ -213,16 +201,12 @@ class Gsm8kInteraction(BaseInteraction):
         super().__init__(config)
         self._open: dict[str, dict[str, Any]] = {}
 
-    async def start_interaction(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
-    ) -> str:
-        key = instance_id or str(uuid4())
-        self._open[key] = {"answer": "", "truth": ground_truth}
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        key = await super().start_interaction(instance_id)
+        self._open[key] = {"answer": "", "truth": kwargs.get("ground_truth")}
         return key
 
-    async def generate_response(
-        self, instance_id: str, messages: list[dict], **kwargs: Any
-    ) -> tuple[bool, str, float, dict]:
+    async def generate_response(self, instance_id: str, messages: list, **kwargs: Any) -> tuple[bool, str, float, dict]:
         answers = [each.get("content") or "" for each in messages if each.get("role") == "assistant"]
         self._open[instance_id]["answer"] = answers[-1] if answers else ""
         reward = await self.calculate_score(instance_id)

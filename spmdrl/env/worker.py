@@ -30,7 +30,7 @@ import resource
 import select
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -38,11 +38,10 @@ from typing import Any
 from spmdrl.config.user_code import error_text, place
 from spmdrl.env import limits
 from spmdrl.env.base import EPISODE, PoolSettings
-from spmdrl.env.env_instance import EnvInstance
+from spmdrl.env.env_instance import AnewError, EnvInstance
 from spmdrl.env.forms import Form, SettingsError, load
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.env.messages import FailedError
-from spmdrl.env.turn import AnewError
 from spmdrl.workers.in_child import die_with, take_pipes, write_all
 
 ALIVE_EVERY = 0.4
@@ -77,8 +76,8 @@ class Worker:
     def send(self, message: dict[str, Any]) -> None:
         """Send a line to the parent, without waiting."""
         line = (json.dumps(message) + "\n").encode()
-        # At once where it can be: the call that a line is about may let no other thread run, that of `_write` included.
-        # A pipe with room takes PIPE_BUF bytes.
+        # At once if the pipe has room, which is for PIPE_BUF bytes: the call that the line announces may let no other
+        # thread run, that of `_write` included.
         if not self._lines.unfinished_tasks and len(line) <= select.PIPE_BUF and self._room.poll(0):
             write_all(self._answers, line)
         else:
@@ -122,14 +121,13 @@ class Worker:
     # ── requests ─────────────────────────────────────────────────────────────
 
     def take_request(self, line: bytes) -> None:
-        """Take a request."""
+        """Begin the request of a line."""
         message = json.loads(line)
         env = message.get("env", -1)
         if message["do"] == "close":
             task = asyncio.ensure_future(self._close(env))
         else:
-            task = asyncio.ensure_future(self._answer(message))
-            self._tasks[env] = task
+            task = self._tasks[env] = asyncio.ensure_future(self._answer(message))
         self._keep(task)
 
     def _keep(self, task: asyncio.Task) -> None:
@@ -141,7 +139,6 @@ class Worker:
         task.add_done_callback(over)
 
     async def _answer(self, message: dict[str, Any]) -> None:
-        number = message["id"]
         try:
             reply = {"reply": await self._reply(message)}
         except FailedError as e:
@@ -153,7 +150,7 @@ class Worker:
             return  # closed meanwhile
         except Exception as e:  # a mistake of ours must not leave the caller waiting
             reply = {"failure": f"failed: {error_text(e)} ({place(e)})"}
-        self.send({"id": number, **reply})
+        self.send({"id": message["id"], **reply})
 
     async def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
         def begins(what: str, end: float, call: int = -1, alone: bool = True) -> None:
@@ -166,10 +163,12 @@ class Worker:
             instance = EnvInstance(environment, opening["row"], self.settings, self.limits, begins)
             if message["do"] == "check":
                 try:
-                    tools = list(instance.typed())
+                    tools = list(instance.typed_tools())
                 finally:
                     await _give_up(instance, [])
-                return {"hello": form.hello + _offer(form, environment, tools), "tools": tools}
+                named = form.kind == "tools" or hasattr(environment, "tool_schemas")
+                offer = "" if named else f", tools {', '.join(tools)}" if tools else ", no tools"
+                return {"hello": form.hello + offer, "tools": tools}
             self._instances[message["env"]] = instance
             reply = await instance.open(opening["seed"], opening["state"], opening["turns"], opening["digests"])
         instance = self._instances[message["env"]]
@@ -188,8 +187,8 @@ class Worker:
         except LateError as e:
             raise FailedError(f"{e} in its constructor") from None
         except RaisedError as e:
-            plain = isinstance(e.error, SettingsError)
-            why = str(e.error) if plain else f"{error_text(e.error)} ({place(e.error)})"
+            known = isinstance(e.error, SettingsError)
+            why = str(e.error) if known else f"{error_text(e.error)} ({place(e.error)})"
             raise FailedError(f"cannot be made: {why}") from None
 
     def _form(self, name: str) -> Form:
@@ -214,13 +213,6 @@ class Worker:
             await asyncio.wait(closing, timeout=CLOSES_WITHIN)
 
 
-def _offer(form: Form, environment: Any, tools: Collection[str]) -> str:
-    """Return the tools of an environment in words, where its form does not say them."""
-    if form.kind == "tools" or hasattr(environment, "tool_schemas"):
-        return ""
-    return f", tools {', '.join(tools)}" if tools else ", no tools"
-
-
 _RUNNING: set[asyncio.Task] = set()
 """Tasks that run; the loop itself would forget them."""
 
@@ -234,43 +226,24 @@ async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
         await instance.close()
 
 
-def _bound_memory(settings: PoolSettings) -> None:
+async def serve(requests: int, answers: int) -> None:
+    """Serve until the requests end."""
+    lines = asyncio.StreamReader(limit=1 << 40)
+    protocol = asyncio.StreamReaderProtocol(lines)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(requests, "rb"))
+    if not (first := await lines.readline()):
+        return
+    settings = PoolSettings(**json.loads(first))
     if settings.memory_mb:
         size = (settings.memory_mb + limits.THREADS * STACK_MB) << 20
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-
-
-async def serve(requests: int, answers: int) -> None:
-    """Serve until the requests end."""
-    loop, received, ended = asyncio.get_running_loop(), bytearray(), asyncio.Event()
-    workers: list[Worker] = []
-
-    def read() -> None:
-        data = os.read(requests, 1 << 16)
-        if not data:
-            loop.remove_reader(requests)
-            ended.set()
-            return
-        received.extend(data)
-        if b"\n" not in data:
-            return
-        *lines, rest = bytes(received).split(b"\n")
-        received[:] = rest
-        for line in lines:
-            if workers:
-                workers[0].take_request(line)
-                continue
-            settings = PoolSettings(**json.loads(line))
-            _bound_memory(settings)
-            workers.append(Worker(settings, answers))
-            _RUNNING.add(asyncio.ensure_future(workers[0].live()))
-            workers[0].send({"ready": True})
-
-    loop.add_reader(requests, read)
-    await ended.wait()
-    if workers:
-        await workers[0].close_all()
-        workers[0].leave()
+    worker = Worker(settings, answers)
+    _RUNNING.add(asyncio.ensure_future(worker.live()))
+    worker.send({"ready": True})
+    while (line := await lines.readline()).endswith(b"\n"):
+        worker.take_request(line)
+    await worker.close_all()
+    worker.leave()
 
 
 if __name__ == "__main__":

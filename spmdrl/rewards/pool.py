@@ -115,7 +115,7 @@ class Pool(Grader):
 
     # -- events of workers ------------------------------------------------------------------------------------------
 
-    def hear(self, worker: Worker, message: dict) -> None:
+    def on_message(self, worker: Worker, message: dict) -> None:
         """Take a line of a worker."""
         if "note" in message:
             if message["note"] and message["note"] != self._note:
@@ -151,7 +151,7 @@ class Pool(Grader):
         """Return when a worker should have ended the grading under way (time.monotonic())."""
         return float("inf") if worker.started is None else worker.started + (worker.may_take or self._timeout)
 
-    def stuck(self, worker: Worker) -> None:
+    def on_timeout(self, worker: Worker) -> None:
         """Replace a worker whose grading does not end, and hand out its untouched requests again."""
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name} did not load within {processes.START_SECONDS:.0f} s")
@@ -160,7 +160,7 @@ class Pool(Grader):
         self._processes.replace(worker)
         self._timed_out(request, worker.may_take)
 
-    def died(self, worker: Worker, how: str) -> None:
+    def on_exit(self, worker: Worker, how: str) -> None:
         """End the run: a reward function must not end its process."""
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name}: its process ended {how} while loading")

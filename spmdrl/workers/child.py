@@ -1,4 +1,4 @@
-"""A child process that works for this one, as its parent sees it: JSON lines over pipes that never block the parent.
+"""The parent's side of a child process: JSON lines over pipes that never block the parent.
 
 The child's side is in_child.py. A child dies with the thread that started it.
 """
@@ -29,11 +29,11 @@ class Child:
 
     process: subprocess.Popen
     selector: selectors.BaseSelector
-    """Selector that tells when the pipes are ready; `data` of a key is the child."""
+    """Selector of the pipes; `data` of a key is the child."""
     spawned: float
-    """When its process was started, or when it began to load something else (time.monotonic())."""
+    """Time at which its process was started, or began to load something else (time.monotonic())."""
     ready: bool = False
-    """It does not load."""
+    """True: it has started, and is not loading."""
     to_send: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
 
@@ -48,7 +48,7 @@ class Child:
         return cast(IO[bytes], self.process.stdout)
 
     def flush(self) -> None:
-        """Write as much as the pipe takes; ask to be woken for the rest."""
+        """Write as much as the pipe takes, and watch the pipe for the rest."""
         fd = self.stdin.fileno()
         try:
             while self.to_send:
@@ -64,7 +64,7 @@ class Child:
             self.selector.unregister(self.stdin)
 
     def read_lines(self) -> tuple[list[bytes], bool]:
-        """Whole lines that came since the last call, and whether the pipe was closed."""
+        """Return the whole lines that came since the last call, and whether the pipe was closed."""
         ended = False
         while True:
             try:
@@ -86,12 +86,7 @@ class Child:
                 self.selector.unregister(self.stdin)
             self.stdin.close()
 
-    def leave(self, within: float = LEAVES_WITHIN) -> None:
-        """Let the process end by itself, which it does at the end of its input. `kill` then ends its children."""
-        self.hang_up()
-        self._await_end(within)
-
-    def _await_end(self, within: float) -> None:
+    def await_end(self, within: float) -> None:
         """Wait for the end, without reaping: the id stays that of the process and its children until `kill`."""
         until = time.monotonic() + within
         while self.process.returncode is None and time.monotonic() < until:
@@ -112,8 +107,8 @@ class Child:
             self.process.wait()
 
     def end(self) -> str:
-        """Wait briefly for the end of a process that closed its pipe, and say how it ended: `by signal SIGKILL`."""
-        self._await_end(1.0)  # so that a kill does not hide the exit code
+        """Wait briefly for the end of a process that closed its pipe. Return how it ended, as `by signal SIGKILL`."""
+        self.await_end(1.0)  # so that a kill does not hide the exit code
         self.kill()
         code = self.process.returncode
         hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
@@ -124,17 +119,11 @@ C = TypeVar("C", bound=Child)
 
 
 def spawn(
-    kind: type[C],
-    module: str,
-    selector: selectors.BaseSelector,
-    hello: dict[str, Any],
-    variables: dict[str, str],
-    python: str = "",
+    kind: type[C], module: str, selector: selectors.BaseSelector, hello: dict[str, Any], variables: dict, python: str
 ) -> C:
     """Start `python -m module <pid of this process>` and send it its first line.
 
-    kind: the class of what is returned. variables: further variables of the environment of the process. python: another
-    interpreter than this process's.
+    kind: class of the child. variables: further environment variables. python: another interpreter than this one.
     """
     process = subprocess.Popen(
         [python or sys.executable, "-m", module, str(os.getpid())],
@@ -154,11 +143,11 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment without the variables that make a process a rank, with one thread and no GPU."""
+    """Return the caller's environment without the variables of a rank, with one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }
     root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
-    # the memory of the device is accounted for elsewhere: nothing would see a child on it
+    # No GPU: the table of the device's memory would not count a child's.
     return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

@@ -20,14 +20,14 @@ def die_with(parent: int) -> None:
 
 
 def take_pipes() -> tuple[int, int]:
-    """Return descriptors of the requests and the answers, and keep both from the user's code.
+    """Return descriptors of the requests and the answers, and hide both from the user's code.
 
-    User code reads an empty stdin, and all that it prints goes to stderr. Signals that a cluster sends to all processes
-    of a job do nothing: they are for the ranks to follow.
+    User code reads an empty stdin, and its output goes to stderr. Signals that a cluster sends to all processes of a
+    job do nothing, since the ranks handle them.
     """
     # A handler is set, because children of user code would inherit an ignored signal.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    # A child that user code forks ends when it is told to.
+    # A child that user code forks ends by these signals.
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, old) for number, old in before.items()])
     requests, answers = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -42,7 +42,7 @@ def write_all(answers: int, line: bytes) -> None:
         while line:
             line = line[os.write(answers, line) :]
     except BrokenPipeError:
-        # The rank has ended and said why; nobody waits for this answer.
+        # The rank has ended, and nobody waits for this answer.
         os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""The processes of a pool: started, spoken to in JSON lines, watched by a clock, and replaced.
+"""The processes of a pool, which starts them, exchanges JSON lines with them, watches deadlines, and replaces them.
 
-Each first says `{"ready": true}`. `{"loading": true}` says that it loads something, which is no answer's time, and
-`{"loading": false}` that it has. `{"alive": true}` is a sign of life. All other lines are for the pool.
+A process first sends `{"ready": true}`. `{"loading": true}` and `{"loading": false}` enclose the loading of a file,
+which counts to no answer's time. `{"alive": true}` is a sign of life. All other lines are for the pool.
 """
 
 import json
@@ -18,8 +18,8 @@ from spmdrl.workers.child import LEAVES_WITHIN, Child, spawn
 START_SECONDS = 120.0
 """Longest a process may take to start, or to import a user's file (a cold file system is slow)."""
 LOOK_EVERY = 0.05
-"""Seconds after which a caller that does not wait looks at the deadlines of all requests again: it may come between two
-steps of an engine, thousands of times, with hundreds of requests under way."""
+"""Seconds between two looks at all deadlines by a caller that does not wait, which may come between two steps of an
+engine with hundreds of requests under way."""
 
 
 @dataclass(eq=False)
@@ -27,31 +27,31 @@ class Process(Child):
     """A process of a pool."""
 
     retired: bool = False
-    """It ends with the requests that are under way in it, and none takes its place."""
+    """True: it ends with its requests under way, and no other takes its place."""
     silent: float | None = None
-    """When it was listened to in vain after its deadline; None once it said anything (time.monotonic())."""
+    """Time at which nothing was read from it after its deadline; None once it sent anything (time.monotonic())."""
 
 
 P = TypeVar("P", bound=Process)
 
 
 class Listener(Protocol):
-    """The pool, as its processes know it."""
+    """The pool, as its processes call it."""
 
-    def hear(self, process: Any, message: dict[str, Any], /) -> None:
-        """Take a line of a process."""
+    def on_message(self, process: Any, message: dict[str, Any], /) -> None:
+        """Handle a line of a process."""
         ...
 
     def deadline(self, process: Any, /) -> float:
-        """When a process should have answered (time.monotonic())."""
+        """Return the time at which a process should have answered (time.monotonic())."""
         ...
 
-    def stuck(self, process: Any, /) -> None:
-        """Take that a process says nothing after its deadline, or does not start. It must be replaced."""
+    def on_timeout(self, process: Any, /) -> None:
+        """Replace a process that is silent after its deadline, or does not start."""
         ...
 
-    def died(self, process: Any, how: str, /) -> None:
-        """Take that a process ended by itself. It must be replaced."""
+    def on_exit(self, process: Any, how: str, /) -> None:
+        """Replace a process that ended by itself."""
         ...
 
 
@@ -72,8 +72,7 @@ class Processes(Generic[P]):
         """Start them, without waiting for them.
 
         kind, module, hello, variables, python: as in `spawn`. grace: seconds that a process may be silent after its
-        deadline. They count from the first look at its pipe, which after a long absence of the caller may hold less
-        than the process has to say.
+        deadline, counted from the first look at its pipe: a caller that was away for long has not read all yet.
         """
         self._listener, self._grace = listener, grace
         self._selector = selectors.DefaultSelector()
@@ -82,7 +81,7 @@ class Processes(Generic[P]):
         self.all: list[P] = [self._spawn() for _ in range(count)]
 
     def send(self, process: P, message: dict[str, Any]) -> None:
-        """Send a line, without waiting."""
+        """Send a line without waiting."""
         process.to_send += (json.dumps(message) + "\n").encode()
         process.flush()
 
@@ -93,7 +92,7 @@ class Processes(Generic[P]):
         self.all[place : place + 1] = [] if process.retired else [self._spawn()]
 
     def turn(self, wait: float) -> None:
-        """Hear what the processes say, waiting up to `wait` seconds for the first, and look at their deadlines."""
+        """Handle lines of the processes, waiting up to `wait` seconds for the first, and look at their deadlines."""
         tick()  # a sign of life: work that hangs is ended by the clocks of its process and of this one
         look = wait > 0 or time.monotonic() >= self._look_at
         if wait > 0:
@@ -113,10 +112,10 @@ class Processes(Generic[P]):
                 if process.silent is None:
                     process.silent = time.monotonic()
                 else:
-                    self._listener.stuck(process)
+                    self._listener.on_timeout(process)
 
     def _due(self, process: P) -> float:
-        """When the silence of a process must be looked at."""
+        """Return the time at which the silence of a process must be looked at."""
         if process.silent is not None:
             return process.silent + self._grace
         return self._listener.deadline(process) if process.ready else process.spawned + START_SECONDS
@@ -133,9 +132,9 @@ class Processes(Generic[P]):
             elif "loading" in message:
                 process.ready, process.spawned = not message["loading"], time.monotonic()
             elif process in self.all and "alive" not in message:
-                self._listener.hear(process, message)
+                self._listener.on_message(process, message)
         if ended and process in self.all:
-            self._listener.died(process, process.end())
+            self._listener.on_exit(process, process.end())
 
     def shutdown(self) -> None:
         """End the processes: those that are ready get a moment to clear up. May be called twice."""
@@ -144,7 +143,7 @@ class Processes(Generic[P]):
         until = time.monotonic() + LEAVES_WITHIN
         for process in self.all:
             if process.ready:
-                process.leave(max(0.0, until - time.monotonic()))
+                process.await_end(max(0.0, until - time.monotonic()))
             process.kill()
         self.all = []
         self._selector.close()

@@ -624,7 +624,7 @@ def advantages(episodes: list[Episode]) -> list[float]:
 
 def test_a_state_key_that_fails_is_a_failure_of_its_environment(make):
     (episode,) = (played := Played(make("NoKey"), [said("a")])).play()
-    assert episode.finish == "abort" and "returned from state_key what is no JSON value" in played.why[0]
+    assert episode.finish == "abort" and "returned no JSON value from state_key" in played.why[0]
 
 
 def test_states_are_those_of_a_conversation_that_was_never_cut(make):

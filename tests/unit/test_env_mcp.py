@@ -105,7 +105,7 @@ def gone(pid: int) -> None:
 
 def noticed(tool: Mcp) -> None:
     until = time.monotonic() + 10
-    while tool.line.connection is not None and not tool.line.connection.ended:
+    while tool.slot.connection is not None and not tool.slot.connection.ended:
         assert time.monotonic() < until, "the end of the server was not seen"
         time.sleep(0.02)
 
@@ -231,7 +231,7 @@ def test_a_server_over_http_that_is_killed_and_comes_back(script):
         ({"command": "yes", "connect": 0.5}, "yes is no MCP server"),
         ({"command": "echo hello"}, "echo hello is no MCP server"),
         ({"command": "no-such-command-here"}, "No such file"),
-        ({"command": ["sh", "-c", "echo bad token $KEY >&2"], "env": {"KEY": SECRET}}, "it said: bad token <redacted>"),
+        ({"command": ["sh", "-c", "echo bad token $KEY >&2"], "env": {"KEY": SECRET}}, "error: bad token <redacted>"),
         ({"url": "http://127.0.0.1:9/mcp"}, "http://127.0.0.1:9/mcp is no MCP server"),
         ({"url": f"http://user:{SECRET}@127.0.0.1:9/mcp"}, "is no MCP server"),
     ],
