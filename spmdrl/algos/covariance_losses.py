@@ -111,15 +111,11 @@ class Selecting:
     """
 
     logp: torch.Tensor
-    """[T]: current policy."""
     old_logp: torch.Tensor
-    """[T]: policy at the start of the step."""
     advantages: torch.Tensor
-    """[T]."""
     mask: torch.Tensor
-    """bool [T], True where the policy sampled."""
     seq: torch.Tensor
-    """int64 [T]: the token's sequence, 0 .. B - 1."""
+    """Those five are [T], as in `LossInputs`."""
     sequences: int
     """B."""
     draw: torch.Tensor | None = None
@@ -154,7 +150,7 @@ def select_clip_cov(
 
     Source: https://arxiv.org/abs/2505.22617
 
-    max(1, int(cov_ratio * tokens)) of them over all ranks (fewer where there are not so many), those with the lowest
+    max(1, int(cov_ratio * tokens)) of them over all ranks (all candidates if there are fewer), those with the lowest
     `draw`. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`.
     """
     check_share(cov_ratio)

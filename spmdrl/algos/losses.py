@@ -71,7 +71,7 @@ LOSSES: dict[str, Loss] = {
 
 
 INPUTS = tuple(field.name for field in fields(LossInputs) if field.default is None)
-"""Inputs of a loss that are not always there."""
+"""Optional inputs of a loss."""
 
 
 def compute_loss(

@@ -1,4 +1,4 @@
-"""Policy losses built from whole sequences, in the form of `losses.py`.
+"""Policy losses of whole sequences, in the form that `token_losses.py` describes.
 
 Sums over a sequence run in fp64, as a response of thousands of tokens adds up thousands of rounding errors.
 """

@@ -1,4 +1,4 @@
-"""Parts of preference learning: its rows, models and loss."""
+"""Builds preference learning: its rows, models and loss."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ from spmdrl.supervised.run import SupervisedRun
 
 
 def begin_preference(cfg: PreferenceConfig) -> Start:
-    """Read the tokenizer, and find the encoder of the rows."""
+    """Read the tokenizer, and build the encoder of the rows."""
     folder, pairs = resolve(cfg.model.path, cfg.model.trust_remote_code), has_pairs(cfg.preference)
     beside = any(takes_other_prompts(name) for name in losses_of(cfg.preference))
     return begin(cfg, folder, lambda tokenizer, longest: PairEncoder(cfg.data, tokenizer, longest, pairs, beside))

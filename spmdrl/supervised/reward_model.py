@@ -1,4 +1,4 @@
-"""Parts of the training of a reward model, of responses or of their steps: its rows, model and loss."""
+"""Builds the training of a reward model of responses or of their steps: its rows, model and loss."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ class ScoredEncoder:
 
 
 def begin_reward_model(cfg: RewardModelConfig) -> Start:
-    """Read the tokenizer, and find the encoder of the rows."""
+    """Read the tokenizer, and build the encoder of the rows."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     kind = StepEncoder if cfg.reward_model.rows == "steps" else ScoredEncoder
     return begin(cfg, folder, lambda tokenizer, longest: kind(cfg, tokenizer, longest))

@@ -184,13 +184,8 @@ class Rows:
         allowed = self.cfg.data.max_refused
         # With few rows the share is noise: it must not matter whether a bad row is drawn early or late.
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
-        if self.totals["refused"] <= allowed * judged:
-            return
-        shown = "\n  ".join(first_lines(mine.refused, self.world))
-        raise ValueError(
-            f"{self.totals['refused']} of {self.totals['rows']} rows were refused, and --data.max-refused allows "
-            f"{allowed:g} of them (logs/rank_*.log name all):\n  {shown}"
-        )
+        if self.totals["refused"] > allowed * judged:
+            raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)
 
     def _check_kept(self, last: bool) -> None:
         """Raise ValueError if no row so far could be trained: the job would save an untrained model."""
@@ -249,6 +244,15 @@ def first_lines(lines: list[str], world: World) -> list[str]:
     """Return at most five lines of all ranks, the first three of each. Collective."""
     texts = all_gather_text("\n".join(lines[:3]), world.host_group)
     return [line for text in texts for line in text.split("\n") if line][:5]
+
+
+def too_many_refused(refused: int, rows: int, allowed: float, lines: list[str], world: World) -> ValueError:
+    """Return the error that names refused rows. lines: of this rank's refused rows. Collective."""
+    shown = first_lines(lines, world) or ["no row has a sequence within --data.max-tokens"]
+    return ValueError(
+        f"{refused} of {rows} rows were refused, and --data.max-refused allows {allowed:g} of them "
+        "(logs/rank_*.log name all):\n  " + "\n  ".join(shown)
+    )
 
 
 def _read(drawn: Drawn) -> dict | None:

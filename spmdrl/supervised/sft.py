@@ -1,6 +1,7 @@
-"""Parts of supervised fine-tuning: its rows, model and loss."""
+"""Builds supervised fine-tuning: its rows, model and loss."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from spmdrl.config.load import Loaded
@@ -19,20 +20,23 @@ from spmdrl.supervised.entry import settle
 from spmdrl.supervised.rows import pack
 from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.stored_teacher import StoredTeacher
-from spmdrl.supervised.teacher import Written, in_its_folder, write_teacher
+from spmdrl.supervised.teacher import Written, write_teacher
 
 
 def begin_sft(cfg: SFTConfig) -> Start:
-    """Read the tokenizer of the model with the tokens that `--sft.add-tokens` names, and the encoder of its rows."""
+    """Read the tokenizer, add the tokens of `--sft.add-tokens`, and build the encoder of the rows."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     folder = with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
     return begin(cfg, folder, lambda tokenizer, longest: Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on))
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
-    """See `settle`. The logs of a job that writes a teacher's files lie in their folder."""
+    """See `settle`. A job that writes a teacher's files has its logs in their folder, unless `--run.dir` is given."""
     config = loaded.config
-    return settle(job, replace(loaded, config=in_its_folder(config)) if config.teacher.write else loaded)
+    if config.teacher.write and not config.run.dir:
+        folder = str(Path(config.teacher.write).expanduser())
+        loaded = replace(loaded, config=replace(config, run=replace(config.run, dir=folder)))
+    return settle(job, loaded)
 
 
 def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:

@@ -25,7 +25,7 @@ from spmdrl.data.mixture import Drawn, Mixture, Permuted
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.world import World
-from spmdrl.supervised.rows import Encode, encoded, first_lines
+from spmdrl.supervised.rows import Encode, encoded, too_many_refused
 
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
@@ -69,7 +69,7 @@ def write(
     manifest. max_refused: share of rows that may be refused; they are counted and named in the log.
 
     Raises:
-        ValueError: more are, or no sequence is left, or a file of another rank is not seen here.
+        ValueError: more rows are refused, no sequence is left, or a file of another rank is not visible here.
     """
     world, writer = session.world, _Writer(folder, session.world)
     rows, refused = 0, list[str]()
@@ -84,15 +84,13 @@ def write(
     total, lost = all_reduce(torch.tensor([rows, len(refused)]), "sum", world.host_group).tolist()
     files = [json.loads(text) for text in all_gather_text(json.dumps(writer.files), world.host_group)]
     if lost > max_refused * total or not any(files):
-        shown = first_lines(refused, world)
-        raise ValueError(
-            f"{lost} of {total} rows were refused, and --data.max-refused allows {max_refused:g} of them "
-            "(logs/rank_*.log name all):\n  " + "\n  ".join(shown or ["no row has a sequence within --data.max-tokens"])
-        )
+        raise too_many_refused(lost, total, max_refused, refused, world)
     if lost:
         session.note(f"{lost} of {total} rows were refused (logs/rank_*.log name them)")
     if unseen := [name for each in files for name in each if world.is_first and not (folder / name).is_file()]:
-        raise ValueError(f"{folder}: {unseen[0]} of another rank is not seen from rank 0; name a folder of all nodes")
+        raise ValueError(
+            f"{folder}: {unseen[0]} of another rank is not visible from rank 0; name a folder that all nodes share"
+        )
     if world.is_first:
         manifest = facts | {"files": {name: count for each in files for name, count in each.items()}}
         half = folder / f".{MANIFEST}"

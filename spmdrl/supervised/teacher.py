@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,6 @@ NOT_OF_ROWS = (
 """Settings of `--data` that do not change the tokens of a row, and the template, whose text is compared."""
 PART = 2**12
 """Number of bytes that are hashed at the beginning and in the middle of each tensor."""
-
-
-def in_its_folder(cfg: SFTConfig) -> SFTConfig:
-    """Return the settings of a job that writes a teacher's files, with its logs in their folder."""
-    return cfg if cfg.run.dir else replace(cfg, run=replace(cfg.run, dir=str(Path(cfg.teacher.write).expanduser())))
 
 
 @dataclass
@@ -132,7 +127,7 @@ def weights_digest(folder: Path) -> str:
     """Return a hash of a model's config and of parts of each of its tensors.
 
     Raises:
-        ValueError: a file is none of safetensors.
+        ValueError: a file is not valid safetensors.
     """
     found = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
