@@ -22,10 +22,8 @@ from spmdrl.session.launch import launch
 
 def evaluate(run) -> None:
     """Sample and grade, then print the numbers."""
-    from spmdrl.health.status import rank_status
-
     evaluation = run.evaluation
-    rank_status.keeps_partial = evaluation.keeps_graded = True
+    evaluation.keep_graded()
     with run.memory.rollout_phase():
         run.evaluate(0)
     with run.memory.training_phase():

@@ -14,6 +14,7 @@ from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.scores import counts_as_right
 from spmdrl.health.failure import exit_reason
 from spmdrl.health.preempt import preemption
+from spmdrl.health.status import rank_status
 from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
 from spmdrl.rl.reading import AtLast
@@ -43,7 +44,10 @@ class Evaluation:
         self.to_judge: list[Episode] | None = None
         """Episodes of this rank that the reward model has not seen."""
         self.keeps_graded = False
-        """True if an evaluation that is interrupted returns the results until then in place of an error."""
+
+    def keep_graded(self) -> None:
+        """If an evaluation is interrupted, have it return the results until then in place of an error."""
+        rank_status.keeps_partial = self.keeps_graded = True
 
     def is_due(self, step: int, force: bool = False) -> bool:
         """Return True if an evaluation is due before a step, counted from 0.

@@ -1,7 +1,7 @@
 """vLLM inside the training process, one engine per rollout TP group, driven step by step.
 
 This file relies on vLLM's internals for the model object, for loading weights in place and for freeing its KV cache.
-Other files adapt its CPU build (`cpu.py`), its groups among ranks without it (`world.py`) and its adapters (`lora.py`).
+Other files adapt its CPU build (`cpu.py`), its groups among ranks without it (`start.py`) and its adapters (`lora.py`).
 """
 
 import logging
