@@ -62,8 +62,8 @@ class Episode:
     conversation: Any = None
     """Its conversation with an environment (`rl.conversation_state`) until it ends, on the rank that has it."""
     phase: str = ""
-    """Stage in the rollout under way: `opening` (its environment returns the prompt), `sampling` (the engine works on it),
-    `answering` (its environment answers), `grading`, `graded`; empty if it waits for a place or is in no rollout."""
+    """Stage in the rollout under way: `opening` (its environment returns the prompt), `sampling` (the engine works on
+    it), `answering` (its environment answers), `grading`, `graded`; empty if it waits for a place or is in none."""
     experts: torch.Tensor | None = None
     """int16 [n, W], the experts that each of the first n tokens of all segments, laid end to end, was sent to, layer by
     layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""
