@@ -164,33 +164,21 @@ def attend(
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
     width, e = max(q_QHd.shape[-1], v_NKe.shape[-1]), v_NKe.shape[-1]
     q, k, v = (_fit(x, -(-width // 8) * 8) for x in (q_QHd, k_NKd, v_NKe))
+    pack = (q, k, v, runs.ends_q, runs.ends_k, runs.longest_q, runs.longest_k)
     sizes = (window - 1 if window else -1, 0)
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        out: Any = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            runs.ends_q,
-            runs.ends_k,
-            runs.longest_q,
-            runs.longest_k,
-            softmax_scale=scale,
-            causal=True,
-            window_size=sizes,
-            softcap=softcap or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        same = torch.are_deterministic_algorithms_enabled()
+        more = dict(softmax_scale=scale, causal=True, window_size=sizes, softcap=softcap or 0.0, deterministic=same)
+        out: Any = flash_attn_varlen_func(*pack, **more)
     else:
         from torch.nn.attention.varlen import varlen_attn
 
         # Causal by its window; older versions support grouped heads without a flag.
-        grouped: dict[str, Any] = (
-            {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-        )
-        ends = (runs.ends_q, runs.ends_k, runs.longest_q, runs.longest_k)
-        out: Any = varlen_attn(q, k, v, *ends, scale=scale, window_size=sizes, **grouped)
+        known = inspect.signature(varlen_attn).parameters
+        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+        out: Any = varlen_attn(*pack, scale=scale, window_size=sizes, **grouped)
     return out[..., :e]
 
 

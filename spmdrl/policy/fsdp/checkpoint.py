@@ -12,6 +12,7 @@ from spmdrl.policy.safe_pickle import vet
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.weights.safetensors import MASTERS, has_masters, on_first, on_host, read_into, save_model, tree_on_host
+from spmdrl.weights.shards import local
 
 
 def saving(policy: Any, copy: bool = False) -> Write:
@@ -48,7 +49,10 @@ def saving(policy: Any, copy: bool = False) -> Write:
 
 def _base_facts(policy: Any) -> dict:
     """Return path and checksum of the weights that the adapters belong to. Collective."""
-    total = all_reduce(lora.element_sum(policy.parts()[0]), "sum", policy.world.shard_group)
+    # The bit patterns of all elements, int64 modulo 2**64, so that the sums of shards add up.
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [local(p).view(width[p.element_size()]).sum(dtype=torch.int64) for _, p in policy.parts()[0]]
+    total = all_reduce(torch.stack(sums).sum(), "sum", policy.world.shard_group)
     return {"path": str(policy.cfg.model.path), "sum": int(total)}
 
 

@@ -183,10 +183,3 @@ def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None
             f"{folder} was trained on --model.path {saved['path']} with other weights than {base['path']} holds: "
             "resume with that model"
         )
-
-
-def element_sum(named: Named) -> torch.Tensor:
-    """Sum the bit patterns of all elements on this rank, int64 modulo 2**64; sums of shards add up."""
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [local(p).view(width[p.element_size()]).sum(dtype=torch.int64) for _, p in named]
-    return torch.stack(sums).sum()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -127,17 +128,15 @@ class Model(GPTModel):
         arch: Architecture,
         layout: Layout,
         head: Head,
-        first: bool,
-        last: bool,
         stage: int | None,
         engine: bool,
         labels: int = 1,
         bias: bool = False,
     ):
-        """first: has the embedding. last: has the head. stage: virtual stage. engine: use TransformerEngine.
-
-        labels, bias: of a head other than the vocabulary's.
-        """
+        """stage: virtual stage. engine: use TransformerEngine. labels, bias: of a head other than the vocabulary's."""
+        place: dict[str, Any] = {} if stage is None else dict(ignore_virtual=False, vp_stage=stage)
+        first = parallel_state.is_pipeline_first_stage(**place)
+        last = parallel_state.is_pipeline_last_stage(**place)
         super().__init__(
             config,
             block(config, arch, stage, engine),  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from spmdrl.hub.build import scores_tokens
 from spmdrl.policy.contract import Head
-from spmdrl.policy.megatron import cpu, ranks, repairs
+from spmdrl.policy.megatron import convert, cpu, ranks, repairs
 from spmdrl.policy.megatron.arch import Architecture
 from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks
@@ -155,9 +155,6 @@ def build(
         ValueError: a model without a converter, or one that the layout does not divide.
     """
     require()
-    from megatron.core import parallel_state
-
-    from spmdrl.policy.megatron import convert
     from spmdrl.policy.megatron.layers import Model
 
     arch = describe(hf_config)
@@ -167,12 +164,8 @@ def build(
     with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
-        for stage in range(layout.virtual_stages):
-            place: dict[str, Any] = dict(ignore_virtual=False, vp_stage=stage) if layout.virtual_stages > 1 else {}
-            first = parallel_state.is_pipeline_first_stage(**place)
-            last = parallel_state.is_pipeline_last_stage(**place)
-            virtual = stage if layout.virtual_stages > 1 else None
-            model = Model(config, arch, layout, head, first, last, virtual, _has_engine(device), labels, bias)
+        for stage in range(layout.virtual_stages) if layout.virtual_stages > 1 else [None]:
+            model = Model(config, arch, layout, head, stage, _has_engine(device), labels, bias)
             models.append(_with_memory(model, device) if host else model.to(device))
     cpu.dress(p for model in models for p in model.parameters())
     if folder is not None:

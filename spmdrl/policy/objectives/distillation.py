@@ -46,15 +46,8 @@ class TargetReader:
         ids, like = torch.zeros(0, self.top_k, dtype=torch.int32), torch.zeros(0, dtype=self.dtype)
         return ids, torch.zeros(0, self.top_k, dtype=wide(like)), torch.zeros(0, dtype=wide(like))
 
-    def __call__(
-        self,
-        states_nD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        rows_n: torch.Tensor,
-        divisor: float,
-        softcap: float | None,
-    ) -> tuple[None, tuple[torch.Tensor, ...]]:
-        """See the contract."""
+    def __call__(self, states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[None, tuple[torch.Tensor, ...]]:
+        """See `HeadFunction`."""
         if not self.top_k:
             return None, (states_nD,)
         found = top_logprobs(states_nD, weight_VD, self.top_k, divisor, softcap=softcap, valid_vocab=self.vocab)

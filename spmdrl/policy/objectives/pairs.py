@@ -198,9 +198,8 @@ class LabelledObjective(Objective):
         x = Labelled(ratio_B[trained_B], (micro.seq["sample"].to(device) == CHOSEN)[trained_B])
         weights = self.settings.wanted_weight, self.settings.unwanted_weight
         weight = torch.where(x.wanted, *(torch.tensor(w, dtype=torch.float64, device=device) for w in weights))
-        loss = (LOSSES[self.loss_name].of(x, self.settings, shared.shift) * weight).sum() / max(
-            1.0, shared.totals.sequences
-        )
+        loss = (LOSSES[self.loss_name].of(x, self.settings, shared.shift) * weight).sum()
+        loss = loss / max(1.0, shared.totals.sequences)
         metrics.add_sum("loss", loss.detach())
         rewards = self.settings.beta * x.ratio.detach()
         for name, which in (("rewards/chosen", x.wanted), ("rewards/rejected", ~x.wanted)):
