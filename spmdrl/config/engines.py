@@ -76,8 +76,8 @@ def engine_problems(config: Config, world_size: int, here: bool = True) -> list[
     """
     rollout, problems = config.rollout, Problems(config, layout_problems(config, world_size))
     if here and rollout.engine == "sglang" and sglang_python() is None:
-        install = "run ./launch/install.sh --sglang, or take vllm or hf"
-        problems.add("rollout.engine", f"SGLang is not installed; {install}")
+        advice = "SGLang is not installed; run ./launch/install.sh --sglang, or take vllm or hf"
+        problems.add("rollout.engine", advice)
     if rollout.engine in ("sglang", "vllm") and config.model.dtype == "float64":
         problems.add("model.dtype", f"{rollout.engine} has none; take float32, or --rollout.engine hf")
     if rollout.engine == "sglang" and rollout.routing_replay:

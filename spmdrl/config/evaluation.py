@@ -7,36 +7,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from spmdrl.config import schema
 from spmdrl.config.checks import check
 from spmdrl.config.declare import Job, hides, section
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
 from spmdrl.config.placement import samplers
 from spmdrl.config.plan import count, ranks, scorer_lines
-from spmdrl.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    ParallelConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SandboxConfig,
-    TrackingConfig,
-)
 
 
 @hides(Job.EVALUATE)
-class EvaluationRunConfig(RunConfig):
+class EvaluationRunConfig(schema.RunConfig):
     """The evaluation as a whole."""
 
 
 @hides(Job.EVALUATE)
-class EvaluationRolloutConfig(RolloutConfig):
+class EvaluationRolloutConfig(schema.RolloutConfig):
     """The engine."""
 
 
@@ -50,17 +36,17 @@ class BadSampleConfig:
 
 
 @hides(Job.EVALUATE)
-class EvaluationDataConfig(DataConfig):
+class EvaluationDataConfig(schema.DataConfig):
     """Prompts."""
 
 
 @hides(Job.EVALUATE)
-class EvaluationEvalConfig(EvalConfig):
+class EvaluationEvalConfig(schema.EvalConfig):
     """Prompts, and how they are sampled."""
 
 
 @hides(Job.EVALUATE)
-class EvaluationTrackingConfig(TrackingConfig):
+class EvaluationTrackingConfig(schema.TrackingConfig):
     """Numbers that are shown."""
 
 
@@ -69,42 +55,36 @@ class EvaluationConfig:
     """Accuracy and pass@k of a model, by the settings that an evaluation reads."""
 
     run: EvaluationRunConfig = section(EvaluationRunConfig)
-    model: ModelConfig = section(ModelConfig)
-    parallel: ParallelConfig = section(ParallelConfig)
-    policy: PolicyConfig = section(PolicyConfig)
+    model: schema.ModelConfig = section(schema.ModelConfig)
+    parallel: schema.ParallelConfig = section(schema.ParallelConfig)
+    policy: schema.PolicyConfig = section(schema.PolicyConfig)
     rollout: EvaluationRolloutConfig = section(EvaluationRolloutConfig)
     filter: BadSampleConfig = section(BadSampleConfig)
     data: EvaluationDataConfig = section(EvaluationDataConfig)
-    env: str = Config.env
+    env: str = schema.Config.env
     """The environment of the samples, as in a training."""
-    reward: RewardConfig = section(RewardConfig)
-    sandbox: SandboxConfig = section(SandboxConfig)
+    reward: schema.RewardConfig = section(schema.RewardConfig)
+    sandbox: schema.SandboxConfig = section(schema.SandboxConfig)
     eval: EvaluationEvalConfig = section(EvaluationEvalConfig, prompts=0)
     tracking: EvaluationTrackingConfig = section(EvaluationTrackingConfig, trackers=())
     is_evaluated: ClassVar[bool] = True
 
 
-def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
+def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config:
     """Return the run that only evaluates, without training prompts, other models and checkpoints.
 
     prompts: as `--eval.prompts`. steps: 0, so that no model trains.
     """
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
-    return Config(
+    names = ("model", "parallel", "policy", "rollout", "env", "reward", "sandbox", "tracking")
+    return schema.Config(
+        **{name: getattr(cfg, name) for name in names},
         run=dataclasses.replace(cfg.run, name=f"{cfg.run.name}-eval", dir=folder, steps=steps),
-        model=cfg.model,
-        parallel=cfg.parallel,
-        policy=cfg.policy,
-        rollout=cfg.rollout,
         filter=FilterConfig(bad_sample=cfg.filter.bad_sample),
         data=dataclasses.replace(cfg.data, train=cfg.data.eval, limit=0),
-        env=cfg.env,
-        reward=cfg.reward,
-        sandbox=cfg.sandbox,
         eval=dataclasses.replace(cfg.eval, every=1, prompts=prompts),
-        tracking=cfg.tracking,
-        reference=ReferenceConfig(enabled="off"),
-        checkpoint=CheckpointConfig(at_end=False),
+        reference=schema.ReferenceConfig(enabled="off"),
+        checkpoint=schema.CheckpointConfig(at_end=False),
     )
 
 
@@ -115,7 +95,7 @@ def check_config(cfg: EvaluationConfig, world_size: int) -> None:
     check(as_run(cfg, cfg.eval.prompts, steps=1), world_size)
 
 
-def evaluation_lines(cfg: Config, world_size: int) -> list[str]:
+def evaluation_lines(cfg: schema.Config, world_size: int) -> list[str]:
     """Return the plan of an evaluation. cfg: the run of `as_run`."""
     of, longest = cfg.engine_ranks, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"

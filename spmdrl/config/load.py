@@ -18,33 +18,11 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
-from spmdrl.config import checks
+from spmdrl.config import checks, layers
+from spmdrl.config import raw_settings as raw
 from spmdrl.config.dump import redact_text
 from spmdrl.config.fields import ConfigError, flag, leaves
-from spmdrl.config.layers import (
-    begun_with,
-    implied_by_preset,
-    implied_layer,
-    own_layer,
-    preset_layer,
-    replaced_by_preset,
-    without,
-)
-from spmdrl.config.raw_settings import (
-    COMMAND_LINE,
-    FALSE,
-    TRUE,
-    Entries,
-    Given,
-    Loaded,
-    is_resolved,
-    one_resampling,
-    parse,
-    read_flags,
-    read_yaml,
-    tokens_of,
-    unknown_name,
-)
+from spmdrl.config.raw_settings import COMMAND_LINE, FALSE, TRUE, Entries, Given, Loaded
 from spmdrl.config.schema import Config
 from spmdrl.config.use import check_use
 
@@ -88,71 +66,80 @@ def from_command_line(
         tyro.cli(command, args=["--help"], prog=prog, console_outputs=_rank() == 0)
 
     problems: list[str] = []
-    from_flags, files = read_flags(argv, problems)
-    layers, by_hand, notes = _layers(files, from_flags, schema, problems)
-
-    hints = leaves(schema) | {"dry_run": bool}
-    passed_over = {name for other in also for name in leaves(other)} - hints.keys()
-    tokens: dict[str, list[str]] = {}
-    origins: dict[str, str] = {}
-    named: set[str] = set()
-    entries = one_resampling([(ALIASES.get(name, name), given) for layer in layers for name, given in layer])
-    begun = begun_with(entries, schema)
-    own, own_notes = own_layer(entries, schema, begun)
-    for name, given in own + preset_layer(entries, schema, problems) + implied_layer(entries, schema, begun) + entries:
-        positive = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name)
-        if name not in hints and hints.get(positive) is bool and given.origin == COMMAND_LINE:
-            name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
-        if given.values is None and any(leaf.startswith(name + ".") for leaf in (*hints, *passed_over)):
-            continue  # a section with nothing under it
-        if name in passed_over or (given.origin == COMMAND_LINE and positive in passed_over):
-            if given.origin == COMMAND_LINE:
-                problems.append(f"{flag(name)}: {prog} does not read it; leave it out")
-            continue
-        if name not in hints or (name == "dry_run" and given.origin != COMMAND_LINE):
-            problems.append(unknown_name(name, given, [n for n in (*hints, *passed_over) if n != "dry_run"]))
-            continue
-        try:
-            tokens[name] = tokens_of(name, hints[name], given)
-            origins[name] = given.origin
-            named |= {name} if given.origin in by_hand else set()
-        except ConfigError as error:
-            problems.append(str(error))
+    from_flags, files = raw.read_flags(argv, problems)
+    entries, by_hand, notes = _layered(files, from_flags, schema, problems)
+    passed_over = {name for other in also for name in leaves(other)}
+    tokens, origins = _tokens(entries, schema, passed_over, prog, problems)
     if problems:
         raise ConfigError("\n".join(problems))
-
-    parsed: Any = parse(command, [token for group in tokens.values() for token in group], prog, origins)
+    last = {name: each[-1] for name, each in origins.items()}
+    parsed: Any = raw.parse(command, [token for group in tokens.values() for token in group], prog, last)
     values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
     words = [word for file in files for word in ("--config", file)]
     return Loaded(
         schema(**values),
         parsed.dry_run,
         tuple(files),
-        frozenset(named - {"dry_run"}),
-        (*notes, *own_notes),
+        frozenset(name for name, each in origins.items() if not by_hand.isdisjoint(each)) - {"dry_run"},
+        notes,
         lambda: from_command_line(words, prog, schema, also) if files else None,
     )
 
 
-def _layers(
+def _layered(
     files: list[str], from_flags: Entries, schema: type, problems: list[str]
-) -> tuple[list[Entries], set[str], tuple[str, ...]]:
-    """Return the entries of each file and of the flags without those that a method chosen later replaces.
+) -> tuple[Entries, set[str], tuple[str, ...]]:
+    """Put the entries of all layers in order, without those that a method chosen later replaces.
 
     Returns:
-        The layers; the origins that a person wrote, which are not those of a run's own file; lines about the
-        replacements.
+        The entries, of which a later one wins; the origins that a person wrote, which are not those of a run's own
+        file; lines about replacements and defaults.
     """
-    read = [read_yaml(path, problems) for path in files]
-    layers, by_hand = [*read, from_flags], set()
+    read = [raw.read_yaml(path, problems) for path in files]
+    given, by_hand = [*read, from_flags], {COMMAND_LINE}
     for path, found in zip(files, read, strict=True):
-        if is_resolved(path):
-            layers = without(layers, implied_by_preset(found, [entry for layer in layers for entry in layer], schema))
+        if raw.is_resolved(path):
+            every = [entry for layer in given for entry in layer]
+            given = layers.without(given, layers.implied_by_preset(found, every, schema))
         else:
-            by_hand |= {given.origin for _, given in found}
-    replaced = replaced_by_preset(layers, schema)
-    layers = without(layers, [entry for entry, _ in replaced])
-    return layers, by_hand | {COMMAND_LINE}, tuple(line for _, line in replaced if line)
+            by_hand |= {each.origin for _, each in found}
+    replaced = layers.replaced_by_preset(given, schema)
+    given = layers.without(given, [entry for entry, _ in replaced])
+    entries = raw.one_resampling([(ALIASES.get(name, name), each) for layer in given for name, each in layer])
+    begun = layers.begun_with(entries, schema)
+    own, own_notes = layers.own_layer(entries, schema, begun)
+    implied = layers.implied_layer(entries, schema, begun)
+    below = own + layers.preset_layer(entries, schema, problems) + implied
+    return below + entries, by_hand, (*(line for _, line in replaced if line), *own_notes)
+
+
+def _tokens(
+    entries: Entries, schema: type, passed_over: set[str], prog: str, problems: list[str]
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the words for tyro and all origins of each setting. passed_over: further names that files may hold."""
+    hints = leaves(schema) | {"dry_run": bool}
+    passed_over -= hints.keys()
+    tokens: dict[str, list[str]] = {}
+    origins: dict[str, list[str]] = {}
+    for name, given in entries:
+        positive, is_flag = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name), given.origin == COMMAND_LINE
+        if name not in hints and hints.get(positive) is bool and is_flag:
+            name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
+        if given.values is None and any(leaf.startswith(name + ".") for leaf in (*hints, *passed_over)):
+            continue  # a section with nothing under it
+        if is_flag and not passed_over.isdisjoint((name, positive)):
+            problems.append(f"{flag(name)}: {prog} does not read it; leave it out")
+        elif name in passed_over:
+            continue
+        elif name not in hints or (name == "dry_run" and not is_flag):
+            problems.append(raw.unknown_name(name, given, [n for n in (*hints, *passed_over) if n != "dry_run"]))
+        else:
+            try:
+                tokens[name] = raw.tokens_of(name, hints[name], given)
+                origins.setdefault(name, []).append(given.origin)
+            except ConfigError as error:
+                problems.append(str(error))
+    return tokens, origins
 
 
 def load_or_exit(

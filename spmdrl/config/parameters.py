@@ -20,25 +20,25 @@ NAMED = {
     "process_coef": "process_reward.process_coef",
     "outcome_coef": "process_reward.outcome_coef",
 }
-"""Parameter -> the setting that fills it, where that is not `algo.` and its name."""
+"""Parameter -> the setting that fills it, if that is not `algo.` and its name."""
 
 
 def parameters_of(function: Callable) -> dict[str, str]:
-    """Parameter -> the setting that fills it, of every parameter of a loss or an advantage that is a setting."""
+    """Return parameter -> the setting that fills it, for the parameters of a loss or an advantage."""
     known = leaves(Config)
     names = {name: NAMED.get(name, f"algo.{name}") for name in inspect.signature(function).parameters}
     return {name: setting for name, setting in names.items() if setting in known}
 
 
 def read_by(row: "Loss | Advantage") -> frozenset[str]:
-    """Settings that a loss or an advantage reads."""
+    """Return the settings that a loss or an advantage reads."""
     aggregated = () if getattr(row, "scope", "one per sequence") == "one per sequence" else ("algo.aggregation",)
     return frozenset({*parameters_of(row.function).values(), *aggregated})
 
 
 @functools.cache
 def read_by_any(kind: Kind) -> frozenset[str]:
-    """Settings that functions of a kind read, and nothing else."""
+    """Return the settings that functions of a kind read, and nothing else."""
     # Late, as algos/ needs torch and `--help` must not.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.losses import LOSSES
@@ -48,5 +48,5 @@ def read_by_any(kind: Kind) -> frozenset[str]:
 
 
 def only_of(kind: Kind) -> frozenset[str]:
-    """Settings under `algo` that only functions of a kind read: they go when a preset's function is replaced."""
+    """Return the settings of `algo` that only functions of a kind read: another function drops a preset's values."""
     return frozenset(setting for setting in read_by_any(kind) if setting.startswith("algo."))

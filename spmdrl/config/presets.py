@@ -25,7 +25,7 @@ class Preset:
 
 
 def _preset(title: str, paper: str, advantage: str, loss: str, aggregation: str, **settings: Any) -> Preset:
-    """paper: a number of arXiv, or a URL. settings: `x` for `algo.x`, `section__x` for another section's."""
+    """Return a preset. paper: an arXiv number or a URL. settings: `x` for `algo.x`, `section__x` for others."""
     url = paper if paper.startswith("https:") else f"https://arxiv.org/abs/{paper}"
     named = {"advantage": advantage, "loss": loss, "aggregation": aggregation} | settings
     return Preset(title, url, {(k.replace("__", ".") if "__" in k else f"algo.{k}"): v for k, v in named.items()})

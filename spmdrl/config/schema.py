@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from spmdrl.config import learning
 from spmdrl.config.declare import (
     COUNT,
     FINITE,
@@ -22,15 +23,6 @@ from spmdrl.config.declare import (
     at_least,
     section,
     setting,
-)
-from spmdrl.config.learning import (
-    AlgoConfig,
-    CorrectionConfig,
-    CriticConfig,
-    FilterConfig,
-    ProcessRewardConfig,
-    SafetyConfig,
-    ShapingConfig,
 )
 
 
@@ -494,13 +486,15 @@ class Config(TrainingConfig):
     Empty: a sample is one response."""
     reference: ReferenceConfig = section(ReferenceConfig)
     rollout: RolloutConfig = section(RolloutConfig)
-    algo: AlgoConfig = section(AlgoConfig, unread_by=(Job.DISTILL, Job.ONLINE))
-    correction: CorrectionConfig = section(CorrectionConfig, unread_by=(Job.DISTILL, Job.ONLINE))
-    shaping: ShapingConfig = section(ShapingConfig, unread_by=(Job.DISTILL,))
-    filter: FilterConfig = section(FilterConfig, unread_by=(Job.DISTILL,))
-    critic: CriticConfig = section(CriticConfig, unread_by=(Job.DISTILL, Job.ONLINE))
-    process_reward: ProcessRewardConfig = section(ProcessRewardConfig, unread_by=(Job.DISTILL, Job.ONLINE))
-    safety: SafetyConfig = section(SafetyConfig, unread_by=(Job.DISTILL, Job.ONLINE))
+    algo: learning.AlgoConfig = section(learning.AlgoConfig, unread_by=(Job.DISTILL, Job.ONLINE))
+    correction: learning.CorrectionConfig = section(learning.CorrectionConfig, unread_by=(Job.DISTILL, Job.ONLINE))
+    shaping: learning.ShapingConfig = section(learning.ShapingConfig, unread_by=(Job.DISTILL,))
+    filter: learning.FilterConfig = section(learning.FilterConfig, unread_by=(Job.DISTILL,))
+    critic: learning.CriticConfig = section(learning.CriticConfig, unread_by=(Job.DISTILL, Job.ONLINE))
+    process_reward: learning.ProcessRewardConfig = section(
+        learning.ProcessRewardConfig, unread_by=(Job.DISTILL, Job.ONLINE)
+    )
+    safety: learning.SafetyConfig = section(learning.SafetyConfig, unread_by=(Job.DISTILL, Job.ONLINE))
     reward: RewardConfig = section(RewardConfig)
     sandbox: SandboxConfig = section(SandboxConfig)
     eval: EvalConfig = section(EvalConfig)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
+from spmdrl.config import schema
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.declare import (
     COUNT,
@@ -21,20 +22,10 @@ from spmdrl.config.fields import Problems
 from spmdrl.config.named import name_weight
 from spmdrl.config.plan import count, ranks
 from spmdrl.config.rules import rows_and_checkpoint_problems, rule_problems
-from spmdrl.config.schema import (
-    Config,
-    EvalConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ReferenceConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainingConfig,
-)
 
 
 @dataclass
-class SupervisedRunConfig(RunConfig):
+class SupervisedRunConfig(schema.RunConfig):
     """The job as a whole."""
 
     steps: int = setting(0, NOT_NEGATIVE, free=Free.WATCHED)
@@ -42,12 +33,12 @@ class SupervisedRunConfig(RunConfig):
 
 
 @hides(Job.SUPERVISED)
-class SupervisedParallelConfig(ParallelConfig):
+class SupervisedParallelConfig(schema.ParallelConfig):
     """How the ranks divide the model; all sizes but ep multiply to their number."""
 
 
 @dataclass
-class SupervisedOptimizerConfig(OptimizerConfig):
+class SupervisedOptimizerConfig(schema.OptimizerConfig):
     """AdamW and its schedule."""
 
     lr: float = setting(2e-5, NOT_NEGATIVE)
@@ -137,7 +128,7 @@ class GenerateConfig:
 
 
 @dataclass
-class SupervisedConfig(TrainingConfig):
+class SupervisedConfig(schema.TrainingConfig):
     """A job that learns from given rows. Every rank runs this same program."""
 
     run: SupervisedRunConfig = section(SupervisedRunConfig)
@@ -191,26 +182,26 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
     return problems + rows_and_checkpoint_problems(config, "" if config.is_evaluated else "without --data.eval")
 
 
-def sampling_run(config: SupervisedConfig, folder: str) -> Config:
+def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
     """Return the reinforcement learning run whose engine samples for this job. folder: of the model."""
     wanted, parallel = config.generate, config.parallel
-    shared = {each.name: getattr(parallel, each.name) for each in fields(ParallelConfig)}
-    rollout = RolloutConfig(
+    shared = {each.name: getattr(parallel, each.name) for each in fields(schema.ParallelConfig)}
+    rollout = schema.RolloutConfig(
         engine=wanted.engine,
         max_prompt_tokens=config.data.max_tokens,
         max_new_tokens=wanted.max_new_tokens,
         temperature=wanted.temperature or 1.0,
         max_sequences=max(1, min(64, wanted.prompts)),
     )
-    return Config(
+    return schema.Config(
         run=config.run,
         model=replace(config.model, path=folder),
-        parallel=ParallelConfig(**shared),
+        parallel=schema.ParallelConfig(**shared),
         policy=config.policy,
         lora=config.lora,
         rollout=rollout,
-        reference=ReferenceConfig(enabled="off"),
-        eval=EvalConfig(every=0, temperature=wanted.temperature),
+        reference=schema.ReferenceConfig(enabled="off"),
+        eval=schema.EvalConfig(every=0, temperature=wanted.temperature),
     )
 
 

@@ -30,7 +30,7 @@ class PreemptedError(Exception):
     """Raised on every rank once all ranks agreed to leave."""
 
     def __init__(self, step: int, why: str, abandoned: bool = False):
-        """step: number of finished steps, which are in the weights. abandoned: True if a further step had begun."""
+        """Report `step` finished steps, which are in the weights. abandoned: True if a further step had begun."""
         super().__init__(why)
         self.step, self.abandoned = step, abandoned
 

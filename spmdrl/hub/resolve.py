@@ -48,7 +48,7 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
 
 @contextmanager
 def named(flag: str) -> Iterator[None]:
-    """Inside this context errors about a model's folder name `flag` instead of `--model.path`."""
+    """Make errors about a model's folder inside this context name `flag` instead of `--model.path`."""
     try:
         yield
     except ValueError as error:
