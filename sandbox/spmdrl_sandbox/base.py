@@ -10,14 +10,14 @@ at all, because the sandbox could not run it (`failure`), which says nothing abo
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program, for all of its processes together unless said otherwise."""
+    """Limits of a program, of all its processes together unless a field is of one process."""
 
     seconds: float = 10.0
     """Wall-clock time."""
     cpu_seconds: int = 10
     """Time of one process on a core."""
     memory_mib: int = 512
-    """Memory and swap, those of files on a disk aside."""
+    """Memory and swap, without those of files on a disk."""
     processes: int = 16
     """Processes and threads at a time."""
     open_files: int = 64
@@ -62,17 +62,17 @@ class Start:
 
     words: list[str]
     name: str
-    """The sandbox in words for logs, with its version."""
+    """Name of the sandbox for logs, with its version."""
     fix: str = ""
     """The remedy if it does not start."""
     once: bool = False
-    """True if it keeps no two programs apart, so that each needs one of its own."""
+    """True if programs in one sandbox could reach each other, so that each needs its own."""
 
 
 class SandboxError(RuntimeError):
     """No sandbox works on this machine, or it ended."""
 
     def __init__(self, why: str, fix: str = ""):
-        """why: the reason. fix: what to do, which the message says too."""
+        """why: the reason. fix: what to do, which is a part of the message too."""
         super().__init__(f"{why}; {fix}" if fix else why)
         self.why, self.fix = why, fix

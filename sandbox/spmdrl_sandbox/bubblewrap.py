@@ -49,10 +49,10 @@ def start() -> Start:
     if bwrap is None:
         raise SandboxError("no bubblewrap here, in which code of a model could run", HOW)
     try:
-        said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=10).stdout.strip()
+        version = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    return Start(command(bwrap), f"{said or 'bubblewrap'} ({bwrap})", HOW)
+        version = ""
+    return Start(command(bwrap), f"{version or 'bubblewrap'} ({bwrap})", HOW)
 
 
 def command(bwrap: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Sandboxes by a container engine, for clusters that have one: a zygote in a container without network or rights.
 
 The image brings the system and its Python 3.11 or later; of this machine programs see the sandbox's own package alone.
-The container is what keeps a program in, below the limits of single processes and those of the container; it keeps no
-two of them apart, so each program gets one of its own. No engine is taken unless it is asked for.
+The container keeps a program in, with the limits of the container and of single processes. It does not keep two
+programs apart, so each gets a container of its own. An engine is taken only by name.
 """
 
 import os
@@ -58,7 +58,7 @@ def docker_words(program: str, image: str) -> list[str]:
 
 
 def apptainer_words(program: str, image: str) -> list[str]:
-    """Return the words that start a zygote by apptainer, whose root is read-only unless it is asked to be writable."""
+    """Return the words that start a zygote by apptainer, whose root is read-only by default."""
     source = image if os.path.exists(image) or "://" in image else f"docker://{image}"
     words = [
         *_client(),

@@ -59,7 +59,7 @@ class Fusion:
         self.name = f"SandboxFusion ({self.parts.scheme}://{self.parts.netloc.rpartition('@')[2]}{self.parts.path})"
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """Run a program to its end. Raises nothing that the service does: see the verdict `failure`.
+        """Run a program to its end. A fault of the service is the verdict `failure`.
 
         Raises:
             SandboxError: the program is a command, which the service does not run.
@@ -80,14 +80,10 @@ class Fusion:
         return Outcome("failure", seconds=time.monotonic() - began, why=f"{self.name}: {why}")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no connection stays open."""
 
-    def say(self, message: dict[str, Any]) -> None:
-        """Refuse a session, which `Session` and `Channel` begin so.
-
-        Raises:
-            SandboxError: always.
-        """
+    def send(self, message: dict[str, Any]) -> None:
+        """Refuse the first message of a session. Raises SandboxError."""
         raise SandboxError("SandboxFusion has no sessions: a program runs once, to its end", "take open_sandbox()")
 
     def _ask(self, body: bytes, seconds: float) -> Any:
@@ -101,7 +97,7 @@ class Fusion:
         late = threading.Event()
 
         def cut() -> None:
-            # A timeout of a socket is one of each read: an answer that comes in drops would have no end.
+            # A timeout of a socket is one of each read, which an answer in drops would never reach.
             late.set()
             with contextlib.suppress(OSError):
                 opened.shutdown(socket.SHUT_RDWR)
@@ -109,12 +105,12 @@ class Fusion:
         timer = threading.Timer(seconds, cut)
         try:
             connection.connect()
-            # The connection forgets it once an answer begins that ends with it.
+            # The connection drops it once an answer begins that closes the connection.
             opened = connection.sock
             timer.start()
             connection.request("POST", self.parts.path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            said = answer.read(MOST_BYTES + 1)
+            data = answer.read(MOST_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
             slow = late.is_set() or isinstance(error, TimeoutError)
             raise ServiceError(f"no answer within {seconds:g} s" if slow else repr(error), True) from None
@@ -122,21 +118,21 @@ class Fusion:
             timer.cancel()
             connection.close()
         if answer.status != 200:
-            # Others say that the request is at fault: it would be again.
+            # With another status the same request would fail again.
             again = answer.status >= 500 or answer.status in (408, 425, 429)
             raise ServiceError(f"HTTP {answer.status} {answer.reason}", again, _after(answer.headers))
         if late.is_set():
             raise ServiceError(f"no answer within {seconds:g} s", True)
         try:
-            if len(said) > MOST_BYTES:
+            if len(data) > MOST_BYTES:
                 raise ValueError("too long")
-            return json.loads(said)
+            return json.loads(data)
         except (ValueError, RecursionError):
-            raise ServiceError(f"an answer that is no JSON: {said[:80]!r}", True) from None
+            raise ServiceError(f"an answer that is no JSON: {data[:80]!r}", True) from None
 
 
 def request_of(program: Program, limits: Limits, language: str) -> dict[str, Any]:
-    """Return a program in the service's words."""
+    """Return the request that runs a program."""
     data = {name: text.encode(errors="surrogatepass") for name, text in program.files.items()}
     return {
         "code": program.source,
@@ -150,19 +146,19 @@ def request_of(program: Program, limits: Limits, language: str) -> dict[str, Any
     }
 
 
-def outcome_of(said: Any, limits: Limits) -> Outcome:
-    """Return how a program ended, of the service's answer.
+def outcome_of(answer: Any, limits: Limits) -> Outcome:
+    """Return the outcome of a program in the service's answer.
 
     Raises:
         ServiceError: the service failed, or the answer makes no sense.
     """
     try:
-        status = said["status"]
+        status = answer["status"]
         if status == "SandboxError":
-            raise ServiceError(f"it could not run the program: {str(said.get('message'))[:200]}", True)
+            raise ServiceError(f"it could not run the program: {str(answer.get('message'))[:200]}", True)
         if status not in ("Success", "Failed"):
             raise ValueError(status)
-        compiled, ran = said.get("compile_result"), said.get("run_result")
+        compiled, ran = answer.get("compile_result"), answer.get("run_result")
         result = ran if ran is not None else compiled
         seconds = float(result.get("execution_time") or 0.0)
         out, err = _cut(result.get("stdout"), limits), _cut(result.get("stderr"), limits)

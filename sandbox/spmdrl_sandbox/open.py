@@ -1,4 +1,4 @@
-"""Opens a sandbox that works here, once a small program has tried to get out of it."""
+"""Opens a sandbox that works here, after a small program has tried to get out of it."""
 
 import os
 import secrets
@@ -15,33 +15,33 @@ from spmdrl_sandbox.warm import Warm
 
 PROBE = """
 import os, socket
-told = []
+reached = []
 try:
-    told.append(open({file!r}).read())
+    reached.append(open({file!r}).read())
 except OSError:
     pass
 try:
     socket.create_connection(("127.0.0.1", {port}), timeout=2)
-    told.append("network")
+    reached.append("network")
 except OSError:
     pass
 try:
     os.kill({pid}, 0)
-    told.append("processes")
+    reached.append("processes")
 except OSError:
     pass
 try:
     socket.socket(socket.AF_UNIX).connect("\\0" + {name!r})
-    told.append("sockets")
+    reached.append("sockets")
 except OSError:
     pass
-print(told)
+print(reached)
 """
 """A program that tries to read a file, to reach a port and a socket, and to see a process of this machine."""
 
 
 def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
-    """Return a sandbox that keeps a probe in. Its `name` says in words which it is.
+    """Return a sandbox that keeps a probe in. Its `name` is for logs.
 
     Args:
         provider: `auto` takes the first of `AUTO` that works. Another name takes that one or none; `none` is no
@@ -92,28 +92,28 @@ PROVIDERS: dict[str, Callable[[str], Start]] = {
 }
 """Functions that start a sandbox, by name; each gets the image of the container."""
 AUTO = ("bubblewrap", "sandlock")
-"""Sandboxes to choose from without being told, the better one first."""
+"""Sandboxes that `auto` tries, the better one first."""
 
 
 def _opened(start: Start) -> Warm:
-    """Start a sandbox and put the probe to it."""
+    """Start a sandbox and run the probe in it."""
     try:
         warm = Warm(start.words, start.name, start.once)
     except SandboxError as error:
         raise SandboxError(f"{start.name}: {error}", start.fix) from None
     try:
-        told = probe(warm)
+        reached = probe(warm)
     except SandboxError as error:
         warm.close()
         raise SandboxError(f"{start.name}: {error}", start.fix) from None
-    if told:
+    if reached:
         warm.close()
-        raise SandboxError(f"{start.name} does not keep programs in: {told}")
+        raise SandboxError(f"{start.name} does not keep programs in: {reached}")
     return warm
 
 
 def probe(warm: Warm) -> str:
-    """Return what a harmless program can do that it should not; empty if nothing."""
+    """Return what a harmless program can do although it should not; empty if nothing."""
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.create_server(("127.0.0.1", 0)) as server,

@@ -32,8 +32,8 @@ def start() -> Start:
     which, folder = package
     found = landlock()
     if found < LEAST:
-        said = f"Landlock {found}, and it needs {LEAST}" if found > 0 else "no Landlock"
-        raise SandboxError(f"sandlock {which}: this kernel has {said}", HOW)
+        support = f"Landlock {found}, and it needs {LEAST}" if found > 0 else "no Landlock"
+        raise SandboxError(f"sandlock {which}: this kernel has {support}", HOW)
     path = f"{HERE.parent}:{folder}"
     words = ["env", f"PYTHONPATH={path}", sys.executable, *FLAGS, "-m", "spmdrl_sandbox.supervisor"]
     return Start(words, f"sandlock {which} (Landlock {found}, programs as user {user() or os.getuid()})", HOW)

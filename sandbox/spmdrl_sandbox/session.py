@@ -1,4 +1,4 @@
-"""Programs that are spoken to while they run: channels of JSON lines, and Python sessions on them."""
+"""Programs that answer messages while they run: channels of JSON lines, and Python sessions on them."""
 
 import base64
 import json
@@ -20,57 +20,57 @@ class Channel:
 
     def __init__(self, warm: Warm, program: Program, limits: Limits):
         """Start a program. limits: of all of its life."""
-        self.warm, self.said = warm, bytearray()
+        self.warm, self.buffer = warm, bytearray()
         self.outcome: Outcome | None = None
         """The end of the program; None while it runs."""
         self.until = time.monotonic() + limits.seconds
-        warm.say(task_of(program, limits) | {"session": {}})
+        warm.send(task_of(program, limits) | {"session": {}})
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a line, which is lost if the program has ended."""
         if self.outcome is None:
             line = (json.dumps(message) + "\n").encode()
             try:
-                self.warm.say({"input": base64.b64encode(line).decode()})
+                self.warm.send({"input": base64.b64encode(line).decode()})
             except SandboxError as error:
                 self._ended(error)
 
-    def hear(self, seconds: float) -> bytes | None:
+    def receive(self, seconds: float) -> bytes | None:
         """Return the next line; None if none comes in time, or the program has ended (`outcome`)."""
         until = min(time.monotonic() + seconds, self.until + GRACE)
-        while self.outcome is None and b"\n" not in self.said:
+        while self.outcome is None and b"\n" not in self.buffer:
             try:
-                message = self.warm.hear(until)
+                message = self.warm.receive(until)
             except SandboxError as error:
                 self._ended(error)
                 return None
             if message is None:
                 return None
             if "output" in message:
-                self.said += base64.b64decode(message["output"])
+                self.buffer += base64.b64decode(message["output"])
             else:
                 self.outcome = outcome_of(message)
-        line, found, rest = self.said.partition(b"\n")
+        line, found, rest = self.buffer.partition(b"\n")
         if not found:
             return None
-        self.said = rest
+        self.buffer = rest
         return bytes(line)
 
     def _ended(self, error: SandboxError) -> None:
-        """A sandbox that holds one program and ends is ended by that program."""
+        """Take the end of a sandbox for that of its program if it holds no other."""
         if not self.warm.once:
             raise error
         self.outcome = Outcome("error", why=str(error))
 
     def close(self) -> Outcome:
-        """End the program; returns how it ended. May be called twice.
+        """End the program; return its outcome. May be called twice.
 
         Raises:
             SandboxError: the sandbox has ended, or does not end it.
         """
         if self.outcome is None:
             try:
-                self.warm.say({"close": True})
+                self.warm.send({"close": True})
             except SandboxError as error:
                 self._ended(error)
             until = time.monotonic() + 2 * GRACE
@@ -78,8 +78,8 @@ class Channel:
             while self.outcome is None:
                 if time.monotonic() > until:
                     raise SandboxError("the sandbox does not end its program")
-                self.said.clear()
-                self.hear(GRACE)
+                self.buffer.clear()
+                self.receive(GRACE)
         return cast(Outcome, self.outcome)
 
 
@@ -108,13 +108,13 @@ class Session:
         return self.ask(message | {"kwargs": {k: encode(v) for k, v in kwargs.items()}}, seconds)
 
     def close(self) -> Outcome:
-        """End the session; returns how it ended. May be called twice."""
+        """End the session; return its outcome. May be called twice."""
         return self.channel.close()
 
     def ask(self, message: dict[str, Any], seconds: float) -> "Answer":
         """Send a message and wait for its answer: `seconds` at most, after which the session is closed."""
         self.channel.send(message)
-        line = self.channel.hear(seconds)
+        line = self.channel.receive(seconds)
         if line is not None:
             return answer_of(line)
         if self.channel.outcome is None:
@@ -142,11 +142,11 @@ class Answer:
 def answer_of(line: bytes) -> Answer:
     """Read an answer, which may be anything: a program can write to the pipe itself."""
     try:
-        said = json.loads(line)
-        printed = str(said.get("printed", ""))
-        if "error" in said:
-            kind, text = said["error"]
+        message = json.loads(line)
+        printed = str(message.get("printed", ""))
+        if "error" in message:
+            kind, text = message["error"]
             return Answer("error", error=str(kind), why=str(text), printed=printed)
-        return Answer("ok", decode(said["value"]), said["value"], printed=printed)
+        return Answer("ok", decode(message["value"]), message["value"], printed=printed)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return Answer("error", why=f"it said what is no answer ({type(error).__name__})")
+        return Answer("error", why=f"it sent a line that is no answer ({type(error).__name__})")

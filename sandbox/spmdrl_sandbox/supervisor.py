@@ -1,10 +1,9 @@
 """Runs programs one after another, each in a sandbox of sandlock's (https://github.com/multikernel/sandlock).
 
-`python -m spmdrl_sandbox.supervisor` speaks the zygote's words (inside/zygote.py) on stdin and stdout, and stays
-outside: from here sandlock answers what programs ask the kernel for, and limits are watched. One program is one
-sandbox with a folder of its own, since Landlock does not keep two programs of one sandbox apart; the next one is
-started before it is asked for. No namespace ends with its first process: this process adopts what programs leave
-behind, and ends it.
+`python -m spmdrl_sandbox.supervisor` exchanges the zygote's messages (inside/zygote.py) on stdin and stdout, and stays
+outside: from here sandlock answers system calls of programs, and limits are watched. Each program gets a sandbox with a
+folder of its own, since Landlock does not keep two programs of one sandbox apart; the next sandbox starts ahead. No
+namespace ends with its first process, so this process adopts processes that programs leave behind, and ends them.
 """
 
 import contextlib
@@ -86,8 +85,8 @@ class Held:
             return f"it did not start within {START_SECONDS:g} s"
         if os.read(outputs, 1) == STARTED:
             return ""
-        said = os.read(errors, 1 << 16).decode(errors="replace") if select.select([errors], [], [], 1.0)[0] else ""
-        return said or "it ended before it became the program"
+        text = os.read(errors, 1 << 16).decode(errors="replace") if select.select([errors], [], [], 1.0)[0] else ""
+        return text or "it ended before it became the program"
 
     def end(self) -> None:
         """End it with what it started, and remove its folder."""
@@ -106,10 +105,10 @@ class Outside(Watch):
 
     def __init__(self, held: Held, task: dict, talk: Talk):
         """held: has become the program."""
-        told, self.tell = os.pipe()
+        reports, self.report = os.pipe()
         # They are this one's to close.
         (inputs, outputs, errors), held.ends = held.ends, []
-        super().__init__(held.pid, told, inputs, outputs, errors, task, False, talk)
+        super().__init__(held.pid, reports, inputs, outputs, errors, task, False, talk)
         self.held, self.own = held, memory_of(str(held.pid))
         self.waiter = threading.Thread(target=self._wait, daemon=True)
         self.waiter.start()
@@ -120,9 +119,9 @@ class Outside(Watch):
         sweep()
         number = max(ended.signal, 0) if ended.reason == ExitReason.SIGNALED else signal.SIGKILL
         exited = ended.reason == ExitReason.EXITED
-        said = {"code": ended.exit_code if exited else 0, "signal": 0 if exited else number}
-        os.write(self.tell, (json.dumps(said) + "\n").encode())
-        os.close(self.tell)
+        result = {"code": ended.exit_code if exited else 0, "signal": 0 if exited else number}
+        os.write(self.report, (json.dumps(result) + "\n").encode())
+        os.close(self.report)
 
     def passed(self) -> str:
         """Return `memory` if the program's processes hold too much, or its files do."""
@@ -209,20 +208,20 @@ def serve(base: Path, talk: Talk) -> None:
     shutil.copytree(HERE, base / "code" / "spmdrl_sandbox")
     held = Held(base, PROCESSES)
     try:
-        talk.say({"ready": True})
-        while (task := talk.hear()) is not None:
+        talk.send({"ready": True})
+        while (task := talk.receive()) is not None:
             if "limits" not in task:
-                # Words to a session that has just ended.
+                # A message to a session that has just ended.
                 continue
             processes = task["limits"]["processes"]
             if held.processes != processes:
                 held.end()
                 held = Held(base, processes)
-            talk.say(run(held, task, talk))
+            talk.send(run(held, task, talk))
             held.end()
             held = Held(base, processes)
     finally:
-        # Both the end of stdin and the signal say so: the second must not cut short what the first began.
+        # The end of stdin and the signal may both come: the second must not interrupt the first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         held.end()
 

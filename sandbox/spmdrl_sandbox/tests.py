@@ -63,7 +63,7 @@ def run_tests(source: str, suite: Suite, program: Warm, judge: Warm, limits: Lim
             why = f"{loaded.error}: {loaded.why}" if loaded.error else loaded.why
             return Report(tuple(why for _ in suite.tests), loaded.verdict, why)
         names = [name for name in loaded.value if isinstance(name, str)] if isinstance(loaded.value, list) else []
-        # It repeats what the program says, and holds it.
+        # The tests hold the answers of the program, and repeat them.
         wider = replace(limits, memory_mib=2 * limits.memory_mib, output_kib=16 * limits.output_kib)
         return _judged(suite, names, session, Channel(judge, _program(), wider), until)
     finally:
@@ -72,10 +72,10 @@ def run_tests(source: str, suite: Suite, program: Warm, judge: Warm, limits: Lim
 
 def _read(line: bytes) -> dict[str, Any] | None:
     try:
-        said = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) and said.keys() & {"call", "done"} else None
+    return message if isinstance(message, dict) and message.keys() & {"call", "done"} else None
 
 
 def _program() -> Program:
@@ -90,30 +90,30 @@ def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, 
         task = {"tests": suite.tests, "prelude": suite.prelude, "entry": suite.entry, "names": names}
         channel.send(task)
         while True:
-            line = channel.hear(max(0.0, until - time.monotonic()) + 1.0)
+            line = channel.receive(max(0.0, until - time.monotonic()) + 1.0)
             if line is None:
                 ended = channel.outcome
                 late = ended is None or ended.verdict == "timeout"
                 reason = (ended.why if ended else "") or "exit code 0"
                 why = why or ("time was up" if late else f"the tests ended: {reason}")
                 if verdict == "ok":
-                    # What the tests hold and repeat is what the program has answered.
+                    # The tests grow by the answers of the program alone.
                     grown = ended is not None and ended.verdict in ("memory", "output") and answered
                     verdict = "timeout" if late else ended.verdict if ended and grown else "failure"
                 return Report(tuple(why for _ in suite.tests), verdict, why)
-            said = _read(line)
-            if said is None:
-                why = "the tests said what is no message"
+            message = _read(line)
+            if message is None:
+                why = "the tests sent a line that is no message"
                 return Report(tuple(why for _ in suite.tests), "failure", why)
-            if "done" in said:
-                return Report(tuple(said["done"]), verdict, why)
-            answer = session.ask(said, max(0.0, until - time.monotonic()))
+            if "done" in message:
+                return Report(tuple(message["done"]), verdict, why)
+            answer = session.ask(message, max(0.0, until - time.monotonic()))
             answered += 1
             if answer.verdict == "ok":
                 channel.send({"value": answer.raw})
             else:
                 if not answer.error and verdict == "ok":
-                    # It has ended. Every later call fails too, and says less of why.
+                    # It has ended: later calls fail too, with a less exact reason.
                     verdict, why = answer.verdict, answer.why
                 kind = answer.error or ("TimeoutError" if answer.verdict == "timeout" else "RuntimeError")
                 channel.send({"error": [kind, answer.why]})

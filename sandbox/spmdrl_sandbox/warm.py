@@ -1,4 +1,4 @@
-"""A warm sandbox from the outside: the process that starts programs in it, spoken to in lines of JSON."""
+"""A warm sandbox from the outside: the process that starts programs in it, and its lines of JSON."""
 
 import base64
 import contextlib
@@ -20,18 +20,17 @@ START_SECONDS = 30.0
 """Longest a sandbox may take to start."""
 END_SECONDS = 5.0
 """Longest a sandbox may take to end before it is killed."""
-SAY_SECONDS = 10.0
+SEND_SECONDS = 10.0
 """Longest a sandbox may take to read a message."""
 GRACE = 5.0
-"""Seconds beyond a program's own limit after which the sandbox itself is held to be stuck."""
+"""Seconds beyond a program's own limit after which the sandbox itself has failed."""
 
 
 class Warm:
     """A sandbox that runs one program after another, each apart from all others. Use it from one thread."""
 
     def __init__(self, command: list[str], name: str = "", once: bool = False):
-        """command: starts the zygote. name: says in words what keeps programs in. once: each program gets a zygote of
-        its own.
+        """command: starts the zygote. name: of the sandbox, for logs. once: each program gets a zygote of its own.
 
         Raises:
             SandboxError: it does not start.
@@ -49,7 +48,7 @@ class Warm:
             raise
 
     def _start(self) -> None:
-        self.said = bytearray()
+        self.buffer = bytearray()
         self.used = False
         """True once a program has run in it."""
         self.errors.truncate(0)
@@ -76,7 +75,7 @@ class Warm:
         Raises:
             SandboxError: the sandbox itself ended.
         """
-        self.say(task_of(program, limits))
+        self.send(task_of(program, limits))
         try:
             return outcome_of(self._answer(time.monotonic() + limits.seconds + GRACE))
         except SandboxError as error:
@@ -89,7 +88,7 @@ class Warm:
         """End the sandbox with all that runs in it. May be called twice."""
         self._end()
         self.errors.close()
-        # Of a program without a sandbox processes may go on there.
+        # Processes of a program without a sandbox may still write there.
         with contextlib.suppress(OSError):
             leftovers.empty(self.folder.name)
         self.folder.cleanup()
@@ -102,7 +101,7 @@ class Warm:
 
     def _end_process(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
-            # What it was not told yet is lost with it.
+            # What was not sent yet is lost.
             with contextlib.suppress(BrokenPipeError):
                 cast(IO[bytes], pipe).close()
         if self.process.returncode is None:
@@ -114,7 +113,7 @@ class Warm:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send a message.
 
         Raises:
@@ -129,7 +128,7 @@ class Warm:
                 self.group.limit(message["limits"])
         data = memoryview((json.dumps(message) + "\n").encode())
         pipes = [cast(IO[bytes], pipe).fileno() for pipe in (self.process.stdin, self.process.stdout)]
-        until = time.monotonic() + SAY_SECONDS
+        until = time.monotonic() + SEND_SECONDS
         while data:
             # The other side may be writing, and read nothing before that is taken.
             readable, writable, _ = select.select([pipes[1]], [pipes[0]], [], max(0.0, until - time.monotonic()))
@@ -145,62 +144,62 @@ class Warm:
                         raise SandboxError(self._why()) from None
 
     def _answer(self, until: float) -> dict[str, Any]:
-        message = self.hear(until)
+        message = self.receive(until)
         if message is None:
             raise SandboxError("the sandbox did not answer in time")
         return message
 
-    def hear(self, until: float) -> dict[str, Any] | None:
+    def receive(self, until: float) -> dict[str, Any] | None:
         """Return the next message; None if none comes until then (time.monotonic()).
 
         Raises:
             SandboxError: the sandbox has ended.
         """
         pipe = cast(IO[bytes], self.process.stdout)
-        while b"\n" not in self.said:
+        while b"\n" not in self.buffer:
             left = until - time.monotonic()
             if left <= 0 or not select.select([pipe], [], [], left)[0]:
                 return None
             self._read(pipe.fileno())
-        line, _, self.said = self.said.partition(b"\n")
+        line, _, self.buffer = self.buffer.partition(b"\n")
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            # Below a sandbox that keeps no two processes apart a program may have written it.
-            raise SandboxError("the sandbox said what is no message")
+            # Without namespaces a program may have written it.
+            raise SandboxError("the sandbox sent a line that is no message")
         return message
 
     def _read(self, pipe: int) -> None:
         data = os.read(pipe, 1 << 16)
         if not data:
             raise SandboxError(self._why())
-        self.said += data
+        self.buffer += data
 
     def _why(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").splitlines()
-        # A traceback's last line, or all that a client of a container engine says, is not indented.
+        # A traceback's last line, or the only line of a client of a container engine, is not indented.
         last = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))][-2:]
-        return f"the sandbox ended with exit code {self.process.returncode}: {'; '.join(last) or 'it said nothing'}"
+        return f"the sandbox ended with exit code {self.process.returncode}: {'; '.join(last) or 'it printed nothing'}"
 
 
 def task_of(program: Program, limits: Limits) -> dict[str, Any]:
-    """Return a program in the zygote's words."""
+    """Return the message to the zygote that runs a program."""
     what: dict[str, Any] = {"argv": list(program.argv)} if program.argv else {"source": program.source}
     stdin = base64.b64encode(program.stdin.encode(errors="surrogatepass")).decode()
     return what | {"stdin": stdin, "files": program.files, "limits": asdict(limits)}
 
 
-def outcome_of(said: dict[str, Any]) -> Outcome:
-    """Return how a program ended, of the zygote's words."""
+def outcome_of(message: dict[str, Any]) -> Outcome:
+    """Return the outcome of a program in a message of the zygote."""
     stdout, stderr = (
-        base64.b64decode(said.get(name, "")).decode("utf-8", errors="replace") for name in ("stdout", "stderr")
+        base64.b64decode(message.get(name, "")).decode("utf-8", errors="replace") for name in ("stdout", "stderr")
     )
-    code, number, why = said.get("code", 0), said.get("signal", 0), said["why"]
+    code, number, why = message.get("code", 0), message.get("signal", 0), message["why"]
     if why == "closed":
         return Outcome("ok", stderr=stderr)
     verdict: Verdict = why if why else ("ok" if code == 0 and number == 0 else "error")
@@ -212,6 +211,6 @@ def outcome_of(said: dict[str, Any]) -> Outcome:
     reasons = {
         "ok": "",
         "error": last or (f"signal {number}" if number else f"exit code {code}"),
-        "failure": said.get("detail", ""),
+        "failure": message.get("detail", ""),
     }
-    return Outcome(verdict, code, number, stdout, stderr, said.get("seconds", 0.0), reasons.get(verdict, verdict))
+    return Outcome(verdict, code, number, stdout, stderr, message.get("seconds", 0.0), reasons.get(verdict, verdict))

@@ -103,7 +103,7 @@ def test_a_pickle_in_an_answer_stays_bytes(warm, tmp_path):
 def test_a_sandbox_that_does_not_start_says_why():
     with pytest.raises(SandboxError, match="exit code 1: no such option"):
         Warm(["sh", "-c", "echo no such option >&2; exit 1"])
-    with pytest.raises(SandboxError, match="exit code 0: it said nothing"):
+    with pytest.raises(SandboxError, match="exit code 0: it printed nothing"):
         Warm(["true"])
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     modules.like_site()
     while modules.load_one():
         pass
-    # A change of user has undone what the sandbox asked the kernel for.
+    # A change of user has undone the sandbox's request to the kernel.
     isolate.die_with_parent()
     try:
         task = json.loads(read(int.from_bytes(read(8), "little")))

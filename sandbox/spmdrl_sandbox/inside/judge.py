@@ -40,10 +40,10 @@ class Candidate:
         except NotPlainError as error:
             raise RowError(f"a test passes {error}") from None
         _say({"call": self.name, "args": given, "kwargs": named})
-        said = json.loads(sys.stdin.readline())
-        if "error" not in said:
-            return decode(said["value"])
-        kind, text = said["error"]
+        answer = json.loads(sys.stdin.readline())
+        if "error" not in answer:
+            return decode(answer["value"])
+        kind, text = answer["error"]
         known = getattr(builtins, kind, RuntimeError)
         # One that ends a loop would end the test's own.
         silent = (StopIteration, StopAsyncIteration)

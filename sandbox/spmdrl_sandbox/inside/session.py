@@ -2,12 +2,12 @@
 
     {"run": source}                                   executes statements; the last expression's value is printed
     {"load": source}                                  executes a module; the value is the names of its functions
-    {"call": name, "args": [...], "kwargs": {...}}    calls a function; `Solution.name` where there is such a class
+    {"call": name, "args": [...], "kwargs": {...}}    calls a function; `Solution.name` where that class is
 
     {"value": v} or {"error": [type, text]}; "printed": text, where something was
 
-Values go by values.py. What the program prints is collected; a child of its own may write to the same pipe, so whoever
-reads an answer holds it for what the program says, and no more. Standard library only.
+Values go by values.py. What the program prints is collected; a child of its own may write to the same pipe, so an
+answer is only as true as the program. Standard library only.
 """
 
 import ast
@@ -60,7 +60,7 @@ def load(space: dict[str, Any], source: str) -> None:
 
 
 def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-    """Do what one line asks for."""
+    """Return the answer to a message."""
     try:
         if "run" in message:
             run(space, message["run"])
@@ -80,11 +80,11 @@ def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until stdin ends."""
-    said, heard = os.dup(1), os.fdopen(os.dup(0), encoding="utf-8")
+    answers, messages = os.dup(1), os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     space: dict[str, Any] = {"__name__": "__main__"}
-    for line in heard:
+    for line in messages:
         printed = io.StringIO()
         with redirect_stdout(printed), redirect_stderr(printed):
             out = answer(space, json.loads(line))
@@ -96,7 +96,7 @@ def main() -> None:
             # A whole number of more digits than Python writes, or lists too deep.
             data = (json.dumps({"error": [type(error).__name__, str(error)]}) + "\n").encode()
         while data:
-            data = data[os.write(said, data) :]
+            data = data[os.write(answers, data) :]
 
 
 if __name__ == "__main__":

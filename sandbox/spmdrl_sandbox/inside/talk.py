@@ -9,14 +9,14 @@ class Talk:
     """The zygote's end: its own standard input and output."""
 
     def __init__(self):
-        # Programs get pipes of their own; what a library prints here must not stand between the lines.
+        # Programs get pipes of their own; prints of a library here must not come between the lines.
         self.stdin, self.stdout = os.dup(0), os.dup(1)
         os.dup2(2, 1)
-        # A caller that does not read must not keep anybody here from looking at limits.
+        # A caller that does not read must not stop the watch of limits.
         os.set_blocking(self.stdout, False)
         self.buffer, self.unsent = bytearray(), bytearray()
 
-    def hear(self) -> dict | None:
+    def receive(self) -> dict | None:
         """Return the next line, or None at the end."""
         while b"\n" not in self.buffer:
             data = os.read(self.stdin, 1 << 16)
@@ -26,12 +26,12 @@ class Talk:
         line, _, self.buffer = self.buffer.partition(b"\n")
         return json.loads(line)
 
-    def say(self, message: dict, wait: bool = True) -> None:
-        """Send a line. wait: until it is sent; without, what the caller has no room for is kept in `unsent`."""
+    def send(self, message: dict, wait: bool = True) -> None:
+        """Send a line. wait: until it is sent; else the rest stays in `unsent` while the caller does not read."""
         self.unsent += (json.dumps(message) + "\n").encode()
-        self.send(wait)
+        self.flush(wait)
 
-    def send(self, wait: bool = False) -> None:
+    def flush(self, wait: bool = False) -> None:
         """Send what is left of lines. wait: until all of it is sent."""
         while self.unsent:
             try:

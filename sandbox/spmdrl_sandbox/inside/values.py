@@ -19,7 +19,7 @@ MOST = 1_000_000
 
 
 class NotPlainError(TypeError):
-    """A value that is no plain data."""
+    """A value is no plain data."""
 
 
 def encode(value: Any) -> Any:
@@ -55,18 +55,18 @@ def encode(value: Any) -> Any:
     raise NotPlainError(f"a value of type {kind.__name__}, where plain data is wanted")
 
 
-def decode(said: Any) -> Any:
+def decode(data: Any) -> Any:
     """Undo `encode`.
 
     Raises:
-        NotPlainError: what was said is none of its forms.
+        NotPlainError: the data has none of its forms.
     """
-    if said is None or isinstance(said, (bool, int, str)):
-        return said
-    if isinstance(said, list):
-        return [decode(x) for x in said]
+    if data is None or isinstance(data, (bool, int, str)):
+        return data
+    if isinstance(data, list):
+        return [decode(x) for x in data]
     try:
-        ((letter, body),) = said.items()
+        ((letter, body),) = data.items()
         if letter == "f":
             return float(body)
         if letter == "d":
@@ -77,4 +77,4 @@ def decode(said: Any) -> Any:
             return complex(*map(float, body))
         return {"t": tuple, "s": set, "z": frozenset}[letter](decode(x) for x in body)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise NotPlainError(f"no value: {str(said)[:80]}") from error
+        raise NotPlainError(f"no value: {str(data)[:80]}") from error

@@ -28,18 +28,18 @@ class Watch:
     """Carries a program's input and output, and ends it at a limit."""
 
     def __init__(
-        self, child: int, told: int, inputs: int, outputs: int, errors: int, task: dict, apart: bool, talk: Talk
+        self, child: int, reports: int, inputs: int, outputs: int, errors: int, task: dict, apart: bool, talk: Talk
     ):
-        """child: the process that waits for the others. told: the pipe on which they say how it goes. inputs, outputs,
+        """child: the process that waits for the program's others. reports: the pipe of their reports. inputs, outputs,
         errors: the ends of its other pipes. apart: as in `processes.start`.
         """
-        self.apart, self.child, self.told, self.inputs, self.talk = apart, child, told, inputs, talk
+        self.apart, self.child, self.reports, self.inputs, self.talk = apart, child, reports, inputs, talk
         self.limits, self.session = task["limits"], "session" in task
         self.kept = {outputs: bytearray(), errors: bytearray()}
         self.names = {outputs: "stdout", errors: "stderr"}
-        self.open = {told, outputs, errors}
+        self.open = {reports, outputs, errors}
         self.to_send = bytearray(base64.b64decode(task.get("stdin", "")))
-        self.said = bytearray()
+        self.unread = bytearray()
         self.ends = time.monotonic() + self.limits["seconds"]
         self.look = time.monotonic() + LOOK_SECONDS
         self.why = ""
@@ -57,7 +57,7 @@ class Watch:
         kept = {self.names[end]: base64.b64encode(data).decode() for end, data in self.kept.items()}
         failure = self.result.get("failure", "")
         if not self.result.keys() & {"code", "failure"} and not self.why:
-            failure = "the program's first process ended without a word"
+            failure = "the program's first process ended without a report"
         why = self.why or ("failure" if failure else "")
         numbers = {"code": self.result.get("code", 0), "signal": self.result.get("signal", 0)}
         return numbers | kept | {"why": why, "detail": failure}
@@ -67,7 +67,7 @@ class Watch:
             self._close_input()
         if self.session and b"\n" in self.talk.buffer:
             # It came with the task.
-            self._hear()
+            self._receive()
         full = len(self.talk.unsent) > UNSENT and not self.why
         reading = [end for end in self.open if not (full and self.names.get(end) == "stdout")]
         reading += [self.talk.stdin] if self.session and not self.why else []
@@ -76,12 +76,12 @@ class Watch:
         wait = max(0.0, min(self.ends, self.look) - time.monotonic())
         readable, writable, _ = select.select(reading, writing, [], wait)
         if self.talk.stdout in writable:
-            self.talk.send()
+            self.talk.flush()
         if self.inputs in writable:
             self._feed()
         for end in readable:
             if end == self.talk.stdin:
-                self._hear()
+                self._receive()
             else:
                 self._read(end)
         if time.monotonic() >= self.look:
@@ -123,15 +123,15 @@ class Watch:
         if not data:
             os.close(end)
             self.open.discard(end)
-        elif end == self.told:
-            *lines, self.said = (self.said + data).split(b"\n")
+        elif end == self.reports:
+            *lines, self.unread = (self.unread + data).split(b"\n")
             for line in lines:
                 self.result |= json.loads(line)
         else:
             self.written += len(data)
             if self.session and self.names[end] == "stdout":
                 if not self.why:
-                    self.talk.say({"output": base64.b64encode(data).decode()}, wait=False)
+                    self.talk.send({"output": base64.b64encode(data).decode()}, wait=False)
             else:
                 room = (self.limits["output_kib"] << 10) - len(self.kept[end])
                 self.kept[end] += data[: max(0, room)]
@@ -147,9 +147,9 @@ class Watch:
             self.to_send.clear()
             self._close_input()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while not self.why:
-            message = self.talk.hear()
+            message = self.talk.receive()
             if message is None or "input" not in message:
                 self.end("closed")
             else:

@@ -1,7 +1,7 @@
 """Runs hostile programs one after another, each in namespaces of its own: the first process of a sandbox.
 
 `python -m spmdrl_sandbox.inside.zygote apart|plain USER` inside the sandbox reads one JSON object a line from stdin.
-`plain` makes no namespaces and drops no rights: something else keeps the program in, or nothing does. Each program
+`plain` makes no namespaces and drops no rights: another sandbox keeps the program in, or none. Each program
 then gets a folder of its own in the one where this process runs.
 
     {"source": text} or {"argv": [words]}    Python, run in a copy of this process, or another program; with "stdin",
@@ -36,28 +36,28 @@ NO_PROC = 4
 def run(task: dict, apart: bool, proc: bool, talk: Talk) -> tuple[dict, bool]:
     """Run one program; returns how it ended, and whether it could have a /proc of its own."""
     begin = time.monotonic()
-    told, tell = os.pipe()
+    reports, report = os.pipe()
     inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
-    others = told, inputs[1], outputs[0], errors[0]
-    child = processes.start(task, apart, proc, tell, (inputs[0], outputs[1], errors[1]), others)
-    for end in (tell, inputs[0], outputs[1], errors[1]):
+    others = reports, inputs[1], outputs[0], errors[0]
+    child = processes.start(task, apart, proc, report, (inputs[0], outputs[1], errors[1]), others)
+    for end in (report, inputs[0], outputs[1], errors[1]):
         os.close(end)
-    watch = Watch(child, told, inputs[1], outputs[0], errors[0], task, apart, talk)
+    watch = Watch(child, reports, inputs[1], outputs[0], errors[0], task, apart, talk)
     out = watch.to_the_end() | {"seconds": time.monotonic() - begin}
     return out, watch.result.get("proc", proc)
 
 
 def serve(apart: bool, proc: bool, talk: Talk) -> int:
-    """Hear of one program, run it, and say how it ended; at the end of stdin, do nothing. Returns an exit code."""
-    while (task := talk.hear()) is not None:
+    """Run the next program and send its outcome, unless stdin has ended. Return an exit code."""
+    while (task := talk.receive()) is not None:
         if "limits" not in task:
-            # Words to a session that has just ended.
+            # A message to a session that has just ended.
             continue
         try:
             answer, proc = run(task, apart, proc, talk)
         except Exception:
             answer = failed()
-        talk.say(answer)
+        talk.send(answer)
         return 0 if proc else NO_PROC
     return END
 
@@ -82,14 +82,14 @@ def main() -> None:
     isolate.become(int(sys.argv[2]))
     talk = Talk()
     modules.like_site()
-    talk.say({"ready": True})
+    talk.send({"ready": True})
     # The first program may be the only one, so it is not kept waiting.
     while not select.select([talk.stdin], [], [], 0)[0] and modules.load_one():
         pass
     while True:
         select.select([talk.stdin], [], [])
-        # Copies of this process hear of programs and of what they print, one copy of each. A program is a copy of a
-        # copy, and so it finds nothing of those before it in its memory.
+        # One copy of this process serves each program, which is a copy of the copy: so it finds nothing of earlier
+        # programs in its memory.
         gc.freeze()
         folder = home if apart else made_in(home)
         watcher = os.fork()
@@ -99,7 +99,7 @@ def main() -> None:
             os._exit(serve(apart, proc, talk))
         code = os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1])
         if not apart:
-            # Without a process namespace something that the program has started may still write there.
+            # Without a process namespace a process of the program may still write there.
             with contextlib.suppress(OSError):
                 leftovers.remove(folder)
         if code == END:
@@ -108,7 +108,7 @@ def main() -> None:
         if code not in (0, NO_PROC):
             # Without a process namespace the program may have ended its watcher.
             why = "failure" if apart else ""
-            talk.say({"code": 1, "why": why, "detail": f"the watcher of a program ended with {code}"})
+            talk.send({"code": 1, "why": why, "detail": f"the watcher of a program ended with {code}"})
         while modules.load_one():
             pass
 
