@@ -10,16 +10,14 @@ arguments.py   arguments of a call, checked by a schema
 answers.py     any result of a tool as valid text of bounded length
 messages.py    the messages of a row's prompt, and a check of those that an environment returns
 builtin.py     built-in environments
-gyms.py        environments of other libraries by name or class: Gymnasium, skyrl-gym and TextArena in gym_envs.py,
-               puzzles of reasoning-gym in attempts.py
+gyms.py        environments of other libraries by name or class: Gymnasium, skyrl-gym and TextArena, and puzzles of
+               reasoning-gym (attempts.py)
 trl.py         environments and tools written for TRL
 verl_form.py   verl's YAML files of tools and interactions, which verl_env.py runs; verl_stand_ins.py has the classes of
                verl that users' files import
 calls.py       text of a turn -> calls of tools; call_formats.py has the forms, call_reading.py their common parts
-calculator.py, python_tool.py (programs in the sandbox),
-               search.py (with corpus.py, an index on this machine), mcp_tools.py (with mcp_connection.py)
-__main__.py    the commands `init` (scaffold.py) and `try` (terminal.py, with model_player.py for a model that plays,
-               over play.py, which waits for one episode at a time)
+calculator.py, python_tool.py (programs in the sandbox), search.py, mcp_tools.py (with mcp_connection.py)
+__main__.py    the commands `init` and `try` (terminal.py over play.py, which waits for one episode at a time)
 """
 
 from spmdrl.env.answers import Answer, History

@@ -1,4 +1,4 @@
-"""Begins an environment, and tries one.
+"""Commands that write an environment to begin with, and that try one.
 
     python -m spmdrl.env init NAME             writes NAME.py, a small environment, and test_NAME.py
     python -m spmdrl.env try ENVIRONMENT       plays it by hand: you are the assistant
@@ -10,36 +10,36 @@ hold here too. --set, --python, --turns and --format come before those of the fi
 
 import argparse
 import json
+import keyword
 import shutil
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from spmdrl.config.environment import ROWS, read_environment
 from spmdrl.env.base import limits_of
 from spmdrl.env.calls import FORMATS
-from spmdrl.env.model_player import load_player
 from spmdrl.env.play import Play, PlayError
-from spmdrl.env.scaffold import scaffold
-from spmdrl.env.terminal import by_hand, by_model
+from spmdrl.env.terminal import by_hand, by_model, load_player
 
 PROG = "python -m spmdrl.env"
+TEMPLATES = Path(__file__).resolve().parents[1] / "assets" / "environment"
+"""Texts for `str.format`."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code: 1 after a failure of the environment, 2 after a mistake of the user."""
+    """Run a command. Return the exit code: 1 after a failure of the environment, 2 after a mistake of the user."""
     args = _parser().parse_args(argv)
     try:
         if args.command == "init":
-            file, test = scaffold(args.name)
+            file, test = _init(args.name)
             print(f"wrote {file} and {test}; test it with: python -m pytest {test}")
             return 0
         return _try(args)
-    except ValueError as error:
+    except (ValueError, PlayError) as error:
         print(f"{PROG} {args.command}: {error}", file=sys.stderr)
-        return 2
-    except PlayError as error:
-        print(f"{PROG} {args.command}: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, PlayError) else 2
     except KeyboardInterrupt:
         print()
         return 130
@@ -67,6 +67,37 @@ def _parser() -> argparse.ArgumentParser:
     trial.add_argument("--max-new-tokens", type=int, default=256, help="tokens of a turn of the model")
     trial.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0 takes the likeliest token")
     return parser
+
+
+def _init(name: str) -> tuple[Path, Path]:
+    """Write `NAME.py` and `test_NAME.py`, and return both. name: may begin with folders, which are created.
+
+    Raises:
+        ValueError: the name is not that of a Python module or is taken, or one of the files exists.
+    """
+    path = Path(name.removesuffix(".py"))
+    stem = path.name
+    if not stem.isidentifier() or keyword.iskeyword(stem):
+        raise ValueError(f"{name!r} is no name of a Python module: take letters, digits and _")
+    file, test = path.with_name(f"{stem}.py"), path.with_name(f"test_{stem}.py")
+    for each in (file, test):
+        if each.exists():
+            raise ValueError(f"{each} is there already: take another name, or remove it")
+    if stem in sys.stdlib_module_names or _is_installed(stem):
+        raise ValueError(f"{stem} is a module of Python or of a package, which {file} would hide: take another name")
+    kind = "".join(part[:1].upper() + part[1:] for part in stem.split("_")) or stem
+    words = {"file": file.name, "test": test.name, "kind": kind if kind.isidentifier() else f"E{kind}"}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for each, template in ((file, "boxes.py.txt"), (test, "test_boxes.py.txt")):
+        with each.open("x", encoding="utf-8") as out:  # a file that appeared meanwhile stays as it is
+            out.write((TEMPLATES / template).read_text(encoding="utf-8").format(**words))
+    return file, test
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a module of this name is found outside of the working directory."""
+    spec = PathFinder.find_spec(name, [each for each in sys.path if each and Path(each).resolve() != Path.cwd()])
+    return spec is not None and spec.loader is not None
 
 
 def _try(args: argparse.Namespace) -> int:

@@ -90,7 +90,9 @@ def _of_kind(value: Any, kind: str, what: str) -> Any:
     text = value.strip() if isinstance(value, str) else ""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     match kind:
-        case "integer" if is_number and (isinstance(value, int) or (abs(value) < 2**53 and value == int(value))):
+        case "integer" if isinstance(value, int) and is_number:
+            return value
+        case "integer" if isinstance(value, float) and abs(value) < 2**53 and value == int(value):
             return int(value)
         case "integer" if re.fullmatch(r"[+-]?\d{1,300}", text):
             return int(text)

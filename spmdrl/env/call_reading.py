@@ -1,6 +1,6 @@
-"""The parts that readers of tool calls share: JSON inside a text, calls between marks, and values by their types.
+"""The common parts of the readers of tool calls: JSON inside a text, calls between marks, and values by their types.
 
-Every reader takes time in proportion to the text: it goes forward only, and gives up after `MOST_CALLS` calls.
+Every reader takes time in proportion to the text: it goes forward only, and stops after `MOST_CALLS` calls.
 """
 
 import ast
@@ -19,7 +19,7 @@ MOST_CALLS = 64
 
 
 class MalformedError(ValueError):
-    """A text is no call; the message says why to the model."""
+    """A text that is no call; the message gives the model the reason."""
 
     def __init__(self, why: str, name: str = ""):
         """name: of the tool, where it could be read."""
@@ -28,17 +28,14 @@ class MalformedError(ValueError):
 
 
 def _finite(text: str) -> float:
+    """Read a number or `NaN`, `Infinity`, which are no JSON."""
     value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"the number {text[:20]} is too large")
-    return value
+    if math.isfinite(value):
+        return value
+    raise ValueError(f"the number {text[:20]} is too large" if text[-1].isdigit() else f"{text} is no JSON")
 
 
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _skip_space(text: str, at: int) -> int:
@@ -124,7 +121,7 @@ Read = Callable[[str, int], tuple[list[Call], int]]
 def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tuple[str, list[Call]]:
     """Return the text outside of marks, and the calls inside.
 
-    opening: begins a call. closing: ends it, where there is such a mark; it may be missing at the end of the text.
+    opening: begins a call. closing: ends it, if not empty; it may be missing at the end of the text.
     """
     kept: list[str] = []
     calls: list[Call] = []
@@ -159,10 +156,7 @@ def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
 
 
 def typed(value: str, function: str, key: str, tools: Tools) -> Any:
-    """Return a value that was written as text, by the type that the function's schema gives it.
-
-    Without schemas it is what it is as JSON, or else text.
-    """
+    """Return a value that was written as text in the type of the function's schema; without schemas as JSON or text."""
     kinds = _kinds(function, key, tools)
     plain = value.strip()
     if "null" in kinds and plain.lower() == "null":
@@ -181,7 +175,7 @@ def typed(value: str, function: str, key: str, tools: Tools) -> Any:
 
 
 def _kinds(function: str, key: str, tools: Tools) -> set[str]:
-    """Return the JSON types that a schema allows an argument; empty if it says nothing. Unknown ones are text."""
+    """Return the JSON types that a schema allows an argument; empty if it names none. Unknown arguments are text."""
     for tool in tools:
         about = tool.get("function", tool)
         if about.get("name") == function:

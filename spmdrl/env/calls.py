@@ -1,8 +1,4 @@
-"""Tool calls in the text of an assistant's turn: read in the form in which the model writes them.
-
-The forms are in call_formats.py. `format_of` finds the one that a chat template shows, by a call that the template
-renders and the form's reader reads back.
-"""
+"""Tool calls in the text of an assistant's turn, in the form in which the model writes them (call_formats.py)."""
 
 import os
 from types import SimpleNamespace
@@ -61,7 +57,7 @@ def _apart(text: str, mark: str) -> tuple[str, str]:
 
 
 def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
-    """Return an assistant's turn, read, with its message. Arguments and errors: see `parse`."""
+    """Return an assistant's turn with its message. Arguments and errors: see `parse`."""
     content, calls, thought = parse(text, format, tools)
     turn = AssistantTurn(content, calls, thought=thought)
     turn.message = as_message(turn)
@@ -71,8 +67,8 @@ def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
 def as_message(turn: AssistantTurn) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's form, for chat templates.
 
-    Arguments are objects, not JSON text. A malformed call stands there too, without arguments, so that the answer to
-    it follows a call; a block of code does not, as it stands in the content.
+    Arguments are objects, not JSON text. A malformed call is in it without arguments, so that the answer to it follows
+    a call; a block of code is not, as the content has it.
     """
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.thought:
@@ -92,6 +88,8 @@ def as_message(turn: AssistantTurn) -> dict[str, Any]:
 def format_of(template: str) -> str:
     """Return the form of tool calls that a chat template (jinja text) shows; `none` if it shows none.
 
+    It is the form whose reader reads a call that the template renders.
+
     Raises:
         ValueError: it shows calls in a form that no reader reads.
     """
@@ -110,7 +108,7 @@ def format_of(template: str) -> str:
 
 
 def _rendered_call(template: str) -> str:
-    """Return the text that a template adds for an assistant's turn with one call; empty if it refuses it."""
+    """Return the text that a template adds for an assistant's turn with one call; empty if it refuses the turn."""
     from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 
     call = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {"a": _PROBE}}}

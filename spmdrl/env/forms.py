@@ -6,8 +6,8 @@ reset(row, seed)             messages, the user's text, or None for the row's ow
 step(message)                (messages | text | History | None, reward | None, done); a History takes the place of
                              all messages so far
 any other public method      a tool, where it has a docstring; its arguments have types
-tools                        a list of typed functions, instead of methods; one that reset makes is empty or None before
-tool_schemas(), call(name, arguments)     OpenAI function schemas, and what makes the calls, instead of both
+tools                        a list of typed functions, instead of methods; empty or None before a reset that fills it
+tool_schemas(), call(name, arguments)     OpenAI function schemas and the function that makes calls, instead of both
 reward()                     a number, {"score": number, name: number}, or None
 state(), restore(state)      a JSON value, from which an environment goes on that was reset with the same row and seed
 state_key()                  a JSON value that is equal for equal states (GiGPO compares turns of one state)
@@ -15,8 +15,8 @@ close()
 timeout_s                    seconds that each call may take
 parallel_calls               False: calls of one turn run one after another, in their order
 
-Plain functions run in threads, where signals do not work, nor time limits that are built on them; calls of one turn run
-side by side.
+Plain functions run in threads, where neither signals nor time limits that use them work; calls of one turn run side by
+side.
 """
 
 import functools
@@ -43,7 +43,7 @@ BUILTIN = {
     "search": "spmdrl.env.search:Search",
     "mcp": "spmdrl.env.mcp_tools:Mcp",
 }
-"""Built-in environments, and tools that are environments: name -> the class, whose docstring says what it is."""
+"""Built-in environments, and tools that are environments: name -> the class, whose docstring describes it."""
 PARTS = {
     "reset": ("row", "seed"),
     "step": ("message",),
@@ -107,8 +107,7 @@ def load(name: str) -> Form:
         if form := recognise(found, name):
             return form
     raise ValueError(
-        f"{name} is of the type {type(found).__name__}: name a class, a function that is a tool, or a "
-        "list of such functions"
+        f"{name} is of the type {type(found).__name__}: name a class, or a function or a list of functions as tools"
     )
 
 

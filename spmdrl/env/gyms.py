@@ -1,4 +1,4 @@
-"""Recognises environments of other libraries, by prefix or by class, and makes them.
+"""Environments of Gymnasium, old Gym, skyrl-gym, TextArena and reasoning-gym, by prefix or by class.
 
 reasoning_gym:TASK   a puzzle of reasoning-gym with several attempts (settings: attempts, keep, and the task's own)
 gymnasium:ID         an environment that Gymnasium's registry names; the settings are keywords of `gymnasium.make`
@@ -9,13 +9,17 @@ file.py:Class        a class of one of these libraries, or one with the methods 
 
 import importlib
 import inspect
-from collections.abc import Callable
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from spmdrl.config.user_code import error_text
 from spmdrl.env.attempts import Attempts
-from spmdrl.env.gym_envs import Gym, Skyrl, TextArena
+from spmdrl.env.messages import opening, prompt_of, seed_of
 
 PACKAGES = {
     "reasoning_gym": "reasoning-gym",
@@ -24,6 +28,9 @@ PACKAGES = {
     "textarena": "textarena",
 }
 """Prefix, which is the name of the module -> name of the package."""
+HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+WHOLE = re.compile(r"-?\d+")
+Step = tuple[list[dict] | str | None, float | None, bool]
 
 
 def is_mine(target: object, name: str) -> bool:
@@ -34,7 +41,7 @@ def is_mine(target: object, name: str) -> bool:
     return isinstance(kind, type) and _kind(kind) != ""
 
 
-def wrap(target: object, settings: dict[str, Any]) -> Attempts | Gym | Skyrl | TextArena:
+def wrap(target: object, settings: dict[str, Any]) -> "Attempts | Gym | Skyrl | TextArena":
     """Make an environment of a name with a prefix, or of a class or a partial of one that `is_mine` recognised.
 
     Raises:
@@ -98,3 +105,185 @@ def _kind(target: type) -> str:
     except (TypeError, ValueError):
         return ""
     return "gymnasium" if takes != ["message"] and set(wants) <= {"seed", "options"} else ""
+
+
+class Gym:
+    """A text environment of Gymnasium (https://gymnasium.farama.org/api/env), or of Gym before 0.26.
+
+    Observations and actions are texts. With a Discrete action space the action is the last whole number of a message;
+    a message without a fitting one is answered without a step. An environment made with `render_mode="ansi"` is shown
+    as it renders, its highlighted characters in brackets. Its seed is the row's column `seed`, which all samples of a
+    prompt share, or the run's seed of the sample; `reset` gets the row's column `options` (a mapping).
+    """
+
+    def __init__(self, env: Any, name: str):
+        """Raise ValueError where the actions of `env` are neither texts nor whole numbers."""
+        self._env = env
+        space: Any = getattr(env, "action_space", None)
+        self._range: range | None = None
+        if type(space).__name__ == "Discrete":
+            first = int(getattr(space, "start", 0))
+            self._range = range(first, first + int(space.n))
+        elif space is not None and type(space).__name__ != "Text":
+            raise ValueError(
+                f"{name} takes actions of {type(space).__name__}; only texts and whole numbers (Text, Discrete) can be "
+                "read from a message: wrap it so that it reads them itself"
+            )
+
+    def reset(self, row: dict, seed: int) -> list[dict]:
+        """Return the row's prompt and the first observation."""
+        seed = seed_of(row, seed)
+        known = inspect.signature(self._env.reset).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        wanted = {"seed": seed, "options": row.get("options")}
+        given = {key: each for key, each in wanted.items() if each is not None and (takes_any or key in known)}
+        if "seed" not in given and callable(getattr(self._env, "seed", None)):
+            self._env.seed(seed)
+        result = self._env.reset(**given)
+        both = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+        seen = self._seen(result[0] if both else result)
+        return opening(row, seen) if isinstance(seen, str) else [*prompt_of(row), *seen]
+
+    def step(self, message: dict) -> Step:
+        """Return the observation after the action of a message, its reward, and whether the episode is over."""
+        action: Any = message.get("content") or ""
+        if self._range is not None:
+            numbers = [int(each) for each in WHOLE.findall(action)]
+            if not numbers or numbers[-1] not in self._range:
+                return f"Answer with a whole number from {self._range[0]} to {self._range[-1]}.", 0.0, False
+            action = numbers[-1]
+        result = self._env.step(action)
+        if not isinstance(result, tuple) or len(result) not in (4, 5):
+            raise TypeError(
+                f"step returned {type(result).__name__}, not (observation, reward, terminated, truncated, info) or the "
+                "older (observation, reward, done, info)"
+            )
+        return self._seen(result[0]), result[1], any(map(bool, result[2:-1]))
+
+    def close(self) -> None:
+        """Close the environment."""
+        if hasattr(self._env, "close"):
+            self._env.close()
+
+    def _seen(self, observation: Any) -> list[dict] | str:
+        if getattr(self._env, "render_mode", None) == "ansi":
+            return HIGHLIGHT.sub(r"[\1]", str(self._env.render())).strip("\n")
+        messages = observation if isinstance(observation, list) else []
+        are_messages = bool(messages) and all(isinstance(m, dict) and "role" in m for m in messages)
+        return messages if are_messages else str(observation)
+
+
+class Skyrl:
+    """An environment of skyrl-gym (https://github.com/NovaSky-AI/SkyRL), a subclass of its BaseTextEnv.
+
+    As in skyrl-gym's generator, each episode makes it with `env_config` from the settings and `extras`, the row's other
+    columns. Its `postprocessed_action` is not used: the sampled tokens stay as they are. The numbers of `get_metrics`
+    are parts of the reward.
+    """
+
+    def __init__(self, make: Callable[..., Any], settings: dict[str, Any]):
+        """make: makes the environment. settings: `env_config`, `max_turns`, and more keywords of `make`."""
+        self._make, self._settings, self._env = make, settings, None
+
+    def reset(self, row: dict, seed: int) -> list[dict]:
+        """Make the environment and return the messages that it begins with."""
+        settings = dict(self._settings)
+        extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
+        if "max_turns" in settings:
+            extras["max_turns"] = settings.pop("max_turns")
+        config = _Config(settings.pop("env_config", None) or {})
+        self._env = self._make(env_config=config, extras=extras, **settings)
+        messages, _ = self._env.init(prompt_of(row))
+        return [dict(each) for each in messages]
+
+    def step(self, message: dict) -> Step:
+        """Return the observations after the text of a message, the reward, and whether the episode is done."""
+        assert self._env is not None, "reset comes first"
+        out = self._env.step(message.get("content") or "")
+        if lacking := [key for key in ("observations", "reward", "done") if key not in out]:
+            raise TypeError(f"step returned no {lacking[0]}; it returns a mapping of observations, reward and done")
+        return [dict(each) for each in out["observations"] or ()] or None, out["reward"], bool(out["done"])
+
+    def reward(self) -> dict[str, float]:
+        """Return the environment's metrics as parts; its rewards fell in the turns."""
+        found = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}  # type: ignore[union-attr]
+        numbers = {key: float(value) for key, value in found.items() if isinstance(value, (bool, int, float))}
+        return {**numbers, "score": 0.0}
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self._env is not None:
+            self._env.close()
+
+
+class _Config(dict):
+    """Settings that are read as keys or as attributes, as those of OmegaConf are."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(f"env_config has no {name}: give it in the environment's settings") from None
+        return _Config(value) if isinstance(value, dict) else value
+
+
+class TextArena:
+    """A game of one player of TextArena (https://github.com/LeonGuertler/TextArena).
+
+    The game's observation wrappers repeat the whole game at each turn, so new observations are read from the unwrapped
+    game, without the player's own moves, which the conversation has. Wrappers of actions are kept. The reward is the
+    game's and falls at its end. Games draw from Python's global generator; each gets its own state, seeded by the
+    row's column `seed`, which all samples of a prompt share, or by the run's seed of the sample.
+    """
+
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, make: Callable[[], Any]):
+        """make: makes the game, which may draw numbers for it."""
+        self._random = random.Random(0).getstate()
+        with self._own_random():
+            self._env = make()
+
+    def reset(self, row: dict, seed: int) -> list[dict]:
+        """Begin a game of one player and return the row's prompt and the game's."""
+        seed = seed_of(row, seed)
+        self._random = random.Random(seed).getstate()
+        with self._own_random():
+            try:
+                self._env.reset(num_players=1, seed=seed)
+            except AssertionError as e:
+                raise ValueError(f"only games of one player can be played here ({e}): choose another") from e
+            return opening(row, self._seen())
+
+    def step(self, message: dict) -> Step:
+        """Make a move. Return the new observations, the game's reward at its end, and whether it ended."""
+        with self._own_random():
+            done, _ = self._env.step(message.get("content") or "")
+            seen = self._seen()
+            if not done:
+                return seen, 0.0, False
+            rewards, info = self._env.close()
+        reason = str((info or {}).get(0, {}).get("reason") or "")
+        return "\n".join(part for part in (seen, reason) if part) or None, (rewards or {}).get(0, 0.0), True
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Let the game draw from its own state, one game of a process at a time."""
+        with self._one_at_a_time:
+            before = random.getstate()
+            random.setstate(self._random)
+            try:
+                yield
+            finally:
+                self._random = random.getstate()
+                random.setstate(before)
+
+    def _seen(self) -> str:
+        game = self._env
+        while "env" in vars(game):  # a wrapper
+            game = game.env
+        player, seen = game.get_observation()
+        if isinstance(seen, str):
+            return seen
+        new = [text for sender, text, kind in seen if sender != player and getattr(kind, "name", "") != "PLAYER_ACTION"]
+        return "\n".join(map(str, new))

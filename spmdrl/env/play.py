@@ -1,4 +1,4 @@
-"""One episode at a time of an environment in a process of its own, waited for: in tests and in the terminal."""
+"""One episode at a time of an environment in a process of its own, for tests and the terminal: every call waits."""
 
 from types import TracebackType
 from typing import Any
@@ -8,18 +8,14 @@ from spmdrl.env.pool import Pool
 
 
 class PlayError(RuntimeError):
-    """The environment failed; the message says how."""
+    """A failure of the environment, with its reason."""
 
 
 class Play:
-    """An environment to talk to, as `with Play("my_env.py:MyEnv") as play:`."""
+    """An environment, opened by `with Play("my_env.py:MyEnv") as play:`. Calls raise PlayError if it fails."""
 
     def __init__(self, name: str, settings: dict[str, Any] | None = None, limits: PoolSettings | None = None):
-        """name: of the environment, as `--env`. settings: keyword arguments of its class.
-
-        Raises:
-            ValueError: there is no such environment, or it does not take the settings.
-        """
+        """name: of the environment, as `--env`. settings: keyword arguments of its class. Raises ValueError."""
         self.name, self.settings = name, settings or {}
         self.pool = Pool(1, limits)
         self.opened = False
@@ -30,33 +26,27 @@ class Play:
             raise
 
     def open(self, row: dict[str, Any] | None = None, seed: int = 0) -> Reply:
-        """Begin an episode, and end the one before.
-
-        The reply has the first messages and the tools.
-
-        Raises:
-            PlayError: the environment failed.
-        """
+        """Begin an episode, and end the one before. The reply has the first messages and the tools."""
         self._close()
         self.pool.open(0, Opening(self.name, row or {}, seed, self.settings))
         self.opened = True
         return self._answer()
 
     def say(self, content: str = "", *calls: Call) -> Reply:
-        """Say an assistant's turn: text, calls, or both. Raises PlayError."""
+        """Send an assistant's turn: text, calls, or both."""
         return self.turn(AssistantTurn(content, list(calls)))
 
     def call(self, name: str, **arguments: Any) -> Reply:
-        """Call one tool. Raises PlayError."""
+        """Call one tool."""
         return self.say("", Call(name, arguments, "call00000"))
 
     def turn(self, turn: AssistantTurn) -> Reply:
-        """Say a turn as it was parsed. Raises PlayError."""
+        """Send a parsed turn."""
         self.pool.say(0, turn)
         return self._answer()
 
     def score(self) -> Reply:
-        """Ask for the final reward. Raises PlayError."""
+        """Return the reply with the final reward."""
         self.pool.score(0)
         return self._answer()
 

@@ -2,21 +2,21 @@
 
 In:  {settings}                           first line: fields of PoolSettings
      {"id": n, "do": d, "env": k, "open": {...}?, "turn": {...}?}
-                                          d: `open`, `say`, `score`, or `close`, which has no answer. Where another
-                                          request comes with `open`, the environment is opened again first
-     {"id": n, "do": "check", "open": {"name": f, "settings": {...}}}      can such an environment be made?
+                                          d: `open`, `say`, `score`, or `close`, which has no answer. `open` in
+                                          another request opens the environment again first
+     {"id": n, "do": "check", "open": {"name": f, "settings": {...}}}      make this environment once
 Out: {"ready": true}
      {"id": n, "begins": what, "end": t, "call": i, "alone": b}
                                           a call of this request begins, whose limit is over at t (time.monotonic(), one
                                           clock for all processes). i: the call of the turn that it makes, -1 for none.
                                           b: those of this request that began before it have ended
-     {"id": n, "anew": [i, ...]}          calls of this turn did not answer, and some of them go on beside the
-                                          environment: it is given up, and the turn is to be run in a fresh one
+     {"id": n, "anew": [i, ...]}          calls of this turn did not answer, and some of them still run: the environment
+                                          is dropped, and the turn must run in a fresh one
      {"alive": true}                      now and then while requests are under way: the loop runs
      {"loading": b}                       before and after a file is imported, while nothing else goes on
      {"id": n, "reply": {...}} or {"id": n, "failure": text}
-     {"hangs": text}                      a call goes on beyond its limit: this process takes no new requests, and ends
-                                          with those that are under way, for there is no other way to end the call
+     {"hangs": text}                      a call exceeds its limit: this process takes no new requests and ends with
+                                          those that are under way, as nothing else ends the call
 
 It imports nothing heavy of its own, so that a killed process is back at once.
 """
@@ -51,7 +51,7 @@ CLOSES_WITHIN = 1.5
 EXITS_WITHIN = 0.3
 """Seconds for the functions that are registered to run at the exit (sandboxes, MCP servers, user code)."""
 STACK_MB = 8
-"""Memory that the stack of a thread is counted with."""
+"""Memory that the limit grants to the stack of each thread."""
 
 
 class Worker:
@@ -60,13 +60,13 @@ class Worker:
     def __init__(self, settings: PoolSettings, answers: int):
         """answers: descriptor of the pipe to the parent."""
         self.settings = settings
-        self.limits = Limits(self._hangs)
+        self.limits = Limits(self._on_hang)
         self._instances: dict[int, EnvInstance] = {}
         self._tasks: dict[int, asyncio.Task] = {}
         self._forms: dict[str, Form] = {}
         self._hung = False
         self._answers = answers
-        # The pipe may be full for long while the parent is busy elsewhere; clocks of calls go on.
+        # The pipe may be full for long while the parent is busy, and the clocks of calls must go on.
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         self._room = select.poll()
         self._room.register(answers, select.POLLOUT)
@@ -92,14 +92,14 @@ class Worker:
         """End this process once all lines are written."""
         self._lines.put(None)
         self._writer.join()
-        # An exit of the interpreter would run them, but wait for threads that hang as well.
+        # An exit of the interpreter would run these functions, and wait for threads that hang.
         exits = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
         exits.start()
         exits.join(EXITS_WITHIN)
         sys.stdout.flush()
         os._exit(0)
 
-    def _hangs(self, what: str) -> None:
+    def _on_hang(self, what: str) -> None:
         self.send({"hangs": what})
         self._hung = True
         self._leave_if_idle()
@@ -112,7 +112,7 @@ class Worker:
         return any(not task.done() for task in self._tasks.values())
 
     async def live(self) -> None:
-        """Tell the parent that the loop runs, while it waits for answers."""
+        """Send signs of life while the parent waits for answers."""
         while True:
             await asyncio.sleep(ALIVE_EVERY)
             if self._busy():
@@ -128,15 +128,12 @@ class Worker:
             task = asyncio.ensure_future(self._close(env))
         else:
             task = self._tasks[env] = asyncio.ensure_future(self._answer(message))
-        self._keep(task)
+        self._track(task)
 
-    def _keep(self, task: asyncio.Task) -> None:
-        def over(task: asyncio.Task) -> None:
-            _RUNNING.discard(task)
-            self._leave_if_idle()
-
+    def _track(self, task: asyncio.Task) -> None:
         _RUNNING.add(task)
-        task.add_done_callback(over)
+        task.add_done_callback(_RUNNING.discard)
+        task.add_done_callback(lambda _: self._leave_if_idle())
 
     async def _answer(self, message: dict[str, Any]) -> None:
         try:
@@ -145,7 +142,7 @@ class Worker:
             reply = {"failure": str(e)}
         except AnewError as e:
             reply = {"anew": e.late}
-            self._keep(asyncio.ensure_future(_give_up(self._instances.pop(message["env"]), e.calls)))
+            self._track(asyncio.ensure_future(_give_up(self._instances.pop(message["env"]), e.calls)))
         except asyncio.CancelledError:
             return  # closed meanwhile
         except Exception as e:  # a mistake of ours must not leave the caller waiting
@@ -159,7 +156,7 @@ class Worker:
         reply: dict[str, Any] = {}
         if opening := message.get("open"):
             EPISODE.set(opening["key"])
-            form, environment = await self._made(opening, begins)
+            form, environment = await self._make(opening, begins)
             instance = EnvInstance(environment, opening["row"], self.settings, self.limits, begins)
             if message["do"] == "check":
                 try:
@@ -177,9 +174,17 @@ class Worker:
             return await instance.say(message["turn"])
         return await instance.score() if message["do"] == "score" else reply
 
-    async def _made(self, opening: dict[str, Any], begins: Callable[[str, float], None]) -> tuple[Form, Any]:
+    async def _make(self, opening: dict[str, Any], begins: Callable[[str, float], None]) -> tuple[Form, Any]:
+        """Return the form and the environment of an opening."""
+        name = opening["name"]
         try:
-            form = self._form(opening["name"])
+            if name not in self._forms:
+                self.send({"loading": True})
+                try:
+                    self._forms[name] = load(name)
+                finally:
+                    self.send({"loading": False})
+            form = self._forms[name]
             make = partial(form.make, opening["settings"])
             return form, await self.limits.run("its constructor", self.settings.timeout_s, begins, make)
         except ValueError as e:
@@ -191,15 +196,6 @@ class Worker:
             why = str(e.error) if known else f"{error_text(e.error)} ({place(e.error)})"
             raise FailedError(f"cannot be made: {why}") from None
 
-    def _form(self, name: str) -> Form:
-        if name not in self._forms:
-            self.send({"loading": True})
-            try:
-                self._forms[name] = load(name)
-            finally:
-                self.send({"loading": False})
-        return self._forms[name]
-
     async def _close(self, env: int) -> None:
         if task := self._tasks.pop(env, None):
             task.cancel()
@@ -207,18 +203,18 @@ class Worker:
             await _give_up(instance, [])
 
     async def close_all(self) -> None:
-        """Let all environments clear up, for `CLOSES_WITHIN` seconds."""
+        """Close all environments, for `CLOSES_WITHIN` seconds at most."""
         closing = [asyncio.ensure_future(self._close(env)) for env in list(self._instances)]
         if closing:
             await asyncio.wait(closing, timeout=CLOSES_WITHIN)
 
 
 _RUNNING: set[asyncio.Task] = set()
-"""Tasks that run; the loop itself would forget them."""
+"""Tasks that run, to which the loop itself has weak references only."""
 
 
 async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
-    """Let an environment clear up once calls of it have ended. Nobody waits for that."""
+    """Close an environment once calls of it have ended. Nobody waits for that."""
     instance.begins = lambda *_, **__: None
     if calls:
         await asyncio.wait(calls)

@@ -13,9 +13,8 @@ import pytest
 from spmdrl.env.__main__ import main
 from spmdrl.env.base import Call
 from spmdrl.env.forms import BUILTIN, mcp_settings
-from spmdrl.env.model_player import ModelPlayer
 from spmdrl.env.play import Play, PlayError
-from spmdrl.env.terminal import by_hand, by_model, parse_line
+from spmdrl.env.terminal import ModelPlayer, by_hand, by_model, parse_line
 
 ROOT = Path(__file__).resolve().parents[2]
 GAME = '''

@@ -12,10 +12,9 @@ import pytest
 
 pytest.importorskip("bm25s")
 
-from spmdrl.env import corpus as corpora
-from spmdrl.env.corpus import open_corpus
+from spmdrl.env import search as corpora
 from spmdrl.env.play import Play
-from spmdrl.env.search import Search, SearchError
+from spmdrl.env.search import Search, SearchError, open_corpus
 
 ROWS = [
     {"id": "1", "title": "Paris", "text": "Paris is the capital of France. The Seine flows through Paris."},
