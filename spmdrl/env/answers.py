@@ -23,10 +23,10 @@ class BadRewardError(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A tool's result with more than text: a reward for the call, and whether the episode ends with it."""
+    """A tool's result with a reward for the call, and whether the episode ends with it."""
 
     text: Any = ""
-    """A text, or anything else that a tool may return."""
+    """A text, or another value that a tool may return."""
     reward: float | None = 0.0
     done: bool = False
 
@@ -36,7 +36,7 @@ class History:
     """Messages that `step` returns in place of the whole conversation so far, such as a summary of a long one."""
 
     messages: Any
-    """All that the policy sees from here on; they end with the one to answer. A text is a message of the user."""
+    """All messages that the policy sees from here on; it answers the last one. A text is a message of the user."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,10 @@ def tool_result(result: object, longest: int, cut: str) -> ToolResult:
     """Return a tool's result as text of `longest` characters at most, and a note where it was cut.
 
     result: an `Answer`, `(text, reward)`, or a value as `text` of an Answer: a text, bytes (UTF-8), a JSON value, or an
-    object, of which its own `str()` is taken. cut: the part that is kept, `head`, `tail`, or all but the `middle`.
+    object, as its `str()`, which may raise. cut: the part that is kept, `head`, `tail`, or all but the `middle`.
 
     Raises:
         BadRewardError: the reward is not a finite number.
-        Exception: whatever making the text of an object raises.
     """
     reward, done = None, False
     if isinstance(result, Answer):
@@ -96,9 +95,9 @@ def raw_text(value: object) -> str | bytes:
 
 
 def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
-    """Return `raw` as valid text, cut with a note to the model where it is longer than `longest`; and whether it was.
+    """Return `raw` as valid text, cut with a note to the model if it is longer than `longest`, and whether it was cut.
 
-    Bytes are counted and cut before they are decoded. Everything but the cut costs time by `longest` alone.
+    Bytes are counted and cut before they are decoded, so that the time depends on `longest` alone.
     """
     if len(raw) <= longest:
         return valid(raw), False
@@ -115,7 +114,7 @@ def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
 def valid(raw: str | bytes) -> str:
     """Return text that encodes as UTF-8 and has no control characters but tabs and newlines.
 
-    Bytes that are no UTF-8, lone surrogates and control characters become U+FFFD; a terminal's colours are left out.
+    Invalid UTF-8, lone surrogates and control characters become U+FFFD; a terminal's colours are removed.
     """
     if isinstance(raw, bytes):
         text = raw.decode("utf-8", "replace")

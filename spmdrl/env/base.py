@@ -55,7 +55,7 @@ class Call:
     """JSON values by name; None if the call is malformed."""
     id: str = ""
     error: str = ""
-    """The fault of a malformed call, in a sentence for the model."""
+    """Error of a malformed call, as a sentence for the model."""
     inline: bool = False
     """True for a block of code, which stays in the content of the message."""
     late: bool = False
@@ -79,30 +79,29 @@ class Reply:
     """An environment's answer to one request of the pool."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """To append: `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid text. From `open`: the whole
-    prompt."""
+    """Messages to append: `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid text. From `open`:
+    the whole prompt."""
     anew: bool = False
-    """The messages take the place of the whole conversation, instead."""
+    """True: the messages replace the whole conversation."""
     reward: float | None = None
-    """Rewards that fell in this turn, summed over calls and step; from `score`, the final one. None: there was none."""
+    """Sum of the rewards of this turn's calls and step, or the final one from `score`. None: there was none."""
     parts: dict[str, float] = field(default_factory=dict)
     """From `score`: parts of the reward by name."""
     done: bool = False
-    """The episode has ended."""
+    """True: the episode has ended."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """From `open`: OpenAI function schemas."""
     state_key: str = ""
-    """Digest of the state that the environment is in after this turn, or after its reset, as it names it itself; empty
-    where it does not."""
+    """Digest of the environment's `state_key` after this turn, or after its reset; empty if it has none."""
     failure: str = ""
-    """The environment itself failed: the episode is to be left out. Text for the log."""
+    """Reason for which the environment itself failed, for the log: the episode is left out."""
     counts: dict[str, float] = field(default_factory=dict)
     """Of a turn: calls, failed_calls (they raised), timeouts, cut (texts), malformed (calls that could not be made),
     and the seconds that the turn took, which alone depend on the machine."""
     replayed: list[list[dict[str, Any]]] = field(default_factory=list)
     """From `open` with turns to replay: the messages that followed each of them."""
     replayed_anew: list[int] = field(default_factory=list)
-    """Indices of those of them whose messages took the place of the whole conversation."""
+    """Indices of the turns whose messages replaced the whole conversation."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Readers of the forms in which models write tool calls: text -> (text without calls, calls).
 
-Each form has its source beside it. `tools` are OpenAI function schemas, which the forms that write values as plain text
-need to tell `1` from `"1"`.
+Each form has its source in its docstring. `tools` are OpenAI function schemas, by which forms that write values as
+plain text distinguish `1` and `"1"`.
 """
 
 import re

@@ -107,7 +107,7 @@ def load(name: str) -> Form:
         if form := recognise(found, name):
             return form
     raise ValueError(
-        f"{name} is of the type {type(found).__name__}: name a class, or a function or a list of functions as tools"
+        f"{name} is of the type {type(found).__name__}: name a class, a function that is a tool, or a list of tools"
     )
 
 

@@ -71,13 +71,13 @@ class VerlTools:
     def __init__(self, parts: Parts, count_rewards: bool = True):
         self._parts, self._counts = parts, count_rewards
         self._kwargs: dict[str, dict[str, dict]] = {}
-        self._made: dict[str, asyncio.Task[tuple[str, str]]] = {}
+        self._created: dict[str, asyncio.Task[tuple[str, str]]] = {}
         self._agent = AgentData()
         self._id, self._tries = "", itertools.count()
         self._closed: asyncio.Event | None = None
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
-        """Create the tools that the row names. Return messages only where a tool has a text to begin with.
+        """Create the tools that the row names. Return messages only if a tool begins with a text.
 
         row: `extra_info` holds `tools_kwargs` (tool -> the four keywords) and `need_tools_kwargs`, as verl's rows do.
 
@@ -87,7 +87,7 @@ class VerlTools:
         extra = row.get("extra_info") or {}
         self._kwargs = _tools_kwargs(row.get("tools_kwargs") or extra.get("tools_kwargs") or {}, self._parts.tools)
         if extra.get("need_tools_kwargs") and not self._kwargs:
-            raise ValueError("the row's extra_info says need_tools_kwargs, and its tools_kwargs are empty: add them")
+            raise ValueError("the row's extra_info has need_tools_kwargs, and its tools_kwargs are empty: add them")
         await self._take_id(seed)
         self._agent = AgentData(messages=prompt_of(row), request_id=self._id, tools_kwargs=self._kwargs)
         made = await asyncio.gather(*map(self._instance, self._kwargs))
@@ -111,7 +111,7 @@ class VerlTools:
         return [schema_of(tool) for tool in self._parts.tools.values()]
 
     async def call(self, name: str, arguments: dict) -> Answer:
-        """Execute a tool. Return its text and its reward, as it gave it.
+        """Execute a tool. Return its text and its reward, unchanged.
 
         Raises:
             BrokenError: it returned something else than verl's three values.
@@ -133,14 +133,14 @@ class VerlTools:
         """Return each tool's `calc_reward` under its name, and `score`, their sum."""
 
         async def of(name: str) -> float:
-            key, _ = await self._made[name]
+            key, _ = await self._created[name]
             value = await _awaited(self._parts.tools[name].calc_reward(key, **self._of(name, "calc_reward_kwargs")))
             number = 0.0 if value is None else as_number(value)
             if number is None:
                 raise TypeError(f"calc_reward of {name} returned {value!r}; a reward is a number")
             return number
 
-        names = [name for name, made in self._made.items() if _succeeded(made)]
+        names = [name for name, made in self._created.items() if _succeeded(made)]
         parts = dict(zip(names, await asyncio.gather(*map(of, names)), strict=True))
         return {**parts, "score": sum(parts.values()) if self._counts else 0.0}
 
@@ -155,7 +155,7 @@ class VerlTools:
                 self._closed = None
 
     async def _release(self) -> None:
-        made, self._made = self._made, {}
+        made, self._created = self._created, {}
         for name, task in made.items():
             if _succeeded(task):
                 await _awaited(self._parts.tools[name].release(task.result()[0], **self._of(name, "release_kwargs")))
@@ -164,10 +164,10 @@ class VerlTools:
         return self._kwargs.get(name, {}).get(keyword, {})
 
     async def _instance(self, name: str) -> tuple[str, str]:
-        """Return a tool's id in this episode and the text it began with; it is made once, unless that failed."""
-        task = self._made.get(name)
+        """Return a tool's id in this episode and its first text. The tool is created once, unless that failed."""
+        task = self._created.get(name)
         if task is None or (task.done() and not _succeeded(task)):
-            task = self._made[name] = asyncio.ensure_future(self._create(name))
+            task = self._created[name] = asyncio.ensure_future(self._create(name))
         return await asyncio.shield(task)
 
     async def _create(self, name: str) -> tuple[str, str]:
@@ -186,7 +186,7 @@ class VerlInteraction(VerlTools):
     _interaction_name = ""
     _instance_id = ""
     _answered = 0
-    """Messages up to the last answer; answers of tools stand behind them, before the message that called is known."""
+    """Number of messages up to the last answer; answers of tools follow, whose calling message comes later."""
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
         """Create the tools and begin the interaction that the row's `interaction_kwargs` (in `extra_info`) name."""
@@ -264,7 +264,7 @@ def _tools_kwargs(given: dict, tools: dict[str, Any]) -> dict[str, dict[str, dic
 
 
 def _present(given: dict) -> dict:
-    """Return the items that a row has: parquet gives every row the keys of all rows, with None where it had none."""
+    """Return the items that are not None: parquet gives every row the keys of all rows, filled with None."""
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -285,13 +285,13 @@ async def _awaited(value: Any) -> Any:
 
 
 def _takes(function: Callable[..., Any], keyword: str) -> bool:
-    """True if a function can be called with the keyword."""
+    """Return whether a function can be called with the keyword."""
     parameters = inspect.signature(function).parameters
     return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _arguments(tool: Any, arguments: dict) -> dict | str:
-    """Return a call's arguments as the tool takes them: as JSON where its signature says `parameters: str`."""
+    """Return a call's arguments in the type of the tool's signature: as JSON text for `parameters: str`."""
     wanted = inspect.signature(tool.execute).parameters.get("parameters")
     return json.dumps(arguments) if wanted is not None and wanted.annotation in (str, "str") else arguments
 

@@ -1,4 +1,4 @@
-"""Reads verl's YAML files of tools and interactions, and recognises classes written against verl's base classes.
+"""verl's YAML files of tools and interactions, classes written against its base classes, and stand-ins of its modules.
 
     tools:
       - class_name: my_tools.Lookup          # imported from the working directory or from beside this file
@@ -10,7 +10,7 @@
         config: {}
 
 Either list may stand in a file of its own, as in verl: the setting `interaction_config_path` names the second file.
-`verl_env.py` says how such environments behave.
+These environments behave as `verl_env.py` describes.
 """
 
 import importlib
@@ -35,7 +35,7 @@ METHODS = {"tools": ("create", "execute", "calc_reward", "release"), "interactio
 
 
 def is_verl_yaml(path: str) -> bool:
-    """True if a file is a YAML of verl's tools or interactions."""
+    """Return whether a file is a YAML of verl's tools or interactions."""
     file = Path(path).expanduser()
     if file.suffix not in SUFFIXES or not file.is_file():
         return False
@@ -46,7 +46,7 @@ def is_verl_yaml(path: str) -> bool:
 
 
 def is_mine(target: object, name: str) -> bool:
-    """True if an environment's name or the class that it names is in verl's form."""
+    """Return whether an environment's name, or the class that it names, has verl's form."""
     if target is None:
         return is_verl_yaml(name)
     return isinstance(target, type) and _kind(target) != ""
