@@ -29,11 +29,8 @@ from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
-from spmdrl.supervised.rows import NAMED, Encode, Precomputed, Rows, encoded, open_mixture, rows_due
+from spmdrl.supervised.rows import NAMED, Encode, Placed, Precomputed, Rows, encoded, open_mixture, rows_due
 from spmdrl.supervised.run import SupervisedRun
-
-Placed = list[tuple[int, int, Any]]
-"""(place of the row, number of the sequence in it, tokens)."""
 
 
 @dataclass

@@ -12,11 +12,10 @@ from spmdrl.data.dialogues import Example, as_dialogue
 from spmdrl.data.preferences import CHOSEN, REJECTED, SIDES, Preference, PreferenceColumns, preference_of
 from spmdrl.data.rendering import Dialogue, TemplateError
 from spmdrl.data.row_columns import RowError
-from spmdrl.data.tokens import Masked
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.objectives.pairs import MISMATCHED
 from spmdrl.supervised.encoder import Encoded, Encoder
-from spmdrl.supervised.rows import pack
+from spmdrl.supervised.rows import Placed, pack
 
 
 class PairEncoder:
@@ -124,7 +123,7 @@ def _response(example: Example) -> int:
 
 
 def pack_pair_sides(
-    sequences: list[tuple[int, int, Masked]],
+    sequences: Placed,
     pairs: bool,
     share: bool,
     numbers: dict[str, float] | None = None,

@@ -1,22 +1,34 @@
 """Builds preference learning: its rows, models and loss."""
 
+import gc
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of, takes_other_prompts
+from spmdrl.config.resume import fixed_settings
 from spmdrl.config.schema import is_average
 from spmdrl.data.batch import Batch
+from spmdrl.data.mixture import Key, Mixture
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.contract import Objective
 from spmdrl.policy.models import Models, check_alike, shares_prompts
 from spmdrl.policy.objectives.pairs import LabelledObjective, PairObjective
 from spmdrl.session.session import Session
-from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.supervised.build import Start, assemble, begin, digest, frozen, policy
 from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
-from spmdrl.supervised.precomputed import Known
+from spmdrl.supervised.rows import Placed
 from spmdrl.supervised.run import SupervisedRun
+from spmdrl.supervised.stored import MANIFEST, NoNumbersError, Stored, indexed, read_manifest, wait, write
+
+AHEAD = "--reference.precompute"
 
 
 def begin_preference(cfg: PreferenceConfig) -> Start:
@@ -34,6 +46,7 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
     ahead = cfg.reference.precompute
     average = is_average(cfg.reference) and cfg.policy.backend == "fsdp"
     reference = partial(frozen, session, cfg.reference.path, "--reference.path", average=average)
+    plain = partial(pack_pair_sides, pairs=pairs, share=share)
     columns = {"ref_logp": torch.float64 if cfg.model.dtype == "float64" else torch.float32} if ahead else None
 
     def models() -> Models:
@@ -50,8 +63,8 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
         begun,
         models,
         lambda models: objective(cfg, session, models),
-        lambda sequences, step: pack_pair_sides(sequences, pairs, share, columns=columns),
-        Known(session, begun, partial(pack_pair_sides, pairs=pairs, share=share), reference) if ahead else None,
+        lambda sequences, step: plain(sequences, columns=columns),
+        StoredReference(session, begun, plain, reference) if ahead else None,
         lambda held_out: [piece for _, number, piece in held_out if number == CHOSEN],
     )
     if run.models.reference is not None:
@@ -72,3 +85,46 @@ def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models:
     if has_pairs(chosen):
         return PairObjective(losses, chosen, models.policy, peers)
     return LabelledObjective(next(iter(losses)), chosen, models.policy, peers)
+
+
+class StoredReference:
+    """Reads the reference's log p of every row from the run folder, and computes it before; a `Precomputed`."""
+
+    def __init__(self, session: Session[Any], begun: Start, pack: Callable[[Placed], Batch], build: Callable[[], Any]):
+        """pack: without this column. build: builds the reference, which is freed afterwards."""
+        self.session, self.begun, self.pack, self.build = session, begun, pack, build
+        self.folder = session.folder / "reference_logp"
+        self.stored: Stored | None = None
+
+    def fill(self, mixture: Mixture, held_out: Any) -> None:
+        """See the contract."""
+        sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
+        cfg = self.session.cfg
+        of = [digest(cfg), [(source.name, len(source)) for source in sources], fixed_settings(cfg)]
+        identity = hashlib.sha256(json.dumps(of, default=str, sort_keys=True).encode()).hexdigest()
+        there = (self.folder / MANIFEST).is_file() and read_manifest(self.folder, AHEAD).get("of") == identity
+        if all_reduce(torch.tensor([not there], dtype=torch.int32), "max", world.host_group).item():
+            if world.is_first:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir(parents=True)
+            wait(world)
+            self.session.note(f"the reference reads {sum(map(len, sources))} rows")
+            model = self.build()
+            read = lambda batch: {"logp": model.logprobs(batch, 1.0, "top")[0]}  # noqa: E731
+            write(self.session, sources, self.begun.encode, self.pack, read, self.folder, {"of": identity}, 1.0)
+            del model, read
+            # Sharded models hold cycles.
+            gc.collect()
+        self.stored = Stored(self.folder, read_manifest(self.folder, AHEAD), AHEAD, ("logp",))
+
+    def attach(self, key: Key, sequences: list[Any]) -> None:
+        """See the contract: the column is `ref_logp`."""
+        assert self.stored, "it was filled"
+        name, row = key
+        for sequence in sequences:
+            try:
+                (sequence.columns["ref_logp"],) = self.stored.columns(sequence.tokens, sequence.mask, ("logp",))
+            except NoNumbersError as error:
+                raise ValueError(
+                    f"row {row} of {name} has changed since the reference read it (--reference.precompute)"
+                ) from error

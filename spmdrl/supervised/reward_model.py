@@ -14,9 +14,10 @@ from spmdrl.policy.models import Models, backend
 from spmdrl.policy.objectives.scores import ScoreObjective, StepObjective, report
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.session import Session
-from spmdrl.supervised.build import Placed, Start, assemble, begin
+from spmdrl.supervised.build import Start, assemble, begin
 from spmdrl.supervised.encoder import Encoded
 from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
+from spmdrl.supervised.rows import Placed
 from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 

@@ -23,6 +23,9 @@ from spmdrl.supervised.encoder import Encoded
 
 log = logging.getLogger("spmdrl")
 
+Placed = list[tuple[int, int, Masked]]
+"""(place of the row in the step, number of the sequence in the row, tokens)."""
+
 STRIDE = 0x9E3779B1
 """Factor between the noise seeds of neighbouring tokens."""
 FEW = 1000
@@ -118,8 +121,7 @@ class Precomputed(Protocol):
 class Step:
     """Encoded rows of one step on this rank."""
 
-    sequences: list[tuple[int, int, Masked]] = field(default_factory=list)
-    """(place of the row in the step, place of the sequence in the row, tokens)."""
+    sequences: Placed = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     kept: int = 0
     """Rows with a trained token."""
@@ -263,7 +265,7 @@ def _read(drawn: Drawn) -> dict | None:
 
 
 def pack(
-    sequences: list[tuple[int, int, Masked]],
+    sequences: Placed,
     noise: float = 0.0,
     key: tuple[int, ...] = (),
     columns: dict[str, torch.dtype] | None = None,

@@ -10,7 +10,7 @@ from spmdrl.data.row_columns import RowError
 from spmdrl.data.steps import LabelledSteps, StepColumns, step_ends, steps_of, tokens_of_ends
 from spmdrl.data.tokens import Masked
 from spmdrl.supervised.encoder import Encoded, Encoder
-from spmdrl.supervised.rows import pack
+from spmdrl.supervised.rows import Placed, pack
 
 
 class StepEncoder:
@@ -109,6 +109,6 @@ class StepEncoder:
         return self.encoder.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def pack_steps(sequences: list[tuple[int, int, Masked]], step: int) -> Batch:
+def pack_steps(sequences: Placed, step: int) -> Batch:
     """Pack responses into a batch of one optimizer step, with the labels of their steps."""
     return pack(sequences, columns={"label": torch.float64})
