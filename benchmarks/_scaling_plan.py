@@ -153,8 +153,8 @@ def joined(job: Job, ranks: int) -> dict[str, Any]:
 
     from spmdrl.config.load import from_command_line
     from spmdrl.plan.paper import Paper
+    from spmdrl.plan.rank import open_world
     from spmdrl.plan.substitutes import install
-    from spmdrl.plan.world import open_world
 
     with tempfile.TemporaryDirectory() as folder:
         words = job.line(ranks, Path(folder)).replace("--gpu h100 ", "").replace(f"--world {ranks}", "")

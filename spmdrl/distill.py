@@ -20,8 +20,7 @@ JOB = replace(
     settings=DistillationConfig,
     check=check_distillation,
     lines=distillation_lines,
-    build=late("spmdrl.rl.distillation:build_distillation"),
-    dry=late("spmdrl.plan.dry_data:dry_run"),
+    method=late("spmdrl.rl.distillation:Distillation"),
     columns=("divergence/mean", "entropy/mean", "reward/mean", "tokens/s", "eval/accuracy", "eval/score"),
 )
 

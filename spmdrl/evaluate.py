@@ -16,7 +16,7 @@ from typing import Any
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, evaluation_lines
 from spmdrl.config.load import Loaded
 from spmdrl.config.schema import Config
-from spmdrl.session.job import Job, jobs, late, ranks_of_job, show
+from spmdrl.session.job import Job, jobs, late
 from spmdrl.session.launch import launch
 
 
@@ -43,13 +43,9 @@ def settle(job: Job, loaded: Loaded[EvaluationConfig]) -> Loaded[Any]:
 
 def dry_run(job: Job, loaded: Loaded[EvaluationConfig]) -> None:
     """Print the settings, the plan, and the first rows as tokens."""
-    from spmdrl.plan.dry import sandbox_lines
-    from spmdrl.plan.dry_data import with_data
+    from spmdrl.plan import dry
 
-    cfg, size = as_run(loaded.config, loaded.config.eval.prompts), ranks_of_job()
-    show(
-        loaded.config, with_data(lambda cfg, world: job.lines(cfg, world) + sandbox_lines(cfg), train=False)(cfg, size)
-    )
+    dry.dry_run(job, loaded, as_run(loaded.config, loaded.config.eval.prompts))
 
 
 JOB = Job(

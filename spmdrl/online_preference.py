@@ -19,8 +19,7 @@ JOB = replace(
     settings=OnlinePreferenceConfig,
     check=check_online_preference,
     lines=online_lines,
-    build=late("spmdrl.rl.online_preference:build_online_preference"),
-    dry=late("spmdrl.plan.dry_data:dry_run"),
+    method=late("spmdrl.rl.online_preference:OnlinePreference"),
     columns=("reward/mean", "loss", "pairs/kept", "logp_diff/mean", "tokens/s", "eval/accuracy", "eval/score"),
 )
 

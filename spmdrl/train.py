@@ -46,6 +46,7 @@ JOB = Job(
     check=check,
     lines=plan_lines,
     build=late("spmdrl.rl.build:build_run"),
+    method=late("spmdrl.rl.run:PolicyGradient"),
     train=train,
     dry=late("spmdrl.plan.dry:dry_run"),
     columns=("reward/mean", "kl/mean", "entropy/mean", "logp_diff/mean", "tokens/s", "eval/accuracy", "eval/score"),

@@ -114,9 +114,9 @@ class DistillationConfig(Config):
         return {"reference": self.reference.path} | {name: t.path for name, t in self.further_teachers().items()}
 
 
-def check_distillation(config: DistillationConfig, world_size: int) -> None:
-    """Check all values together. Raises ConfigError with every problem."""
-    refuse(_problems(config) + run_problems(config, world_size))
+def check_distillation(config: DistillationConfig, world_size: int, here: bool = True) -> None:
+    """Check all values together. here: as of `run_problems`. Raises ConfigError with every problem."""
+    refuse(_problems(config) + run_problems(config, world_size, here))
 
 
 def _problems(config: DistillationConfig) -> list[str]:

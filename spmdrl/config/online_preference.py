@@ -67,14 +67,14 @@ def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
     return losses_of(config.preference).keys() == {"sft"}
 
 
-def check_online_preference(config: OnlinePreferenceConfig, world_size: int) -> None:
-    """Check all values together. Raises ConfigError with every problem."""
+def check_online_preference(config: OnlinePreferenceConfig, world_size: int, here: bool = True) -> None:
+    """Check all values together. here: as of `run_problems`. Raises ConfigError with every problem."""
     try:
         losses = losses_of(config.preference)
     except ValueError as error:
         refuse([str(error)])
     problems = method_problems(config.preference, losses)
-    refuse(problems + _problems(config, losses) + run_problems(config, world_size))
+    refuse(problems + _problems(config, losses) + run_problems(config, world_size, here))
 
 
 def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[str]:

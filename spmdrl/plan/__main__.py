@@ -1,7 +1,8 @@
 """Plans a job before any GPU is used: `python -m spmdrl.plan --config FILE --world 512 --gpu h100`.
 
-Options beside the settings of a run, which are those of `spmdrl.train`:
+Options beside the settings of a run, which are those of the job:
 
+    --job NAME       train (the default), distill or online_preference: the entry point, whose settings are read
     --world N        ranks of the job
     --gpu NAME|FILE  h100, h200, h20, b200, a100, or a file that describes another (docs/scale.md)
     --json FILE      write the plan as JSON, `-` for the standard output
@@ -19,16 +20,17 @@ import sys
 import warnings
 from pathlib import Path
 
-from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
+from spmdrl.session.job import Job, jobs
 
 
-def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the planner's own options from the settings of the run."""
+def _options(argv: list[str], kinds: dict[str, Job]) -> tuple[argparse.Namespace, list[str]]:
+    """Split the planner's own options from the settings of the run. kinds: jobs that can be planned, by name."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--job", choices=kinds, default="train")
     parser.add_argument("--world", type=int, required=True, metavar="N")
     parser.add_argument("--gpu", required=True, metavar="NAME|FILE")
     parser.add_argument("--json", metavar="FILE")
@@ -38,7 +40,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def check_writable(name: str, file: str | None) -> None:
+def _check_writable(name: str, file: str | None) -> None:
     """Check that a file can be written, before minutes of planning.
 
     Raises:
@@ -53,18 +55,20 @@ def check_writable(name: str, file: str | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Plan, print, and return the exit code."""
-    own, settings = options(sys.argv[1:] if argv is None else argv)
+    kinds = {module.rpartition(".")[2]: job for module, job in jobs().items() if job.method}
+    own, settings = _options(sys.argv[1:] if argv is None else argv, kinds)
+    job = kinds[own.job]
     warnings.simplefilter("ignore")
     try:
         if own.world < 1:
             raise ValueError(f"--world {own.world}: a job has at least one rank")
         for name in ("json", "picture"):
-            check_writable(name, getattr(own, name))
+            _check_writable(name, getattr(own, name))
         from spmdrl.plan.gpus import gpu
 
         device = gpu(own.gpu)
-        cfg = from_command_line(settings).config
-        check(cfg, own.world, here=False)
+        cfg = from_command_line(settings, job.prog, job.settings).config
+        job.check(cfg, own.world, here=False)
         from spmdrl.plan.run import plan
 
         made = plan(cfg, own.world, device)
@@ -90,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         if own.json != "-":
             print("\n" + "\n".join(sweep_lines(tried)))
     if own.picture:
-        from spmdrl.plan.picture import picture
+        from spmdrl.plan.report import picture
 
         Path(own.picture).write_text(picture(made), encoding="utf-8")
     if own.json == "-":

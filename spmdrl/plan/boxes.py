@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.config.engines import Part
 from spmdrl.plan.numbers import META
@@ -100,25 +99,6 @@ class Everyone:
         rows = to_rows(boxes, self.dims)
         order, begins = runs(rows)
         return rows[order[begins]]
-
-
-class Known:
-    """The boxes that all ranks hold, computed once for each model."""
-
-    def __init__(self, world: World, engine_at: Callable, elsewhere: dict[Part, Everyone]):
-        """engine_at: makes the engine of any place. elsewhere: the policy's boxes, on a rank that has no policy."""
-        self.world, self.engine_at, self.elsewhere = world, engine_at, elsewhere
-        self.found: dict[tuple[int, Part], Everyone] = {}
-
-    def __call__(self, model: Any, part: Part) -> Everyone:
-        """Return the boxes of a part of a model; None stands for the policy on other ranks."""
-        if model is None:
-            return self.elsewhere[part]
-        if (id(model), part) not in self.found:
-            # The models of other ranks do not count on this one.
-            with _disable_current_modes():
-                self.found[id(model), part] = Everyone(self.world, model, self.engine_at, part)
-        return self.found[id(model), part]
 
 
 def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError, flag, get
 from spmdrl.config.placement import samplers
 from spmdrl.config.schema import Config
 from spmdrl.plan.engine_boxes import EngineLayout
-from spmdrl.plan.engine_memory import kind_of
+from spmdrl.plan.engine_bytes import kind_of
+from spmdrl.session.job import job_of
 
 SAMPLING = frozenset({"push", "rollout", "cache"})
 TRAINING = frozenset({"logp", "update"})
@@ -54,7 +54,7 @@ def allowed(cfg: Config, world: int, change: Change, hf_config: Any) -> bool:
     made = changed(cfg, change)
     text = hf_config.get_text_config()
     try:
-        check(made, world, here=False)
+        job_of(made).check(made, world, here=False)
         if made.policy.backend == "megatron":
             from spmdrl.policy.megatron.families import describe
             from spmdrl.policy.megatron.layout import check_model

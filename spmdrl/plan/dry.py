@@ -1,4 +1,4 @@
-"""`--dry-run` of a training: prints the counts of its settings, and the memory plan on the GPUs of this machine."""
+"""`--dry-run` of jobs that sample: counts of the settings, the sandbox, the plan of memory, the first rows of data."""
 
 import json
 import math
@@ -6,58 +6,84 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from spmdrl.config.dump import redact_text
-from spmdrl.config.load import Loaded
-from spmdrl.config.plan import plan_lines
+from spmdrl.config.load import Loaded, exit_with
 from spmdrl.config.rewards import is_service, runs_programs
 from spmdrl.config.schema import Config
-from spmdrl.plan.dry_data import with_data
+from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.data.row_columns import unread_line
+from spmdrl.engines.build import prompt_limit
+from spmdrl.hub.resolve import MODELSCOPE, is_hub_name, resolve
+from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.plan.gpus import GPUS, Gpu
-from spmdrl.plan.run import GIB
+from spmdrl.plan.run import GIB, plan
+from spmdrl.rewards.load import check_truths
 from spmdrl.session.job import Job, ranks_of_job, show
+from spmdrl.tracking.console import clean
 from spmdrl_sandbox.base import SandboxError
 from spmdrl_sandbox.open import open_for
 
-ASK = (
+ROWS = 1000
+"""Rows of a source that are read."""
+SHOWN = 300
+"""Characters of the example that are printed."""
+QUERY = (
     "import json, torch; ok = torch.cuda.is_available(); "
     "print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[1], torch.cuda.device_count()] "
     "if ok else None))"
 )
-HOW = "memory   for GPUs: python -m spmdrl.plan with these settings and --world {} --gpu h100 (or {}, or a file)"
 
 
-def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
-    """Print the settings, the plan with its memory, and what the first rows give."""
-    show(loaded.config, with_data(dry_lines)(loaded.config, ranks_of_job()))
+def dry_run(job: Job[Any], loaded: Loaded[Any], run: Config | None = None) -> None:
+    """Print the settings, the plan, and what the first rows give; exit if the data cannot be used.
 
-
-def dry_lines(cfg: Config, world: int) -> list[str]:
-    """Return the counts of a run, and on rank 0 its memory plan on GPUs like this machine's.
-
-    Without a GPU, or for a run on the CPU, one line tells how to plan for one.
+    run: the settings of the run that the job makes of its own; None: they are the same.
     """
-    lines = plan_lines(cfg, world)
+    cfg = run or loaded.config
+    show(loaded.config, dry_lines(job, cfg, ranks_of_job()))
+
+
+def dry_lines(job: Job[Any], cfg: Config, world: int) -> list[str]:
+    """Return the lines below the settings; only rank 0 looks at this machine and at the data.
+
+    A job without a method (an evaluation) has no plan of its memory and reads no training prompts.
+    """
+    lines = job.lines(cfg, world)
     if os.environ.get("RANK", "0") != "0":
         return lines
     lines += sandbox_lines(cfg)
+    if job.method:
+        lines += _memory_lines(job, cfg, world, lines)
+    data, problems = data_lines(cfg, bool(job.method))
+    if problems:
+        print("\n".join([*lines, *data]))
+        exit_with("--dry-run: the run would not start:\n  " + "\n  ".join(problems))
+    return lines + data
+
+
+def _memory_lines(job: Job[Any], cfg: Config, world: int, above: list[str]) -> list[str]:
+    """Return the plan on GPUs like this machine's; without a GPU, or for a run on the CPU, a command to plan it."""
     device = None if cfg.run.device == "cpu" else this_gpu()
     if device is None:
-        return [*lines, HOW.format(world, ", ".join(name for name in GPUS if name != "h100"))]
+        name, others = job.module.rpartition(".")[2], ", ".join(name for name in GPUS if name != "h100")
+        of = "" if name == "train" else f"--job {name} "
+        how = f"python -m spmdrl.plan {of}with these settings and --world {world} --gpu h100 (or {others}, or a file)"
+        return [f"memory   for GPUs: {how}"]
     from spmdrl.plan.report import text_of
-    from spmdrl.plan.run import plan
 
     try:
         planned = text_of(plan(cfg, world, device)).split("\n")
     except (ValueError, OSError, RuntimeError) as error:
-        return [*lines, f"memory   not planned: {str(error).strip().splitlines()[-1]}"]
-    return [*lines, *(line for line in planned if line not in lines)]
+        return [f"memory   not planned: {str(error).strip().splitlines()[-1]}"]
+    return [line for line in planned if line not in above]
 
 
 def sandbox_lines(cfg: Config) -> list[str]:
     """Return the sandbox that the rewards of a run would use on this machine; nothing if they run no programs."""
-    if os.environ.get("RANK", "0") != "0" or not runs_programs(cfg.reward):
+    if not runs_programs(cfg.reward):
         return []
     if is_service(cfg.sandbox.provider):
         return [f"sandbox  the service at {redact_text(cfg.sandbox.provider)}"]
@@ -75,7 +101,7 @@ def this_gpu() -> Gpu | None:
     A separate process queries CUDA, because simulated ranks are forked, and CUDA does not survive a fork. Rates are
     known for the GPUs of `gpus.py`; those of others count as infinite, so that their plans have no times.
     """
-    query = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
+    query = subprocess.run([sys.executable, "-c", QUERY], capture_output=True, text=True, check=False)
     found = json.loads(query.stdout.strip().splitlines()[-1]) if query.returncode == 0 else None
     return device_of(*found) if found else None
 
@@ -85,3 +111,59 @@ def device_of(name: str, memory: int, count: int) -> Gpu:
     known = next((gpu for key, gpu in GPUS.items() if key.upper() in name.upper().split()), None)
     endless = Gpu(name, 1.0, math.inf, math.inf, math.inf, math.inf)
     return replace(known or endless, name=name, memory_gib=round(memory / GIB, 2), gpus_per_node=count)
+
+
+def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
+    """Return lines on the first rows of `--data.train` and `--data.eval`, and reasons why sources cannot be used.
+
+    train: False for an evaluation. Nothing is downloaded; a line names each model or data set of a hub that is not on
+    this machine.
+    """
+    folder = _here(cfg.model.path)
+    if folder is None:
+        return [f"data     not opened: the tokenizer of {cfg.model.path} is not on this machine"], []
+    specs = ([cfg.data.train] if train else []) + ([cfg.data.eval] if cfg.eval.every or not train else [])
+    out, problems = [], []
+    for spec in dict.fromkeys(filter(None, specs)):
+        kind, _, rest = spec.partition(":")
+        if kind in ("hf", "ms") and not Path(rest.split(":")[0]).expanduser().is_dir():
+            out.append(f"data     {spec} is not opened: it may have to be downloaded")
+            continue
+        try:
+            model, trust = resolve(str(folder), cfg.model.trust_remote_code), cfg.model.trust_remote_code
+            tokenizer, limit = load_tokenizer(model, trust), prompt_limit(cfg, model)
+            prompts = load_prompts(spec, cfg.data, tokenizer, limit, min(cfg.data.limit or ROWS, ROWS), bool(cfg.env))
+            check_truths(prompts, cfg.reward)
+            out += _source_lines(prompts, limit)
+        except (ValueError, OSError) as error:
+            problems.append(" ".join(str(error).split()))
+    return out, problems
+
+
+def _source_lines(prompts: PromptSet, limit: int) -> list[str]:
+    count, lengths = len(prompts), [len(prompt.tokens) for prompt in prompts.prompts]
+    size = f", of {max(lengths)} tokens at most" if any(lengths) else ""
+    long = f"; {prompts.dropped} longer than {limit} tokens are dropped" if prompts.dropped else ""
+    out = [f"data     {prompts.source}: the first rows give {count} prompts{size}{long}"]
+    if prompts.unread:
+        out.append(f"columns  {unread_line(prompts.unread)}")
+    if prompts.beside:
+        out.append(f"columns  only rewards and environments get {', '.join(prompts.beside)}")
+    out += [f"columns  {line}" for line in prompts.left]
+    text = prompts.prompts[0].text
+    example = "\n         ".join(clean(line, SHOWN) for line in text[:SHOWN].split("\n"))
+    return [*out, f"example  {example}{' ...' if len(text) > SHOWN else ''}"] if text else out
+
+
+def _here(path: str) -> Path | str | None:
+    """Return a model's folder, or its name if it needs no hub; None if it is not on this machine."""
+    if path.startswith(MODELSCOPE):
+        return None
+    if not is_hub_name(path):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception:  # of the hub client: it is not in the cache
+        return None

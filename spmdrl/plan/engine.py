@@ -17,8 +17,7 @@ from spmdrl.engines.engine import Completion, Key, Owner, Request
 from spmdrl.engines.needs import Needs
 from spmdrl.hub.lora import are_adapters
 from spmdrl.plan.engine_boxes import EngineLayout
-from spmdrl.plan.engine_memory import cache_of, kind_of, longest_of, workspace_of
-from spmdrl.plan.engine_weights import Model, model_of, weights_of
+from spmdrl.plan.engine_bytes import Model, cache_of, kind_of, longest_of, model_of, weights_of, workspace_of
 from spmdrl.weights.boxes import Entry
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.plan.on_host import as_host
+from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
 
 COUNTED: list[Paper] = []
@@ -47,9 +47,9 @@ def _tagged(paper: Paper, tag: str, function: Callable) -> Callable:
 def install(paper: Paper, kind: str) -> None:
     """Install the substitutes of kernels. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
     COUNTED[:] = [paper]
-    from spmdrl_kernels import blocks, chunked, host, linear
+    from spmdrl_kernels import blocks, chunked, distill, host, linear
 
-    for part in (linear._LinearLogprob, chunked._ChunkedLoss):
+    for part in (linear._LinearLogprob, chunked._ChunkedLoss, distill._Distillation):
         for name in ("forward", "backward"):
             setattr(part, name, staticmethod(_tagged(paper, "logits", getattr(part, name))))
     for module in (linear, chunked):
@@ -57,8 +57,8 @@ def install(paper: Paper, kind: str) -> None:
     # This check compares numbers that are unknown on paper.
     chunked._Caller.check_separable = lambda *args: None  # type: ignore[method-assign]
     if kind == "cpu":
-        blocks.place_of = lambda device: "cpu"
-        as_host()
+        blocks.place_of = distill.place_of = lambda device: "cpu"
+        _as_host()
         return
     host.AVAILABLE = False
     # A GPU multiplies bfloat16 matrices into float32 (cuBLAS).
@@ -67,6 +67,21 @@ def install(paper: Paper, kind: str) -> None:
     for module in (linear, chunked):
         module.row_operations = lambda *args: Rows()  # type: ignore[attr-defined]
     _attention()
+
+
+def _as_host() -> None:
+    """Make the meta device look like a CPU to code that checks a tensor's device and to torch's attention."""
+    torch.Tensor.is_cpu = property(lambda x: x.device.type in ("cpu", "meta"))  # type: ignore
+    functional: Any = torch.nn.functional
+    own = functional.scaled_dot_product_attention
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if q.shape[-1] != v.shape[-1] or q.device != META:
+            return own(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+    functional.scaled_dot_product_attention = attention
 
 
 def _product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:

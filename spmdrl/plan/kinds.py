@@ -1,6 +1,7 @@
 """Groups the ranks of a job into kinds with the same plan; one rank of each kind is planned."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from spmdrl.config.schema import Config
 from spmdrl.spmd.roles import roles_of
@@ -19,6 +20,24 @@ class Kind:
     """Its pipeline stage."""
     alike: tuple[int, ...] = (0,)
     """All pipeline stages of this kind, each with the same number of ranks."""
+
+
+def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
+    """Return the layers of each pipeline stage, and for each layer of the model whether it has experts."""
+    text = hf_config.get_text_config()
+    count = text.num_hidden_layers
+    if cfg.policy.backend != "megatron":
+        return [count], [False] * count
+    from spmdrl.policy.megatron.families import describe
+    from spmdrl.policy.megatron.layout import as_list, check_model, stages
+    from spmdrl.policy.megatron.policy import layout_of
+
+    settings = describe(hf_config).settings
+    layout = layout_of(cfg)
+    check_model(layout, settings)
+    freq: Any = settings.get("moe_layer_freq", 1) if settings.get("num_moe_experts") else 0
+    sparse = as_list(freq) if isinstance(freq, list) else [bool(freq)] * count
+    return stages(layout, count), [bool(x) for x in sparse]
 
 
 def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> list[Kind]:
@@ -43,7 +62,7 @@ def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> 
         found.setdefault((stage == 0, stage == len(layers) - 1, mine), []).append(stage)
     kinds = []
     for (begins, ends, _), stages in found.items():
-        name = "ranks that train" if len(layers) == 1 else _stages(stages, begins, ends)
+        name = "ranks that train" if len(layers) == 1 else _name_of(stages, begins, ends)
         kinds.append(Kind(name, roles.trainers[stages[0] * each], each * len(stages), stages[0], tuple(stages)))
     if roles.scorers not in (roles.trainers, roles.samplers):
         kinds.append(Kind("ranks that score", roles.scorers[0], len(roles.scorers)))
@@ -52,7 +71,7 @@ def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> 
     return kinds
 
 
-def _stages(stages: list[int], first: bool, last: bool) -> str:
+def _name_of(stages: list[int], first: bool, last: bool) -> str:
     if first or last:
         return "first stage" if first else "last stage"
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]} to {stages[-1]}"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from spmdrl.plan.operations import tree_unflatten
 from spmdrl.plan.storages import Storages
 
 META = torch.device("meta")
@@ -20,6 +19,8 @@ MOST_KNOWN = {"activations": 1 << 25}
 FEW_KNOWN = 1 << 20
 """Largest tensor whose numbers are tracked for other purposes, such as a model's buffers and an optimizer's state."""
 aten = torch.ops.aten
+Spec = tuple[list[int], list[str]]
+"""Layout of flattened arguments: the length of each list (-1 for a plain argument), and the names of the last ones."""
 
 
 class Numbers:
@@ -147,7 +148,7 @@ class Numbers:
         """Return the indices along each dimension of a mask; return any other index unchanged."""
         if isinstance(x, torch.Tensor) and x.dtype == torch.bool:
             return [self.recorded(rows) for rows in self.mask(x).nonzero(as_tuple=True)]
-        return [self.recorded(x) if is_host(x) else x]
+        return [x]
 
     def choose(self, chosen: torch.Tensor, among: int) -> None:
         """Record a choice that depends on weights: experts are chosen in turn, so that all get as many tokens."""
@@ -166,3 +167,28 @@ _UNSET = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.rand_lik
 def is_host(x: Any) -> bool:
     """Return True for a host tensor with dimensions, with which an operation on paper cannot run."""
     return isinstance(x, torch.Tensor) and x.device.type != "meta" and x.ndim > 0
+
+
+def tree_flatten(arguments: tuple[tuple, dict]) -> tuple[list, Spec]:
+    """Flatten the arguments of an operation; lists among them hold only tensors or numbers."""
+    args, kwargs = arguments
+    flat, lengths = [], []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            flat += x
+            lengths.append(len(x))
+        else:
+            flat.append(x)
+            lengths.append(-1)
+    return flat, (lengths, list(kwargs))
+
+
+def tree_unflatten(flat: list, spec: Spec) -> tuple[tuple, dict]:
+    """Undo `tree_flatten`."""
+    lengths, names = spec
+    out, at = [], 0
+    for n in lengths:
+        out.append(flat[at] if n < 0 else flat[at : at + n])
+        at += 1 if n < 0 else n
+    count = len(out) - len(names)
+    return tuple(out[:count]), dict(zip(names, out[count:], strict=True))

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from spmdrl.plan.numbers import META, Numbers, is_host
-from spmdrl.plan.operations import changed_by, flops_of, tree_flatten, tree_unflatten
+from spmdrl.plan.numbers import META, Numbers, is_host, tree_flatten, tree_unflatten
 from spmdrl.plan.storages import Storages
 from spmdrl.plan.traffic import Traffic
 
 aten = torch.ops.aten
+PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._grouped_mm: 0}
+"""Matrix products, and the position of the first matrix in their arguments; in a group each row has one matrix."""
 
 
 class Paper(Storages, TorchDispatchMode):
@@ -53,7 +55,7 @@ class Paper(Storages, TorchDispatchMode):
             out = func(*args, **kwargs)
         else:
             out = self._computed(func, args, kwargs)
-        self.flops += flops_of(func, args, kwargs, out)
+        self.flops += _flops_of(func, args, kwargs, out)
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, torch.Tensor):
                 self.see(x)
@@ -82,18 +84,18 @@ class Paper(Storages, TorchDispatchMode):
             return self._host_copy(func, args, kwargs)
         if self.numbers.is_known(func, flat, spec, tensors):
             return self.numbers.of_known(func, flat, spec, tensors)
-        changed = changed_by(func, args, kwargs)
+        changed = _changed_by(func, args, kwargs)
         for x in changed:
             self.numbers.forget(x)
         if func in _NO_OPERATION:
             return args[0] if func._schema.returns else None
-        flat = [x.to(META) if is_host(x) else x for x in flat]
+        flat = [self.numbers.recorded(x) if is_host(x) else x for x in flat]
         args, kwargs = tree_unflatten(flat, spec)
         if func is aten.masked_select.default:
             return args[0].new_empty(int(self.numbers.mask(args[1]).expand(args[0].shape).sum()))
         if func in _BY_INDEX:
             args = (args[0], [row for i in args[1] for row in self.numbers.indices(i)], *args[2:])
-        out = grouped(func, args, kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
+        out = _grouped(func, args, kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         if func is aten.topk.default:
             self.numbers.choose(out[1], args[0].shape[args[3] if len(args) > 3 else -1])
         return out
@@ -115,12 +117,34 @@ class Paper(Storages, TorchDispatchMode):
         return value.to(kwargs.get("dtype") or source.dtype)
 
 
-def grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+def _grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Multiply experts' matrices as bfloat16, the only type that torch has without values; shapes are the same."""
     out = func(
         *(x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args), **kwargs
     )
     return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype, device=META)
+
+
+def _flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """Return the floating-point operations of a matrix product or of attention; 0 for other operations."""
+    packet = func.overloadpacket
+    if packet in PRODUCTS:
+        a, b = args[PRODUCTS[packet]], args[PRODUCTS[packet] + 1]
+        return 2 * a.numel() * b.shape[-1]
+    if "attention" not in packet.__name__:
+        return 0
+    count = flop_registry.get(packet)
+    return count(*args, **kwargs, out_val=out) if count else 0
+
+
+def _changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Return the tensors that an operation writes into."""
+    changed: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            x = args[i] if i < len(args) else kwargs.get(argument.name)
+            changed += [x] if isinstance(x, torch.Tensor) else [y for y in x or () if isinstance(y, torch.Tensor)]
+    return changed
 
 
 _BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)

@@ -39,7 +39,7 @@ class Work:
     total: int
     """Micro-batches of a real step; for `update`, of one update."""
     times: int
-    """Number of such passes in a step, which is the number of updates."""
+    """Number of passes of this kind in a step: that of the updates, or 1."""
     passes: list[Pass] = field(default_factory=list)
 
 
@@ -58,10 +58,10 @@ def few_passes(
     """
     with ExitStack() as stack:
         for name, model in models:
-            for method, kind in (("numbers", "logp"), ("gradient", "update")):
+            for method, kind in (("numbers", "logp"), ("head_outputs", "logp"), ("gradient", "update")):
                 if hasattr(model, method):
                     times = updates if kind == "update" else 1
-                    stub = _passes(name, kind, model, paper, works, times, rounds)
+                    stub = _passes(name, method, model, paper, works, times, rounds)
                     stack.enter_context(patch.object(model, method, stub))
             if hasattr(model, "step"):
                 stack.enter_context(patch.object(model, "step", _step(name, model, paper, works, updates)))
@@ -82,9 +82,9 @@ def _step(name: str, model: Any, paper: Paper, works: list[Work], times: int) ->
 
 
 def _passes(
-    name: str, kind: str, model: Any, paper: Paper, works: list[Work], times: int, rounds: tuple[int, ...]
+    name: str, method: str, model: Any, paper: Paper, works: list[Work], times: int, rounds: tuple[int, ...]
 ) -> Any:
-    run = getattr(model, "numbers" if kind == "logp" else "gradient")
+    run, kind = getattr(model, method), "update" if method == "gradient" else "logp"
 
     def passes(micros: list, *args: Any) -> Any:
         """Run a few of the micro-batches, and return numbers for all."""
@@ -110,7 +110,8 @@ def _passes(
                 model.zero_grad()
         if kind == "logp":
             # Numbers of the micro-batches that did not run.
-            out += [tuple(torch.ones(m.n_tokens) for _ in range(2)) for m in micros[len(out) :]]
+            like = [(x.shape[1:], x.dtype) for x in out[0]] if out else []
+            out += [tuple(torch.ones(m.n_tokens, *s, dtype=d) for s, d in like) for m in micros[len(out) :]]
         return out
 
     return passes

@@ -33,7 +33,7 @@ def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) ->
         sets = iter((boxes.held(), boxes.wanted()))
         with (
             patch.object(transfer, "catalogue", lambda *_: boxes.entries),
-            patch.object(reshard, "gather_sets", lambda *_: next(sets)),
+            patch.object(reshard, "_gather_sets", lambda *_: next(sets)),
         ):
             made = route(part)
         made.plan.run = lambda pieces: heaviest(paper, made.plan, pieces)

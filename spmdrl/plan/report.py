@@ -1,11 +1,13 @@
-"""Formats a plan as text and JSON: its table, its verdict, and the flags that would help."""
+"""Formats a plan as text and JSON, with its verdict, and draws it as an SVG: stacked bars of each phase's memory."""
 
+import math
 from dataclasses import asdict
+from html import escape
 from typing import Any
 
-from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
 from spmdrl.plan.run import GIB, OUTSIDE, Plan, Planned
+from spmdrl.session.job import job_of
 
 ROWS = (
     ("parameters", ("parameters",)),
@@ -22,6 +24,9 @@ ROWS = (
 DISK_GB_S = 2
 """Estimated write rate of a shared file system, 1e9 bytes a second, for the seconds of a checkpoint."""
 PHASES = ("push", "rollout", "logp", "update")
+COLOURS = ("#4e79a7", "#a0cbe8", "#f28e2b", "#59a14f", "#8cd17d", "#e15759", "#b07aa1", "#d4a6c8", "#76b7b2")
+"""One colour per row of the table (Tableau's palette)."""
+BAR, GAP, HEIGHT, LEFT, TOP = 46, 14, 320, 64, 48
 
 
 def rows_of(tags: dict[str, int]) -> dict[str, int]:
@@ -43,7 +48,7 @@ def text_of(plan: Plan) -> str:
     cfg, gpu = plan.cfg, plan.gpu
     lines = [
         f"model    {cfg.model.path}, {plan.numbers / 1e9:,.2f} G parameters, {cfg.model.dtype}",
-        *plan_lines(cfg, plan.world),
+        *job_of(cfg).lines(cfg, plan.world),
         f"GPU      {gpu.name}: {gpu.memory_gib:g} GiB, of which {gib(OUTSIDE)} are left to CUDA and NCCL (estimate)",
     ]
     for planned in plan.kinds:
@@ -55,8 +60,8 @@ def text_of(plan: Plan) -> str:
 def kind_lines(planned: Planned) -> list[str]:
     """Return the lines on one kind of ranks."""
     kind, rank = planned.kind, planned.rank
-    of = f" of {' and '.join(rank.models)}" if len(rank.models) > 1 else ""
-    held = f"{rank.numbers / 1e9:,.3f} G parameters each{of}, " if rank.numbers else ""
+    of = f" of {' and '.join(rank.step.models)}" if len(rank.step.models) > 1 else ""
+    held = f"{rank.step.numbers / 1e9:,.3f} G parameters each{of}, " if rank.step.numbers else ""
     lines = [f"{kind.name}: {kind.ranks:,} ranks, {held}planned as rank {kind.rank}"]
     phases = [phase for phase in PHASES if phase in rank.memory]
     tables = {phase: rows_of(rank.memory[phase]) for phase in phases}
@@ -66,7 +71,7 @@ def kind_lines(planned: Planned) -> list[str]:
             lines.append("  " + f"{name:<20}" + "".join(f"{gib(tables[phase][name]):>10}" for phase in phases))
     totals = "".join(f"{gib(sum(tables[phase].values())):>10}" for phase in phases)
     lines.append("  " + f"{'sum':<20}" + totals)
-    for name, size in rank.host.items():
+    for name, size in rank.step.host.items():
         lines.append(f"  host: {name} {gib(size)} GiB")
     if planned.engine:
         e = planned.engine
@@ -102,7 +107,7 @@ def verdict_lines(plan: Plan) -> list[str]:
         known = plan.gpu.host_memory_gib
         of = f" of {known:,.0f}" if known else ""
         lines.append(f"node     {gib(host)} GiB{of} in host memory, {plan.gpu.gpus_per_node} ranks")
-    saved = max(planned.rank.checkpoint for planned in plan.kinds)
+    saved = max(planned.rank.step.checkpoint for planned in plan.kinds)
     if saved:
         seconds = f"{saved / 1e9 / DISK_GB_S:,.0f} s at {DISK_GB_S} GB/s of all nodes together"
         lines.append(f"saved    {gib(saved)} GiB a checkpoint, of all ranks; {seconds}")
@@ -140,7 +145,7 @@ def cache_flag(cfg: Config) -> str:
 
 def parked(plan: Plan) -> str:
     """Name the largest items in the host memory of a node."""
-    host = max((p.rank.host for p in plan.kinds), key=lambda held: sum(held.values()))
+    host = max((p.rank.step.host for p in plan.kinds), key=lambda held: sum(held.values()))
     each = plan.gpu.gpus_per_node
     largest = sorted(host, key=lambda name: -host[name])[:2]
     return "(" + " and ".join(f"{name} {gib(each * host[name])}" for name in largest) + " GiB)"
@@ -166,9 +171,9 @@ def facts_of(plan: Plan) -> dict[str, Any]:
                 "kind": asdict(planned.kind),
                 "device_bytes": {phase: rows_of(tags) for phase, tags in rank.memory.items()},
                 "mean_device_bytes": planned.means,
-                "held_bytes": rank.held,
-                "host_bytes": rank.host,
-                "parameters": rank.numbers,
+                "held_bytes": rank.step.held,
+                "host_bytes": rank.step.host,
+                "parameters": rank.step.numbers,
                 "flops": {phase: load.flops for phase, load in rank.loads.items()},
                 "sent_bytes": {
                     phase: {f"{axis}: {kind}": n for (axis, kind), n in load.sent.items()}
@@ -194,7 +199,76 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "host_spare_bytes": plan.host_spare,
         "least_seconds": plan.seconds,
         "host_bytes_of_node": plan.host_of_node(),
-        "checkpoint_bytes": max(planned.rank.checkpoint for planned in plan.kinds),
+        "checkpoint_bytes": max(planned.rank.step.checkpoint for planned in plan.kinds),
         "verdict": verdict_lines(plan)[-1].removeprefix("verdict").strip(),
         "kinds": kinds,
     }
+
+
+def picture(plan: Plan) -> str:
+    """Return an SVG: bytes by owner in each phase, and a line at the memory of the GPU."""
+    limit = plan.gpu.memory_gib * GIB
+    stacks = [
+        (planned.kind.name, [(phase, rows_of(tags)) for phase in PHASES if (tags := planned.rank.memory.get(phase))])
+        for planned in plan.kinds
+    ]
+    most = max([limit, *(sum(rows.values()) + OUTSIDE for _, bars in stacks for _, rows in bars)]) * 1.05
+    body, x = [], LEFT + GAP
+    for name, bars in stacks:
+        begin = x
+        for phase, rows in bars:
+            body += _bar(x, rows, most, f"{name}, {phase}")
+            body.append(_text(x + BAR / 2, TOP + HEIGHT + 16, phase))
+            x += BAR + GAP
+        body.append(_text((begin + x - GAP) / 2, TOP + HEIGHT + 36, name, "font-weight='bold'"))
+        x += 2 * GAP
+    y = _y(limit, most)
+    body.append(f"<line x1='{LEFT}' x2='{x}' y1='{y:.1f}' y2='{y:.1f}' stroke='#c00' stroke-dasharray='6 4'/>")
+    body.append(_text(LEFT + 4, y - 5, f"{plan.gpu.name}: {plan.gpu.memory_gib:g} GiB", "fill='#c00'", "start"))
+    tick = round_step(most / GIB) * GIB
+    for i in range(int(most / tick) + 1):
+        body.append(_text(LEFT - 6, _y(i * tick, most) + 4, f"{i * tick / GIB:,.3g}", "", "end"))
+    body.append(_text(LEFT - 6, TOP - 8, "GiB", "", "end"))
+    known = f" of {plan.gpu.host_memory_gib:,.0f}" if plan.gpu.host_memory_gib else ""
+    host = f"host memory of a node: {gib(plan.host_of_node())}{known} GiB"
+    body.append(_text(x + GAP, TOP + 18 * (len(ROWS) + 2), host, "", "start"))
+    names = [name for name, _ in ROWS] + ["CUDA and NCCL (estimate)"]
+    for i, (name, colour) in enumerate(zip(names, (*COLOURS, "#bbbbbb"), strict=True)):
+        top = TOP + 18 * i
+        body.append(f"<rect x='{x + GAP}' y='{top}' width='12' height='12' fill='{colour}'/>")
+        body.append(_text(x + GAP + 18, top + 10, name, "", "start"))
+    title = f"{plan.cfg.model.path} on {plan.world:,} ranks: GiB of the device in each phase"
+    body.insert(0, _text(LEFT, 24, title, "font-size='15'", "start"))
+    size = f"width='{max(x + 300, LEFT + 9 * len(title))}' height='{TOP + HEIGHT + 52}'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} font-family='sans-serif' font-size='12'>"
+    return "\n".join([head, "<rect width='100%' height='100%' fill='white'/>", *body, "</svg>\n"])
+
+
+def round_step(most: float) -> float:
+    """Return a step of 1, 2 or 5 times a power of ten that divides an axis up to `most` into 4 to 10 parts."""
+    power = 10.0 ** math.floor(math.log10(most))
+    return next(step for step in (power / 5, power / 2, power, 2 * power) if most / step <= 10)
+
+
+def _bar(x: int, rows: dict[str, int], most: float, name: str) -> list[str]:
+    """Draw one stack from the bottom up; a pointer over a part shows its bytes."""
+    out, below = [], 0
+    parts = [*zip(rows, rows.values(), COLOURS, strict=True), ("CUDA and NCCL", OUTSIDE, "#bbbbbb")]
+    for row, size, colour in parts:
+        if size:
+            y, height = _y(below + size, most), size / most * HEIGHT
+            title = escape(f"{name}: {row} {gib(size)} GiB")
+            out.append(
+                f"<rect x='{x}' y='{y:.2f}' width='{BAR}' height='{height:.2f}' fill='{colour}'>"
+                f"<title>{title}</title></rect>"
+            )
+            below += size
+    return out
+
+
+def _y(size: float, most: float) -> float:
+    return TOP + HEIGHT * (1 - size / most)
+
+
+def _text(x: float, y: float, text: str, more: str = "", anchor: str = "middle") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' {more}>{escape(text)}</text>"

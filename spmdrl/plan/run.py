@@ -5,16 +5,14 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from spmdrl.config.placement import samplers
 from spmdrl.config.schema import Config
-from spmdrl.plan.engine_boxes import experts_of
 from spmdrl.plan.gpus import Gpu
-from spmdrl.plan.kinds import Kind, kinds_of
-from spmdrl.plan.readers import folder_of
-from spmdrl.plan.scaled import Rank, rank_of
-from spmdrl.plan.times import Axes, Bound, bound_of, parking_bound, rollout_bound
+from spmdrl.plan.kinds import Kind, kinds_of, stages_of
+from spmdrl.plan.scale import Axes, Bound, Rank, bound_of, engine_facts, parking_bound, rank_of, rollout_bound
 
 GIB = 1 << 30
 OUTSIDE = 2 * GIB
@@ -106,25 +104,44 @@ class Plan:
 
     def host_of_node(self) -> int:
         """Return the bytes that the fullest ranks of one node park in host memory together."""
-        return self.gpu.gpus_per_node * max(sum(p.rank.host.values()) for p in self.kinds)
+        return self.gpu.gpus_per_node * max(sum(p.rank.step.host.values()) for p in self.kinds)
 
 
-def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
-    """Return the layers of each pipeline stage, and for each layer of the model whether it has experts."""
-    text = hf_config.get_text_config()
-    count = text.num_hidden_layers
-    if cfg.policy.backend != "megatron":
-        return [count], [False] * count
-    from spmdrl.policy.megatron.families import describe
-    from spmdrl.policy.megatron.layout import as_list, check_model, stages
-    from spmdrl.policy.megatron.policy import layout_of
+def folder_of(path: str, trust_remote_code: bool = False) -> Path:
+    """Return the folder with the config.json of a model path; its weights may be missing.
 
-    settings = describe(hf_config).settings
-    layout = layout_of(cfg)
-    check_model(layout, settings)
-    freq: Any = settings.get("moe_layer_freq", 1) if settings.get("num_moe_experts") else 0
-    sparse = as_list(freq) if isinstance(freq, list) else [bool(freq)] * count
-    return stages(layout, count), [bool(x) for x in sparse]
+    Raises:
+        ValueError: there is none; the message names the next step.
+    """
+    from spmdrl.hub.resolve import resolve
+    from spmdrl.hub.shipped import shipped
+
+    local = Path(path).expanduser()
+    return local if (local / "config.json").is_file() else shipped(path) or resolve(path, trust_remote_code)
+
+
+def config_of(cfg: Config) -> Any:
+    """Return transformers' config of the policy's model. Raises ValueError as `folder_of`."""
+    from transformers import AutoConfig
+
+    trust = cfg.model.trust_remote_code
+    return AutoConfig.from_pretrained(folder_of(cfg.model.path, trust), trust_remote_code=trust)
+
+
+def _check_method(cfg: Config) -> None:
+    """Refuse settings of distillation that read texts or the engine, which do not exist on paper."""
+    distill = getattr(cfg, "distill", None)
+    if distill is None:
+        return
+    unplanned = {
+        "--distill.on-engine": distill.on_engine,
+        "--distill.align": cfg.aligns_tokens,
+        "--distill.teacher-template": distill.teacher_template,
+        "--distill.given-per-step": distill.given_per_step,
+        "--parallel.scoring-ranks": cfg.parallel.scoring_ranks,
+    }
+    if flags := [flag for flag, value in unplanned.items() if value]:
+        raise ValueError(f"{', '.join(flags)}: a distillation is planned without; leave them out here")
 
 
 def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
@@ -133,11 +150,9 @@ def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
     Raises:
         ValueError: the model cannot be planned, or the layout does not fit it; the message names the flag.
     """
-    from transformers import AutoConfig
-
-    folder = folder_of(cfg.model.path, cfg.model.trust_remote_code)
-    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
-    cfg = within_positions(cfg, hf_config)
+    _check_method(cfg)
+    hf_config = config_of(cfg)
+    cfg = _within_positions(cfg, hf_config)
     layers, sparse = stages_of(cfg, hf_config)
     kinds = kinds_of(cfg, world, layers, sparse)
     memory = int(gpu.memory_gib * GIB) if kind == "cuda" else None
@@ -146,7 +161,7 @@ def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
     return Plan(cfg, world, gpu, planned)
 
 
-def within_positions(cfg: Config, hf_config: Any) -> Config:
+def _within_positions(cfg: Config, hf_config: Any) -> Config:
     """Shorten the longest sequence in the settings to the model's positions, as engines do.
 
     Raises:
@@ -162,7 +177,7 @@ def within_positions(cfg: Config, hf_config: Any) -> Config:
 
 
 def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: int | None, gpu: Gpu) -> Planned:
-    from spmdrl.plan.job import open_rank
+    from spmdrl.plan.rank import open_rank
 
     made = open_rank(cfg, kind.rank, world, device, memory)
     engine = made.engine
@@ -173,7 +188,7 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
     rank, traffic = each[0], made.paper.traffic
     axes = Axes(traffic.axes, kind.rank, gpu.gpus_per_node)
     bounds = {phase: bound_of(load, gpu, axes, rank.micros.get(phase, 0), stages) for phase, load in rank.loads.items()}
-    bounds["parking"] = parking_bound(*rank.moved, gpu)
+    bounds["parking"] = parking_bound(*step.moved, gpu)
     facts = engine_facts(cfg, made) if engine else {}
     if facts:
         engines = samplers(cfg, world) // facts["ranks"]
@@ -186,30 +201,6 @@ def means_of(ranks: list[Rank]) -> dict[str, float]:
     """Return phase -> mean of the bytes on the device at its peak."""
     phases = ranks[0].memory
     return {phase: sum(sum(r.memory[phase].values()) for r in ranks) / len(ranks) for phase in phases}
-
-
-def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
-    """Return the facts about an engine for the table and for the times."""
-    engine, text = made.engine, made.hf_config.get_text_config()
-    ranks = made.world.rollout_mesh["tp"].size()
-    experts, used = experts_of(text), getattr(text, "num_experts_per_tok", None)
-    chosen = used / experts if experts and used else 1.0
-    in_experts = made.expert_numbers / made.numbers
-    return {
-        "ranks": ranks,
-        "weights": engine.weight_bytes,
-        "cache": engine.cache_bytes,
-        "tokens": engine.cache_tokens,
-        "sequences": engine.sequences,
-        "lack": engine.lack,
-        "unknown": engine.unknown,
-        "workspace": dict(engine.workspace),
-        "capacity": engine.capacity,
-        "token_bytes": engine.cache_bytes / engine.cache_tokens if engine.cache_tokens else 0.0,
-        "expert_share": in_experts,
-        "chosen_share": chosen,
-        "active_numbers": made.numbers * (1 - in_experts * (1 - chosen)),
-    }
 
 
 def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:

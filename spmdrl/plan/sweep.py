@@ -1,6 +1,5 @@
 """Plans other settings for a job: the nearest that fit if it does not, or several ranked by their least time."""
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,9 +7,8 @@ from itertools import combinations
 from typing import Any
 
 from spmdrl.plan.changes import Change, changed, changes_of
-from spmdrl.plan.readers import folder_of
 from spmdrl.plan.report import gib
-from spmdrl.plan.run import GIB, OUTSIDE, Plan, plan
+from spmdrl.plan.run import GIB, OUTSIDE, Plan, config_of, plan
 
 NEAREST = 8
 """Largest number of plans in a search for one that fits; one of 671 G parameters takes tens of seconds on two cores."""
@@ -85,7 +83,7 @@ def nearest(made: Plan) -> Tried:
     """Plan a job that does not fit with one change, then with two, until one fits or `NEAREST` plans are made."""
     base = row_of(made)
     lacking = {name for name, left in base.free.items() if left < 0}
-    helpful = [c for c in changes_of(made.cfg, made.world, _config_of(made)) if c.frees & lacking]
+    helpful = [c for c in changes_of(made.cfg, made.world, config_of(made.cfg)) if c.frees & lacking]
     # Changes that help in most places come first, and among them each setting's first value.
     helpful.sort(key=lambda change: -len(change.frees & lacking))
     rows: list[Row] = []
@@ -119,7 +117,7 @@ def _pairs(base: Row, rows: list[Row]) -> list[Change]:
 
 def sweep(made: Plan) -> Tried:
     """Plan a job with single changes, and rank them with the job itself: those that fit by their least seconds."""
-    changes, failed = changes_of(made.cfg, made.world, _config_of(made)), []
+    changes, failed = changes_of(made.cfg, made.world, config_of(made.cfg)), []
     rows = [row_of(made), *_planned(made, changes[: SWEPT - 1], failed)]
     rows.sort(key=lambda row: (not row.fits, row.seconds if row.fits else -row.spare))
     return Tried(rows, max(0, len(changes) - (SWEPT - 1)), True, failed)
@@ -133,13 +131,6 @@ def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[R
             yield row_of(plan(changed(made.cfg, change), made.world, made.gpu), change)
         except (ValueError, RuntimeError) as error:
             failed.append(f"{change.flags}: {str(error).strip().splitlines()[-1]}")
-
-
-def _config_of(made: Plan) -> Any:
-    from transformers import AutoConfig
-
-    trust = made.cfg.model.trust_remote_code
-    return AutoConfig.from_pretrained(os.fspath(folder_of(made.cfg.model.path, trust)), trust_remote_code=trust)
 
 
 def sweep_lines(tried: Tried) -> list[str]:

@@ -1,6 +1,6 @@
 """Builds a run on every rank: prompts, models, checkpoints, engine, in an order for which memory suffices."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,8 @@ class Sources:
     """Prompts of evaluations."""
 
 
-def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGradient) -> Run:
-    """Build a run with a learning method. Collective over all ranks."""
+def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] = PolicyGradient) -> Run:
+    """Build a run. Collective over all ranks. method: builds its learning method."""
     cfg, world = session.cfg, session.world
     algo = compose(cfg)
     keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
@@ -82,7 +82,7 @@ def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGra
     models = open_models(session, algo, read)
     if judges and models.policy:
         judges.frozen.check_policy(models.policy)
-    spikes = Spikes(session.folder, world, models, algo, session.warn, replays=method.replays)
+    spikes = Spikes(session.folder, world, models, algo, session.warn)
     state = RunState(algo, spikes)
     checkpoints = Checkpoints(session, models, state, read.prompts.digest())
     first, greedy = checkpoints.start_step, "greedy" in algo.needs
@@ -115,6 +115,7 @@ def build_run(session: Session[Config], method: type[PolicyGradient] = PolicyGra
         experts_width=experts_width,
     )
     run.method = method(run)
+    spikes.replays = run.method.replays
     checkpoints.begin(RankState(cfg, world, read.prompts, sampler, replay, greedy))
     return run
 

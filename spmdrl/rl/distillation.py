@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from spmdrl.config.distillation import DistillationConfig
-from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.mixture import drawn_indices
@@ -19,21 +18,14 @@ from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.objectives.distillation import DistillObjective, build_reader, share_name
 from spmdrl.rl.alignment import Alignment
-from spmdrl.rl.build import build_run
 from spmdrl.rl.run import PolicyGradient, Run
 from spmdrl.rl.teachers import EngineTeachers, teacher_prompts
 from spmdrl.rl.update import refresh_reference
-from spmdrl.session.session import Session
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
 
 GIVEN = 0x617E
 """Key of the draws of prompts whose response is the data set's own."""
-
-
-def build_distillation(session: Session[Config]) -> Run:
-    """Build a distillation. Collective over all ranks."""
-    return build_run(session, Distillation)
 
 
 class Distillation(PolicyGradient):

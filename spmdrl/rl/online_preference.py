@@ -11,7 +11,6 @@ import torch
 
 from spmdrl.config.online_preference import OnlinePreferenceConfig, takes_best_alone
 from spmdrl.config.preference import losses_of
-from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode
 from spmdrl.data.preferences import CHOSEN, REJECTED
@@ -19,21 +18,14 @@ from spmdrl.policy.contract import LossResult, Objective, Shared
 from spmdrl.policy.objectives.algorithm import Algorithm, add_mismatch
 from spmdrl.policy.objectives.likelihood import SftObjective
 from spmdrl.policy.objectives.pairs import PairObjective
-from spmdrl.rl.build import build_run
 from spmdrl.rl.reading import finite
 from spmdrl.rl.run import PolicyGradient, Run
 from spmdrl.rl.score import add_model_scores, shape
 from spmdrl.rl.update import refresh_reference
-from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Metrics
 
 ROUNDING = 1e-6
 """Share of a reward by which two rewards must differ beyond `--preference.gap`."""
-
-
-def build_online_preference(session: Session[Config]) -> Run:
-    """Build a run of preference learning on own samples. Collective over all ranks."""
-    return build_run(session, OnlinePreference)
 
 
 class OnlinePreference(PolicyGradient):

@@ -38,10 +38,11 @@ class Spikes:
         models: Models,
         algo: Algorithm,
         warn: Callable[[str], None],
-        replays: bool = True,
     ):
-        """folder: the run folder. replays: True if `spmdrl.tools.replay` knows the losses of the run."""
-        self.folder, self.world, self.algo, self.warn, self.replays = folder, world, algo, warn, replays
+        """folder: the run folder."""
+        self.folder, self.world, self.algo, self.warn = folder, world, algo, warn
+        self.replays = True
+        """True if `spmdrl.tools.replay` can compute the losses of the run."""
         self.step = 0
         """The current step, counted from 1; the caller sets it."""
         self.guards: dict[str, Guard] = {name: model.guard for name, model in models.learning().items()}

@@ -201,7 +201,7 @@ class Memory:
         """Return the policy's version, and True if an engine lacks it. Collective."""
         if self.shared and self.engine and not self.lent:
             return self.policy.version, self.engine.version != self.policy.version
-        # A rank knows only its own side.
+        # A rank has the facts of its own side only.
         held = torch.tensor([self.policy.version if self.policy else -1])
         version = int(all_reduce(held, "max", self.world.host_group))
         lacks = torch.tensor([int(self.engine is not None and self.engine.version != version)])

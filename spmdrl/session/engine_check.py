@@ -119,9 +119,12 @@ class EngineCheck:
         rounds = kind in ("bfloat16", "float16")
         if not (mean <= ROUNDED if rounds else most <= EXACT):
             bound = f"{ROUNDED:g} in the mean" if rounds else f"{EXACT:g}"
+            other = "--rollout.engine hf, which computes as transformers does"
+            if engine == "hf":
+                other = "a model of another family, and report this one"
             raise ValueError(
                 f"--rollout.engine {engine}: {family} is not right there in {kind}: {result}, where rounding explains "
-                f"{bound}; {ADVICE['hf' if engine == 'hf' else '']}"
+                f"{bound}; take {other}; --model.no-self-check leaves this check out"
             )
         log.info(f"check of the engine ({engine}, {family}, {kind}): {result}")
 
@@ -133,12 +136,6 @@ class EngineCheck:
         rng, ordinary = generator_for(CHECKED, row), ordinary_tokens(self.policy.hf_config)
         prompt = [ordinary[rng.randrange(len(ordinary))] for _ in range(min(length, longest - new))]
         return Request((row, 0, 0), prompt, seed_for(CHECKED, row, 0), version, new)
-
-
-ADVICE = {
-    "": "take --rollout.engine hf, which computes as transformers does; --model.no-self-check leaves this check out",
-    "hf": "take a model of another family, and report this one; --model.no-self-check leaves this check out",
-}
 
 
 def _packed(requests: list[Request], done: list[Completion]) -> torch.Tensor:

@@ -20,7 +20,6 @@ DEFAULTS = {
 }
 
 COLLECTIONS = gc.get_threshold()
-NO_FULL_COLLECTION = 1 << 30
 
 
 def prepare() -> None:
@@ -37,7 +36,7 @@ def prepare() -> None:
 
 def postpone_collections() -> None:
     """Postpone Python's full garbage collections until `keep_what_started`, which `open_run` calls."""
-    gc.set_threshold(*COLLECTIONS[:2], NO_FULL_COLLECTION)
+    gc.set_threshold(*COLLECTIONS[:2], 1 << 30)
 
 
 def keep_what_started(done: bool = True) -> None:
@@ -85,12 +84,11 @@ def keep_freed_memory() -> None:
     page: page faults took 40% of the update of SmolLM2-135M on two ranks. `storage.give_back` returns memory to the
     kernel. Without glibc this does nothing.
     """
-    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    never = -1
+    m_trim_threshold, m_top_pad, m_mmap_max, never = -1, -2, -4, -1
     mallopt(m_trim_threshold, never)
     mallopt(m_top_pad, 64 << 20)
     mallopt(m_mmap_max, 0)

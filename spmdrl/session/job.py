@@ -5,14 +5,11 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import spmdrl
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.load import Loaded
-
-if TYPE_CHECKING:
-    from spmdrl.session.session import Session
 
 C = TypeVar("C")
 
@@ -40,12 +37,14 @@ class Job(Generic[C]):
     page: str
     """Its page of the docs."""
     settings: type[C]
-    check: Callable[[C, int], None]
-    """(settings, ranks of the job) -> None. Raises ConfigError, which lists every problem."""
+    check: Callable[..., None]
+    """(settings, ranks of the job) -> None. Raises ConfigError, which lists every problem. Jobs with a method also take
+    `here`: False if the job is only planned on this machine."""
     lines: Callable[[Any, int], list[str]]
     """(settings, ranks) -> the products of the settings' counts, printed at the start and by `--dry-run`."""
-    build: Callable[["Session[Any]"], Any]
-    """Builds the job once the ranks have met and the run folder is taken. Collective."""
+    build: Callable[..., Any]
+    """(session) -> the job, after the ranks have connected and the run folder is locked; a job with a method gets it as
+    the second argument. Collective."""
     train: Callable[[Any], None]
     """The loop over its steps."""
     dry: Callable[["Job[C]", Loaded[C]], None]
@@ -56,6 +55,8 @@ class Job(Generic[C]):
     """Phases of the loop whose times the console shows, in the order of a step."""
     reads: Callable[[], tuple[type, ...]] = tuple
     """Settings of other kinds of jobs whose files it reads."""
+    method: Callable[[Any], Any] | None = None
+    """(run) -> the learning method of a job that samples (`rl/run.py`), for the run and for its plan on paper."""
     begin: Callable[[C], Any] | None = None
     """For jobs on given rows: reads the tokenizer, and finds the encoder of the rows."""
     settle: Callable[["Job[C]", Loaded[C]], Loaded[Any]] = lambda job, loaded: loaded
@@ -78,6 +79,11 @@ def show(settings: Any, plan: list[str]) -> None:
 def ranks_of_job() -> int:
     """Return the number of ranks with which the job was started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def job_of(cfg: Any) -> Job[Any]:
+    """Return the kind of job with these settings."""
+    return next(job for job in jobs().values() if job.settings is type(cfg))
 
 
 def jobs() -> dict[str, Job[Any]]:

@@ -81,7 +81,8 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
             for line in [*filter(None, notes), *job.lines(cfg, world.size)]:
                 console.note(line)
         with Lockstep(world.store, cfg.run.timeout) if cfg.run.lockstep_debug else nullcontext():
-            run = job.build(Session(cfg, world, timer, console))
+            session = Session(cfg, world, timer, console)
+            run = job.build(session, job.method) if job.method else job.build(session)
             if keeps and world.is_first:
                 # After everything was built: a start that fails leaves an existing run folder as it was.
                 write_config(folder, cfg)

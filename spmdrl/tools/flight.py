@@ -115,7 +115,7 @@ def report(folder: Path) -> list[str]:
     for rank in sorted(everyone - here):
         beats = [record["others"][str(rank)] for record in records if str(rank) in record["others"]]
         last = max(beats, key=lambda beat: beat["time"], default=None)
-        where = f"last heard of in phase {last['phase']} of step {last['step']} at {last['place']}" if last else "?"
+        where = f"last seen in phase {last['phase']} of step {last['step']} at {last['place']}" if last else "?"
         lines.append(f"rank {rank} left no record (killed, or its machine is gone): {where}")
     return lines + (compare(records) or ["no group in which the ranks differ"])
 

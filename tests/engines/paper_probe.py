@@ -92,7 +92,7 @@ def compared(cfg: Config, world, engine) -> dict:
 
     from spmdrl.engines.engine import Request
     from spmdrl.plan.engine import PaperEngine
-    from spmdrl.plan.engine_weights import model_of
+    from spmdrl.plan.engine_bytes import model_of
     from spmdrl.weights.boxes import merged
 
     config = AutoConfig.from_pretrained(cfg.model.path)

@@ -39,16 +39,16 @@ def fits(anchor: dict) -> None:
     assert sum(p.kind.ranks for p in plan.kinds) == anchor["gpus"]
     # The largest stage holds what the model's config says, norms and biases aside.
     told = anchor["largest_stage"]
-    largest = max(p.rank.numbers for p in plan.kinds)
+    largest = max(p.rank.step.numbers for p in plan.kinds)
     assert largest / 1e9 == pytest.approx(told["shared_g"] + told["experts_g"], rel=0.01)
-    trains = max((p for p in plan.kinds if p.rank.numbers), key=lambda p: p.rank.numbers)
+    trains = max((p for p in plan.kinds if p.rank.step.numbers), key=lambda p: p.rank.step.numbers)
     update = trains.rank.memory["update"]
     assert sum(n for tag, n in update.items() if "param" in tag) == pytest.approx(2 * largest, rel=0.01)
     if anchor["optimizer"] == "host":
         layout, ranks = anchor["layout"], anchor["placement"]["train"]
         copies = ranks // (layout["tp"] * layout["pp"]), ranks // (layout["ep"] * layout["etp"] * layout["pp"])
         mine = told["shared_g"] / copies[0] + told["experts_g"] / copies[1]
-        assert trains.rank.host["optimizer on the host"] / 1e9 == pytest.approx(12 * mine, rel=0.01)
+        assert trains.rank.step.host["optimizer on the host"] / 1e9 == pytest.approx(12 * mine, rel=0.01)
     # Every sequence of an engine has room for its full length once at least.
     samples = [p.engine for p in plan.kinds if p.engine]
     assert samples and all(e["sequences"] >= 1 and not e["unknown"] for e in samples)

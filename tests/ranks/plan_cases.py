@@ -16,10 +16,9 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.distribute import assign_updates
 from spmdrl.engines.build import build_engine
-from spmdrl.plan.batch import full_batch
-from spmdrl.plan.job import own_tensors
 from spmdrl.plan.paper import Paper
-from spmdrl.plan.scaled import peak_of, rank_of
+from spmdrl.plan.scale import peak_of, rank_of
+from spmdrl.plan.step import full_batch, own_tensors
 from spmdrl.plan.substitutes import FINDS_SHAPES, aside
 from spmdrl.plan.traffic import Traffic
 from spmdrl.policy.models import build_models
@@ -276,7 +275,7 @@ def saved(world, cfg: Config) -> int:
 
 def planned_save(cfg: Config, ranks: int) -> int:
     """Returns the bytes of a checkpoint as the planner says. It needs a process of its own."""
-    from spmdrl.plan.job import open_rank
+    from spmdrl.plan.rank import open_rank
 
     return open_rank(cfg, 0, ranks, "cpu", None).checkpoint()
 
@@ -359,7 +358,7 @@ def train(cfg: Config, world, models, algo) -> None:
 
 def planned(cfg: Config, rank: int, ranks: int) -> dict:
     """Returns what the planner says of a rank, in the words of `measured`. It needs a process of its own."""
-    from spmdrl.plan.job import open_rank
+    from spmdrl.plan.rank import open_rank
 
     plain_products()
     stage, stages, virtual = 0, 1, cfg.parallel.virtual_stages
@@ -382,9 +381,9 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
         step = made.step()
         plan = rank_of(step, stage, stages, virtual, {})
     held = step.held
-    if step.host:
+    if step.always:
         # The table of a real rank counts an optimizer on the host among the tensors of a CPU.
-        held = held | {"policy optimizer": sum(step.host.values())}
+        held = held | {"policy optimizer": sum(step.always.values())}
     out: dict[str, Any] = {"held": held, "push": live[1] - live[0], "boxes": boxes}
     carried = by_kind(step.push.traffic.bytes) if step.push else {}
     out |= {"received": carried.get("receive", 0), "push sent": carried.get("send", 0)}

@@ -12,7 +12,8 @@ from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.data.distribute import balance
 from spmdrl.hub.resolve import resolve
-from spmdrl.rl.distillation import build_distillation
+from spmdrl.rl.build import build_run
+from spmdrl.rl.distillation import Distillation
 from spmdrl.session.session import Session
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
@@ -41,7 +42,7 @@ def opened(world, folder: str, teacher: str, sections: dict, stop_after: int = 0
     Path(folder).mkdir(exist_ok=True)
     if parallel := sections.get("parallel"):
         world = world_from_group(ParallelConfig(**parallel), 1, torch.device("cpu"), world.rank, timedelta(seconds=60))
-    return dying(build_distillation(Session(settings(folder, teacher, **sections), world, Timer())), stop_after)
+    return dying(build_run(Session(settings(folder, teacher, **sections), world, Timer()), Distillation), stop_after)
 
 
 def trained(world, folder: str, teacher: str, sections: dict, stop_after: int = 0) -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.distribute import balance
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.hub.resolve import resolve
-from spmdrl.rl.online_preference import build_online_preference
+from spmdrl.rl.build import build_run
+from spmdrl.rl.online_preference import OnlinePreference
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import world_from_group
@@ -59,7 +60,7 @@ def opened(world, folder: str, sections: dict, stop_after: int = 0):
         world = world_from_group(ParallelConfig(**parallel), 1, torch.device("cpu"), world.rank, timedelta(seconds=60))
     cfg = settings(folder, sections)
     check_online_preference(cfg, world.size)
-    return dying(build_online_preference(Session(cfg, world, Timer())), stop_after)
+    return dying(build_run(Session(cfg, world, Timer()), OnlinePreference), stop_after)
 
 
 def trained(world, folder: str, sections: dict, stop_after: int = 0) -> dict[str, torch.Tensor]:

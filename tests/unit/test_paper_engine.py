@@ -15,7 +15,7 @@ from spmdrl.config.schema import Config
 from spmdrl.engines.hf.start import quantize
 from spmdrl.plan.engine import PaperEngine
 from spmdrl.plan.engine_boxes import EngineLayout
-from spmdrl.plan.engine_weights import Model, model_of
+from spmdrl.plan.engine_bytes import Model, model_of
 from spmdrl.weights.boxes import Entry, size
 
 GIB = 1 << 30

@@ -19,9 +19,19 @@ from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
 from spmdrl.plan.report import facts_of, verdict_lines
 from spmdrl.plan.run import Plan, Planned, means_of
-from spmdrl.plan.scaled import Load, in_flight, line, load_of, peak_of, rank_of
+from spmdrl.plan.scale import (
+    Axes,
+    Load,
+    bound_of,
+    in_flight,
+    line,
+    load_of,
+    parking_bound,
+    peak_of,
+    rank_of,
+    rollout_bound,
+)
 from spmdrl.plan.storages import Moment
-from spmdrl.plan.times import Axes, bound_of, parking_bound, rollout_bound
 from spmdrl.plan.traffic import Traffic, sent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +224,7 @@ def test_plan_mean_is_that_of_all_ranks_each_stage_with_its_own_micro_batches_in
 
 def of_stage(cfg: Config, stage: int) -> dict[str, int]:
     """Phase -> bytes on the device of a rank of one stage of four, planned by itself."""
-    from spmdrl.plan.job import open_rank
+    from spmdrl.plan.rank import open_rank
 
     made = open_rank(cfg, 2 * stage, 8, "cuda", int(GPUS["h100"].memory_gib * (1 << 30)))
     rank = rank_of(made.step(), stage, 4, 1, made.engine.sampling_bytes())
@@ -440,7 +450,7 @@ def test_plan_changes_add_up():
 
 
 def test_plan_names_the_flag_of_a_model_that_is_not_there(tmp_path):
-    from spmdrl.plan.readers import folders_of
+    from spmdrl.plan.rank import folders_of
 
     cfg, file = Config(), tmp_path / "rm.yaml"
     cfg.model.path = "tiny"
@@ -457,19 +467,64 @@ def test_plan_names_the_flag_of_a_model_that_is_not_there(tmp_path):
         folders_of(cfg)
 
 
+# ── other jobs ───────────────────────────────────────────────────────────────
+
+TEACHERS = ["--reference.path", "tiny", "--distill.more-teachers", "tiny=0.5", "tiny@letters"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "flags"),
+    [
+        ("distill", ["--reference.path", "tiny"]),
+        ("distill", [*TEACHERS, "--distill.top-k", "4"]),
+        ("online_preference", []),
+    ],
+)
+def test_plan_of_another_job_runs_its_update(job, flags, capsys):
+    words = ["--job", job, "--world", "2", "--gpu", "h100", "--json", "-", "--model.path", "tiny", "--no-nearest"]
+    assert main([*words, "--rollout.max-prompt-tokens", "64", "--rollout.max-new-tokens", "32", *flags]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    trains = facts["kinds"][0]
+    assert trains["flops"]["update"] > trains["flops"]["logp"] > 0
+    assert "reference parameters" in trains["held_bytes"]
+
+
+def test_plan_refuses_what_a_distillation_reads_from_texts(capsys):
+    words = [
+        "--job",
+        "distill",
+        "--rollout.max-prompt-tokens",
+        "64",
+        "--world",
+        "2",
+        "--gpu",
+        "h100",
+        "--model.path",
+        "tiny",
+        "--reference.path",
+        "tiny",
+    ]
+    assert main([*words, "--distill.given-per-step", "2"]) == 2
+    assert capsys.readouterr().err.startswith("error: --distill.given-per-step: a distillation is planned without")
+
+
 # ── the dry run of a training ────────────────────────────────────────────────
 
 
 def test_plan_dry_run_on_a_cpu_says_how_to_plan_for_gpus(monkeypatch):
     from spmdrl.config.plan import plan_lines
     from spmdrl.plan.dry import dry_lines
+    from spmdrl.train import JOB
 
     cfg = Config()
     cfg.run.device = "cpu"
-    *counts, line_on_gpus = dry_lines(cfg, 4)
-    assert counts == plan_lines(cfg, 4) and "python -m spmdrl.plan" in line_on_gpus and "--world 4" in line_on_gpus
+    counts = plan_lines(cfg, 4)
+    lines = dry_lines(JOB, cfg, 4)
+    assert lines[: len(counts)] == counts
+    assert "python -m spmdrl.plan with" in lines[len(counts)] and "--world 4" in lines[len(counts)]
     monkeypatch.setenv("RANK", "1")
-    assert dry_lines(cfg, 4) == counts, "rank 0 alone plans"
+    assert dry_lines(JOB, cfg, 4) == counts, "rank 0 alone plans"
 
 
 def test_plan_dry_run_takes_the_memory_that_cuda_reports():

@@ -26,12 +26,13 @@ from spmdrl.data.row_columns import Row, RowError
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.turns import sequences_of
 from spmdrl.env.messages import prompt_of
-from spmdrl.plan.dry_data import data_lines, with_data
+from spmdrl.plan.dry import data_lines, dry_lines
 from spmdrl.rl.conversation_state import opening_of
 from spmdrl.rl.teachers import teacher_prompts
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import preview
 from spmdrl.supervised.rows import Rows, encoded, open_mixture
+from spmdrl.train import JOB
 from tests.unit.chars import char_tokenizer
 from tests.unit.dialogues import templates, tokenizer_for
 
@@ -292,10 +293,10 @@ def test_a_few_rows_of_prompts_with_half_of_a_character_are_left_out_and_named(t
 def refused(cfg: Config, capsys) -> str:
     """Returns the message with which a dry run ends."""
     with pytest.raises(SystemExit) as ended:
-        with_data(lambda cfg, world: [f"ranks    {world}"])(cfg, 3)
+        dry_lines(JOB, cfg, 3)
     assert ended.value.code == 2
     told = capsys.readouterr()
-    assert told.out.startswith("ranks    3\n"), "the plan stands whatever the data are"
+    assert told.out.startswith("ranks    3 "), "the plan stands whatever the data are"
     return told.err
 
 

@@ -137,7 +137,8 @@ class DistillObjective(TokenObjective):
                     softcap=softcap,
                     valid_vocab=self.reader.vocab,
                 )
-                shares_mK = share_TK[rows][:, present].to(divergence_mK.dtype)
+                places = [place for place, there in enumerate(present) if there]
+                shares_mK = share_TK[rows][:, places].to(divergence_mK.dtype)
                 divergence_n[at] = (divergence_mK * shares_mK).sum(1)
                 total = total + part
             return total, (divergence_n, entropy_n)

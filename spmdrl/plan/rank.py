@@ -1,0 +1,207 @@
+"""Builds one rank of a job on paper: its world, its models from config.json files alone, and its engine."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM
+
+from spmdrl.config.classifier import FLAG, is_classifier, model_path
+from spmdrl.config.engines import Part, pushed_parts
+from spmdrl.config.schema import Config
+from spmdrl.hub.resolve import named
+from spmdrl.plan.boxes import Everyone
+from spmdrl.plan.engine import PaperEngine, at_any_place
+from spmdrl.plan.engine_bytes import model_of
+from spmdrl.plan.numbers import META
+from spmdrl.plan.paper import Paper
+from spmdrl.plan.run import config_of, folder_of
+from spmdrl.plan.step import PaperRank, own_tensors
+from spmdrl.plan.substitutes import install
+from spmdrl.plan.traffic import Traffic
+from spmdrl.policy import labels, learner
+from spmdrl.policy import models as models_of_run
+from spmdrl.policy.fsdp import policy as fsdp
+from spmdrl.policy.models import build_models
+from spmdrl.policy.objectives import distillation
+from spmdrl.rl.compose import compose
+from spmdrl.session.job import job_of
+from spmdrl.spmd.mesh import world_from_group
+from spmdrl.spmd.roles import AXES, roles_of
+from spmdrl.spmd.world import World
+
+
+def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | None = None) -> PaperRank:
+    """Build one rank of a job on paper. This process can hold no other rank afterwards.
+
+    Args:
+        cfg: settings that passed their checks.
+        rank: of `size`.
+        size: ranks of the job.
+        kind: `cuda` or `cpu`, the type of its devices.
+        gpu_memory: bytes of one GPU; None for a CPU.
+    """
+    folders, method = folders_of(cfg), job_of(cfg).method
+    assert method is not None, "the command plans jobs with a method"
+    hf_config = config_of(cfg)
+    tensors = model_of(hf_config, cfg.model.trust_remote_code)
+    paper = Paper()
+    install(paper, kind)
+    roles, algo = roles_of(cfg.parallel, size), compose(cfg)
+    samples = rank in roles.samplers
+
+    def engine_of(place: Any) -> PaperEngine:
+        return PaperEngine(cfg, place, hf_config, gpu_memory, tensors)
+
+    elsewhere: dict[Part, Everyone] = {}
+    if samples and rank not in roles.trainers:
+        # The first training rank's place gives the boxes that training ranks hold.
+        first = open_world(cfg, roles.trainers[0], size)
+        with _without_files(folders):
+            policy = build_models(cfg, first, algo.needs).policy
+        engine_at = at_any_place(engine_of(SimpleNamespace(engine_tp_rank=0)))
+        elsewhere = {part: Everyone(first, policy, engine_at, part) for part in pushed_parts(cfg)}
+    world = open_world(cfg, rank, size)
+    # It counts until the process ends.
+    paper.__enter__()
+    with _without_files(folders), paper.tagged("parameters"):
+        models = build_models(cfg, world, algo.needs)
+    for name, model in own_tensors(models):
+        for owner, tensors_of in model.tensors_by_owner().items():
+            paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
+    _name_axes(paper.traffic, cfg, world)
+    engine = engine_of(world) if samples else None
+    template = engine or engine_of(SimpleNamespace(engine_tp_rank=0))
+    template.sleep(2)
+    if engine is not None:
+        wake = engine.wake
+
+        def tagged(what: Any) -> None:
+            with paper.tagged("engine weights" if what == "weights" else "KV cache"):
+                wake(what)
+
+        engine.wake = tagged  # type: ignore[method-assign]
+        if models.policy is None:
+            # Without a trainer on this rank the engine never sleeps.
+            tagged("weights")
+            tagged("kv_cache")
+
+    @cache
+    def boxes(model: Any, part: Part) -> Everyone:
+        if model is None:
+            return elsewhere[part]
+        # The models of other ranks do not count on this one.
+        with _disable_current_modes():
+            return Everyone(world, model, at_any_place(template), part)
+
+    def method_on(run: Any) -> Any:
+        with _without_files(folders):
+            return method(run)
+
+    made = PaperRank(cfg, world, algo, models, engine, paper, boxes, method_on)
+    made.hf_config = hf_config
+    with _disable_current_modes(), torch.device("meta"):
+        sizes = {name: p.numel() for name, p in AutoModelForCausalLM.from_config(hf_config).named_parameters()}
+    made.numbers = sum(sizes.values())
+    made.expert_numbers = sum(n for name, n in sizes.items() if ".experts." in name)
+    return made
+
+
+def open_world(cfg: Config, rank: int, size: int) -> World:
+    """Make this process one rank of `size`; its device is torch's meta device."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    return replace(world_from_group(cfg.parallel, cfg.engine_ranks, torch.device("cpu")), device=META)
+
+
+def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
+    """Name the axes of this rank's groups. If several axes share one group, the last name stays."""
+    everyone: Any = dist.group.WORLD
+    traffic.call(everyone, "all ranks")
+    if world.data_group is not None:
+        traffic.call(world.data_group, "data")
+    if world.trains:
+        for axis in AXES:
+            traffic.call(world.mesh.get_group(axis), axis)
+        for axis in range(world.shard_mesh.ndim):
+            name = ("dp_replicate", "dp_shard")[axis - world.shard_mesh.ndim]
+            traffic.call(world.shard_mesh.get_group(axis), name)
+    if cfg.policy.backend == "megatron" and world.trains:
+        from megatron.core import parallel_state as state
+
+        groups = {
+            "data": [state.get_data_parallel_group(), state.get_data_parallel_group(with_context_parallel=True)],
+            "expert data": [state.get_expert_data_parallel_group()],
+            "cp": [state.get_context_parallel_group()],
+            "tp x ep": [state.get_expert_tensor_and_model_parallel_group()],
+            "ep": [state.get_expert_model_parallel_group()],
+            "tp": [state.get_tensor_model_parallel_group()],
+            "pp": [state.get_pipeline_model_parallel_group(), state.get_embedding_group(check_initialized=False)],
+        }
+        for axis, several in groups.items():
+            for group in several:
+                # Stages in the middle hold no part of the embedding.
+                if group is not None:
+                    traffic.call(group, axis)
+
+
+def folders_of(cfg: Config) -> dict[str, Path]:
+    """Return the folder of every model path of a run: the policy's, and those of its other models that are set."""
+    paths = {
+        "--model.path": cfg.model.path,
+        "--reference.path": cfg.reference.path,
+        "--critic.path": cfg.critic.path,
+        "--process-reward.path": cfg.process_reward.path,
+        "--safety.cost-model": cfg.safety.cost_model,
+    }
+    paths |= {f"--distill.more-teachers {t.path}": t.path for t in cfg.further_teachers().values()}
+    scorer = cfg.reward.model
+    paths[f"{FLAG} {scorer}: path" if is_classifier(scorer) else FLAG] = model_path(scorer)
+    folders = {}
+    for flag, path in paths.items():
+        with named(flag):
+            folders |= {path: folder_of(path, cfg.model.trust_remote_code)} if path else {}
+    return folders
+
+
+@contextmanager
+def _without_files(folders: dict[str, Path]) -> Iterator[None]:
+    """Build policies inside this context from the config.json of these folders, on the meta device."""
+
+    def find(path: str, *_: Any) -> Path:
+        return folders[path]
+
+    places: list[tuple[Any, str, Any]] = [
+        (learner, "resolve", find),
+        (fsdp, "fill_model", lambda model, *_: model.to(META)),
+        (fsdp, "prediction_heads", lambda *_: []),
+        (models_of_run, "check_same_tokens", lambda *_: None),
+        (distillation, "resolve", find),
+        (labels, "resolve", find),
+        (labels, "check_head", lambda *_: None),
+        (labels, "differing_tokens", lambda *_: ([], 0)),
+    ]
+    if find_spec("megatron") is not None:
+        from spmdrl.policy.megatron import convert
+        from spmdrl.policy.megatron import policy as megatron
+
+        places += [
+            (megatron, "prediction_heads", lambda *_: []),
+            (megatron, "stored", lambda *_: []),
+            (convert, "load", lambda *_: None),
+        ]
+    with ExitStack() as stack:
+        for module, name, value in places:
+            stack.enter_context(patch.object(module, name, value))
+        yield

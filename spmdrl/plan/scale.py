@@ -1,0 +1,278 @@
+"""Scales the few micro-batches that ran on paper to a whole step of one rank, and bounds the times of its phases.
+
+Times are by a roofline (https://en.wikipedia.org/wiki/Roofline_model): no rank is faster than its slowest resource at
+its peak rate. These are bounds, not forecasts: kernels reach 40 to 80% of peak matrix rates, and links less for small
+messages.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.config.schema import Config
+from spmdrl.plan.engine_boxes import experts_of
+from spmdrl.plan.gpus import Gpu
+from spmdrl.plan.passes import Work
+from spmdrl.plan.step import Step
+
+
+@dataclass
+class Load:
+    """Operations and traffic of a rank in one phase of a step."""
+
+    flops: int = 0
+    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(axis, kind of collective) -> bytes."""
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    peers: dict[tuple[str, int], int] = field(default_factory=dict)
+    """(`send` or `receive`, rank) -> bytes of a push."""
+
+
+@dataclass
+class Rank:
+    """The plan of one rank's step."""
+
+    step: Step
+    memory: dict[str, dict[str, int]]
+    """phase (`push`, `rollout`, `logp`, `update`) -> bytes on the device at its peak, by purpose."""
+    loads: dict[str, Load]
+    """phase -> its operations and traffic."""
+    micros: dict[str, int]
+    """Micro-batches of the policy's passes: `logp` of a step, `update` of one optimizer step."""
+
+
+def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
+    """Return the number of chunks on a pipeline rank whose activations live at once.
+
+    1F1B keeps as many as there are stages from this one on; the interleaved schedule keeps two for each later stage,
+    and one round for each further chunk (https://arxiv.org/abs/2104.04473).
+    """
+    if virtual == 1:
+        return min(stages - stage, micros)
+    return min((stages - stage - 1) * 2 + (virtual - 1) * stages + 1, micros * virtual)
+
+
+def line(at: Sequence[tuple[int, float]], x: int) -> float:
+    """Return the value at x of the line through the last two points; with a single point, its own value."""
+    if len(at) == 1 or at[-1][0] == at[-2][0]:
+        return at[-1][1]
+    (a, fa), (b, fb) = at[-2:]
+    return fb + (fb - fa) / (b - a) * (x - b)
+
+
+def peak_of(work: Work, stage: int, stages: int, virtual: int, measured: int | None = None) -> dict[str, int]:
+    """Return the bytes at the peak of a pass over all micro-batches, by purpose.
+
+    measured: the stage whose passes ran on paper, one with the same layers as `stage`; None if it is `stage`.
+    """
+    peak = _peak_in_flight(work, stage, stages, virtual, stage if measured is None else measured)
+    kept = line([(p.micros, p.kept) for p in work.passes], work.total) - work.passes[-1].kept
+    if kept > 0:
+        peak["activations"] = peak.get("activations", 0) + int(kept)
+    return peak
+
+
+def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int, measured: int) -> dict[str, int]:
+    if work.kind != "update" or stages == 1:
+        # Without a pipeline one micro-batch runs at a time; gradients live from the first one on.
+        return dict(max((p.peak for p in work.passes), key=lambda m: m.live).by_tag)
+    flying = [in_flight(measured, stages, virtual, p.micros) for p in work.passes]
+    most = in_flight(stage, stages, virtual, work.total)
+    tags = {tag for p in work.passes for tag in p.peak.by_tag}
+    points = {tag: [(n, p.peak.by_tag.get(tag, 0)) for n, p in zip(flying, work.passes, strict=True)] for tag in tags}
+    return {tag: int(line(at, most)) for tag, at in points.items()}
+
+
+def load_of(work: Work) -> Load:
+    """Return the operations and traffic of all passes of one kind in a step, over all micro-batches."""
+
+    def scaled(values: list[tuple[int, float]]) -> int:
+        return int(line(values, work.total) * work.times)
+
+    counts = [p.micros for p in work.passes]
+    keys = dict.fromkeys(key for p in work.passes for key in p.traffic.calls)
+
+    def counter(name: str) -> dict[tuple[str, str], int]:
+        of = [getattr(p.traffic, name) for p in work.passes]
+        return {key: scaled([(n, c.get(key, 0)) for n, c in zip(counts, of, strict=True)]) for key in keys}
+
+    flops = scaled([(p.micros, p.flops) for p in work.passes])
+    return Load(flops, counter("bytes"), counter("calls"))
+
+
+def added(loads: list[Load]) -> Load:
+    """Return the sum of some loads."""
+    return Load(
+        sum(x.flops for x in loads),
+        dict(sum((Counter(x.sent) for x in loads), Counter())),
+        dict(sum((Counter(x.calls) for x in loads), Counter())),
+    )
+
+
+def rank_of(
+    step: Step, stage: int, stages: int, virtual: int, sampling: dict[str, int], measured: int | None = None
+) -> Rank:
+    """Scale the step of one rank on paper to its plan.
+
+    stage: its pipeline stage, of `stages`, each of `virtual` chunks. sampling: bytes of its engine that exist only
+    while it samples and did not live on paper, by purpose. measured: as in `peak_of`.
+    """
+    memory = {phase: _clean(step.moments[phase].by_tag) for phase in ("push", "rollout")}
+    memory["rollout"] |= _clean(sampling)
+    loads = {"push": Load()}
+    if step.push:
+        pushed = step.push.traffic
+        loads["push"] = Load(step.push.flops, dict(pushed.bytes), dict(pushed.calls), dict(pushed.peers))
+    for phase, kinds in (("logp", ["logp"]), ("update", ["update", "step"])):
+        works = [work for work in step.works if work.kind in kinds and work.passes]
+        if works:
+            peaks = [peak_of(work, stage, stages, virtual, measured) for work in works]
+            memory[phase] = _clean(max(peaks, key=lambda tags: sum(tags.values())))
+            loads[phase] = added([load_of(work) for work in works])
+    micros = {work.kind: work.total for work in step.works if work.model == "policy"}
+    return Rank(step, memory, loads, micros)
+
+
+def _clean(tags: dict[str, int]) -> dict[str, int]:
+    return {tag: n for tag, n in tags.items() if n > 0}
+
+
+SCATTERED = ("all-to-all", "gather", "scatter")
+"""Collectives that carry different bytes to each rank; others pass the same bytes along a ring."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds that each resource of a rank is busy at its peak rate; the phase takes at least the longest of them."""
+
+    matrix: float = 0.0
+    nvlink: float = 0.0
+    network: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+    bubble: float = 1.0
+    """Factor by which a pipeline's ranks wait for one another."""
+
+    def _named(self) -> dict[str, float]:
+        named = {"matrix rate": self.matrix * self.bubble, "NVLink": self.nvlink, "network": self.network}
+        return named | {"memory": self.memory, "host link": self.host}
+
+    @property
+    def seconds(self) -> float:
+        """The least time."""
+        return max(self._named().values())
+
+    @property
+    def by(self) -> str:
+        """The resource that determines the least time."""
+        named = self._named()
+        return max(named, key=lambda name: named[name])
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The places of the ranks with which a rank communicates."""
+
+    ranks: dict[str, tuple[int, ...]]
+    """Axis -> the ranks of its group."""
+    rank: int
+    """The rank itself."""
+    per_node: int
+    """GPUs of a node; ranks fill nodes in order."""
+
+    def beside(self, rank: int) -> bool:
+        """Return True for a rank of the same node."""
+        return rank // self.per_node == self.rank // self.per_node
+
+    def divided(self, axis: str, kind: str, size: float) -> tuple[float, float]:
+        """Return the least bytes of a collective that this rank sends inside its node, and over its network card.
+
+        A ring can be laid so that each rank of a node passes a part of the bytes on to the next node.
+        """
+        ranks = self.ranks[axis]
+        here = sum(map(self.beside, ranks))
+        if here == len(ranks):
+            return size, 0.0
+        if kind in SCATTERED:
+            others = len(ranks) - 1
+            return size * (here - 1) / others, size * (len(ranks) - here) / others
+        return (size if here > 1 else 0.0), size / here
+
+
+def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Bound:
+    """Return the bound of a phase. Links carry both directions at once, so only the larger one counts.
+
+    micros: micro-batches of one pass, for the bubble of a pipeline with this many stages.
+    """
+    near: dict[str, float] = dict.fromkeys(("send", "receive"), 0.0)
+    far = dict(near)
+    for (axis, kind), size in load.sent.items():
+        if axis != "push":
+            inside, outside = axes.divided(axis, kind, size)
+            near["send"] += inside
+            far["send"] += outside
+    for (way, rank), size in load.peers.items():
+        (near if axes.beside(rank) else far)[way] += size
+    bubble = (micros + stages - 1) / micros if micros else 1.0
+    return Bound(
+        load.flops / (gpu.matmul_tflops * 1e12),
+        max(near.values()) / (gpu.nvlink_gb_s * 1e9),
+        max(far.values()) / (gpu.network_gb_s * 1e9),
+        bubble=bubble,
+    )
+
+
+def parking_bound(to_host: int, from_host: int, gpu: Gpu) -> Bound:
+    """Return the bound of a step's moves of weights and optimizers: to the host before sampling, and back after it."""
+    return Bound(host=(to_host + from_host) / (gpu.host_gb_s * 1e9) if gpu.host_gb_s else 0.0)
+
+
+def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
+    """Return the bound of sampling responses of full length: matrix products, and reads of weights and cache.
+
+    Each step of an engine reads the weights once, and the cache of each sequence. Of n experts it reads those that its
+    tokens choose, k each: n (1 - (1 - k / n) ** tokens) if the choice is even. Copies of an engine's attention
+    (`--rollout.dp`) have sequences and a cache of their own.
+
+    Args:
+        cfg: the run's settings.
+        gpu: the GPU of a rank.
+        engines: number of engines in the job.
+        engine: facts of one engine from `engine_facts`: its ranks together, and the cache of one rank.
+    """
+    rollout = cfg.rollout
+    sequences = -(-rollout.prompts_per_step * rollout.samples_per_prompt // (engines * rollout.dp))
+    at_once = max(1, min(sequences, -(-engine["capacity"] // rollout.dp), engine["sequences"] or 1))
+    rounds = -(-sequences // at_once)
+    new, prompt = rollout.max_new_tokens, rollout.max_prompt_tokens
+    read_share = 1 - (1 - engine["chosen_share"]) ** (at_once * rollout.dp)
+    weights = engine["weights"] * (1 - engine["expert_share"] * (1 - read_share))
+    read = rounds * new * (weights + at_once * (prompt + new / 2) * engine["token_bytes"])
+    tokens = sequences * rollout.dp * (new + prompt / rollout.samples_per_prompt)
+    flops = 2 * engine["active_numbers"] * tokens / engine["ranks"]
+    return Bound(flops / (gpu.matmul_tflops * 1e12), memory=read / (gpu.memory_tb_s * 1e12))
+
+
+def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
+    """Return the facts about an engine for the table and for the times."""
+    engine, text = made.engine, made.hf_config.get_text_config()
+    ranks = made.world.rollout_mesh["tp"].size()
+    experts, used = experts_of(text), getattr(text, "num_experts_per_tok", None)
+    chosen = used / experts if experts and used else 1.0
+    in_experts = made.expert_numbers / made.numbers
+    return {
+        "ranks": ranks,
+        "weights": engine.weight_bytes,
+        "cache": engine.cache_bytes,
+        "tokens": engine.cache_tokens,
+        "sequences": engine.sequences,
+        "lack": engine.lack,
+        "unknown": engine.unknown,
+        "workspace": dict(engine.workspace),
+        "capacity": engine.capacity,
+        "token_bytes": engine.cache_bytes / engine.cache_tokens if engine.cache_tokens else 0.0,
+        "expert_share": in_experts,
+        "chosen_share": chosen,
+        "active_numbers": made.numbers * (1 - in_experts * (1 - chosen)),
+    }
