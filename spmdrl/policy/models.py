@@ -148,7 +148,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
     total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
     if "critic" in needs:
-        # The policy's schedule begins when the policy begins to learn, after the critic's warm-up.
+        # The policy's schedule begins with the policy's first update, after the critic's warm-up.
         warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
     wanted = wanted_models(cfg, needs)
     scoring = scoring_world(world, cfg.parallel, timedelta(seconds=cfg.run.timeout))
@@ -163,7 +163,6 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     starts = cfg.reference.path or cfg.model.path
     for name, each in wanted.items():
         if each.lr is not None:
-            # It trains beside the policy.
             settings = dict(path=each.path, head=each.head, optimizer=dataclasses.replace(cfg.optimizer, lr=each.lr))
             model: Any = backend(cfg.policy.backend)(cfg, world, total, **settings) if world.trains else None
         elif name == "reference" and cfg.lora.rank and each.path in ("", cfg.model.path) and scoring is world:

@@ -43,7 +43,7 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
-    """Build the attention mask of branches for SDPA. sink: number of keys before all others that no query misses."""
+    """Build the attention mask of branches for SDPA. sink: 1 if a key before the others is visible to every query."""
     # On a GPU a mask that is causal from the end; SDPA's kernels support it for all types but float64.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
         # torch cannot make this subclass of Tensor under a dispatch mode, which `--run.lockstep-debug` installs.

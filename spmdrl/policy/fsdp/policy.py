@@ -180,7 +180,7 @@ class FsdpPolicy(Learner):
             (chunked[0] if chunked else result.loss * scale).backward()
             metrics.merge(result.stats)
         if scale != 1:
-            # In the master type, which underflows for no value.
+            # Gradients are in the master type, in which no value underflows.
             for p in self.model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(1 / scale)

@@ -65,7 +65,7 @@ def recompute(hf: Any) -> None:
     transformers' own switch works only in training mode, which would also switch dropout on.
     """
     for layer in decoder_layers(hf):
-        # The state of random generators need not be persistent: in eval mode nothing draws.
+        # The state of random generators need not be kept: in eval mode nothing draws.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=again
         )

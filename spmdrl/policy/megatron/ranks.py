@@ -81,7 +81,10 @@ STAND_IN, CHECKPOINT = Torch("torch"), _Checkpoint("torch.distributed.checkpoint
 
 
 def over(ranks: dist.ProcessGroup | None) -> range:
-    """Make Megatron work over the ranks of a host-side group, consecutive in the job; None: all. Returns the ranks."""
+    """Make Megatron work over the ranks of a host-side group, consecutive in the job, or over all for None.
+
+    Returns those ranks.
+    """
     global _group
     numbers = dist.get_process_group_ranks(ranks) if ranks is not None else list(range(dist.get_world_size()))
     place = range(numbers[0], numbers[0] + len(numbers))

@@ -83,7 +83,7 @@ def _engine(loaded: dict[str, Any]) -> None:
 
 
 def _states() -> None:
-    """Restore a saved state of AdamW on the host or with step counts, which Megatron does not."""
+    """Make loads restore step counts, and the state of AdamW on the host, both of which Megatron would lose."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
