@@ -29,7 +29,7 @@ class TokenObjective(Objective):
 
 
 def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> Totals:
-    """Count the tokens and episodes of one optimizer step over all ranks. mask_T: the loss mask by default. Collective."""
+    """Count tokens and episodes of one optimizer step over all ranks. mask_T: the loss mask by default. Collective."""
     local = count_totals(share.token["mask"] if mask_T is None else mask_T, share.episode_index)
     return Totals(*peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist())
 
