@@ -124,14 +124,14 @@ def test_labels_and_their_weights(folders, tmp_path):
 
     three = labels(path=folders["three"], weights={"short": -0.2, "helpful": 0.65})
     assert three.names == ("helpful", "right", "short") and three.weights == (0.65, 0.0, -0.2)
-    assert not three.own_tokens and "the policy's tokens" in three.says and three.positions == 128
+    assert not three.own_tokens and "the policy's tokens" in three.note and three.positions == 128
     assert labels(path=folders["one"]).names == ("model",)
     steps = labels(path=folders["steps"], steps="\n\n")
     assert steps.probability and steps.outputs == 2 and steps.names == ("model",)
     own = labels(path=folders["one"], tokenizer="own")
-    assert own.own_tokens and "own tokens (tokenizer own)" in own.says
+    assert own.own_tokens and "own tokens (tokenizer own)" in own.note
     other = labels_of(written(tmp_path / "rm.yaml", path=folders["one"]), "tiny")
-    assert other.own_tokens and "tokens differ" in other.says
+    assert other.own_tokens and "tokens differ" in other.note
 
 
 def test_a_model_with_tokens_of_its_own_is_refused_beside_an_environment(folders, tmp_path):
