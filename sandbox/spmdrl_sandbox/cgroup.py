@@ -70,7 +70,7 @@ def make() -> Group | None:
 
 def _made(place: Path) -> Group:
     for left in place.glob(f"{NAME}*"):
-        # Of a caller that was killed.
+        # The group of a caller that was killed.
         pid = left.name.removeprefix(NAME).partition("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
             _removed(left)
@@ -80,9 +80,9 @@ def _made(place: Path) -> Group:
 
 
 def _write(file: Path, value: int) -> None:
-    """Write a value into a file of the kernel's, which lacks those of controllers that are not handed on."""
+    """Write a value into a file of the kernel, if it is there: files of some controllers may be missing."""
     with contextlib.suppress(OSError):
-        # It is never made here, and some may not be read.
+        # The file is never created here, and some files are write-only.
         end = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.write(end, f"{value}\n".encode())

@@ -13,7 +13,7 @@ from spmdrl_sandbox.base import SandboxError, Start
 from spmdrl_sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE
 
 IMAGE = "python:3.12-slim"
-"""Of Docker Hub, for docker; apptainer reads it as `docker://`, or takes a path of an image."""
+"""Image of Docker Hub for docker; apptainer reads it as `docker://`, or takes a path of an image."""
 PIDS = 64
 MEMORY_MIB = 4096
 """Processes and memory of a container."""

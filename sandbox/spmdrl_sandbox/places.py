@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 FLAGS = ["-P", "-s", "-B"]
-"""Of Python: no folder of a caller or a user on its path, and no bytecode written."""
+"""Flags of Python: no folder of a caller or a user on its path, and no bytecode written."""
 BARE = ["-S", *FLAGS]
 """And no `.pth` files of packages, which `inside/modules.py` makes up for."""
 

@@ -106,7 +106,7 @@ class Outside(Watch):
     def __init__(self, held: Held, task: dict, talk: Talk):
         """held: has become the program."""
         reports, self.report = os.pipe()
-        # They are this one's to close.
+        # This object closes them.
         (inputs, outputs, errors), held.ends = held.ends, []
         super().__init__(held.pid, reports, inputs, outputs, errors, task, False, talk)
         self.held, self.own = held, memory_of(str(held.pid))
@@ -115,7 +115,7 @@ class Outside(Watch):
 
     def _wait(self) -> None:
         ended = self.held.process.wait()
-        # What is left of the program ends with it; it may hold the pipes open.
+        # The program's other processes end with it; they may hold the pipes open.
         sweep()
         number = max(ended.signal, 0) if ended.reason == ExitReason.SIGNALED else signal.SIGKILL
         exited = ended.reason == ExitReason.EXITED
@@ -173,7 +173,7 @@ def sweep() -> None:
 
 
 def fits(folder: str, most: int) -> bool:
-    """True if the files below a folder are few and small enough together. most: bytes."""
+    """Tell whether the files below a folder are few and small enough together. most: bytes."""
     count = total = 0
     more = [(folder, 0)]
     while more:

@@ -77,10 +77,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"note: {each}")
         print("\n".join(f"problem: {each}" for each in problems) or "nothing is wrong with what was tried")
     else:
+        shares = [row.right if row.by_prompt else None for _, row in found.rows]
         kinds = [
-            {"answers": sort, "written": row.kind, "tried": len(row.rewards), "right": row.right}
-            | ({} if row.by_prompt else {"right": None})
-            for sort, row in found.rows
+            {"answers": sort, "written": row.kind, "tried": len(row.rewards), "right": right}
+            for (sort, row), right in zip(found.rows, shares, strict=True)
         ]
         print(json.dumps({"ok": not problems, "problems": problems, "notes": _notes(found), "kinds": kinds}))
     return int(bool(problems))

@@ -67,10 +67,7 @@ class Tests:
 def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
     """Return the tests of a row.
 
-    truth: in one of the module's forms. extra: the row's other columns.
-
-    Raises:
-        UngradedError: it holds no tests; the message lists the forms.
+    truth: in one of the module's forms. extra: the row's other columns. Raises UngradedError for a row without tests.
     """
     if isinstance(truth, str):
         truth = {"test": truth} if _asserts(truth) else _parsed(truth)

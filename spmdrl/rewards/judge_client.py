@@ -74,11 +74,9 @@ class Client:
     def ask(self, body: dict[str, Any]) -> bytes:
         """Return the body of the server's answer.
 
-        Raises:
-            TryAgainError: a rate limit, a fault of the server, of the network, or a time-out.
-            UnknownFormError: the server does not take such a request.
-            UngradedError: the text is too long for the server.
-            RewardError: no request can succeed; the message says what to change.
+        Raises TryAgainError for a rate limit, a time-out, or a fault of the server or the network; UnknownFormError and
+        UngradedError if the server does not take the form of the request, or its length; RewardError, with the setting
+        to change, if no request can succeed.
         """
         status, after, answer = self._exchange(json.dumps(body).encode())
         if status == 200:
@@ -178,7 +176,7 @@ class Client:
 def _cut(sock: socket.socket) -> None:
     """End a connection that another thread waits for."""
     with suppress(OSError):
-        # Of the plain socket: TLS would first change what the other thread reads through.
+        # The method of the plain socket: that of TLS would first change the object that the other thread reads from.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 

@@ -104,10 +104,7 @@ def check_ungraded(
 
     group: samples of a prompt: one unreadable row does not end a small run, unless the setting is 0. env: `--env`; an
     environment may fail, or begin with a prompt that is too long. why: the reason for which it left out the first
-    sample, where this rank knows one.
-
-    Raises:
-        RewardError: there are more than `--reward.max-ungraded` allows.
+    sample, where this rank knows one. Raises RewardError for more samples than `--reward.max-ungraded` allows.
     """
     one_row = group if cfg.max_ungraded and group < samples else 0
     if ungraded > max(cfg.max_ungraded * samples, one_row):
@@ -170,8 +167,7 @@ def _file_function(spec: str, flag: str) -> str:
 def check_truths(prompts: PromptSet, reward: RewardConfig) -> None:
     """Have each quick built-in reward score some response to every row: rewards look at the truth first.
 
-    Raises:
-        ValueError: a reward cannot grade a row; the message has the first one, why, and how many there are.
+    Raises ValueError with the first row that a reward cannot grade, the reason, and the number of such rows.
     """
     checks = QUICK | {"math": lambda item: truth_text(item.ground_truth)}
     for name in functions(reward):

@@ -50,10 +50,8 @@ class Pool(Grader):
 
         function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`. finite: a score that is
         not finite is an error. settings: of a built-in reward, or further arguments of a function in a file, as JSON.
-        alone: no other reward grades a row to which this one does not apply.
-
-        Raises:
-            ValueError: a worker cannot load the function.
+        alone: no other reward grades a row to which this one does not apply. Raises ValueError where a worker cannot
+        load the function.
         """
         assert on_timeout in ("error", "zero"), on_timeout
         if workers < 1 or not timeout > 0:

@@ -51,12 +51,9 @@ class Route:
     """
 
     def __init__(self, settings: dict[str, Any]):
-        """Load the rewards of the sources that will come.
+        """Load the rewards of the sources that will come: the setting `sources`. Others are settings of the rewards.
 
-        settings: of all rewards that have any, and `sources`, a list.
-
-        Raises:
-            ValueError: a source has no reward, or its reward does not load.
+        Raises ValueError for a source without a reward, and for a reward that does not load.
         """
         self._settings = {name: value for name, value in settings.items() if name != "sources"}
         self._loaded: dict[str, Callable[[RewardInput], object]] = {}

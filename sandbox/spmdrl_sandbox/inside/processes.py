@@ -62,7 +62,7 @@ def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
         try:
             become(task)
         finally:
-            # What it raises of its own must not reach the frames above.
+            # Its own exceptions must not reach the frames above.
             os._exit(1)
     for end in pipes:
         os.close(end)
