@@ -192,7 +192,7 @@ def win_rate(x: Samples) -> Result:
 
         A = share of the other samples of the group with a lower reward, ties half, - 1/2            in [-1/2, 1/2]
 
-    The score of a judge of pairs (docs/judge.md#pairs) is such a share already: take `dr_grpo` for it.
+    The score of a judge of pairs (docs/judge.md#pairs) is already that share: take `dr_grpo` for it.
 
     Group of one: A is 0. Equal rewards: A is 0.
     """

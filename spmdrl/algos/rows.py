@@ -29,7 +29,7 @@ def paper_of(function: Callable) -> str:
 
 
 def find(name: str, table: Mapping[str, F], what: str) -> F:
-    """Return table[name]. ValueError: no such name; the message has the nearest one and the list."""
+    """Return table[name]. ValueError: an unknown name; the message has the nearest one and the list."""
     if name in table:
         return table[name]
     raise ValueError(f"unknown {what} {name!r}{nearest(name, table)}: choose one of {', '.join(table)}")

@@ -186,9 +186,9 @@ def token_rewards(
 
     Source: https://arxiv.org/abs/1909.08593 (KL in the reward)
 
-    kl_T: [T], estimate of KL(policy || reference), nats; None for no such term. turn_T, turn_reward_T: [T], the turn of
-    each token and the part of `reward_B` that fell there; the rest of it is the outcome, which stands on the last turn,
-    so that a sequence's rewards add up to `reward_B`. All of them may hold anything outside the mask, and the result is
+    kl_T: [T], estimate of KL(policy || reference), nats; None: the reward has no KL term. turn_T, turn_reward_T: [T],
+    the turn of each token and the part of `reward_B` that fell there; the rest of it is the outcome, which stands on
+    the last turn, so a sequence's rewards add up to `reward_B`. All may hold anything outside the mask; the result is
     0 there. ValueError: a KL or a turn's reward under the mask that is not finite, naming the sequences.
     """
     rewards_T = place_outcome(reward_B, mask_T, seq_T, turn_T)

@@ -149,7 +149,7 @@ class Rows:
         self.cfg, self.world, self.mixture, self.encoder, self.known = cfg, world, mixture, encoder, known
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self.ahead: tuple[int, Future[Step], dict] | None = None
-        self.held = mixture.state()
+        self.returned = mixture.state()
         """State of the mixture after the last step that was returned."""
         self.totals: Counter = Counter()
         """Rows and refused rows of all ranks since the job began."""
@@ -163,7 +163,7 @@ class Rows:
         if self.ahead is None:
             self._begin(step)
         assert self.ahead is not None and self.ahead[0] == step
-        _, future, self.held = self.ahead
+        _, future, self.returned = self.ahead
         self.ahead = None
         mine = future.result()
         if not last:
@@ -173,8 +173,8 @@ class Rows:
             hidden = [name.removesuffix(f" {UNSHOWN}") for name in mine.counts if name.endswith(UNSHOWN)]
             for line in filter(None, (unread_line(mine.unread), unshown_line(hidden))):
                 log.warning("%s (--data.train)", line)
-        held = torch.tensor([*(mine.counts[name] for name in COUNTED), mine.kept], dtype=torch.int64)
-        *numbers, kept = all_reduce(held, "sum", self.world.host_group).tolist()
+        sums = torch.tensor([*(mine.counts[name] for name in COUNTED), mine.kept], dtype=torch.int64)
+        *numbers, kept = all_reduce(sums, "sum", self.world.host_group).tolist()
         counts = Counter(dict(zip(COUNTED, numbers, strict=True)))
         self.totals += Counter({"rows": counts["rows"], "refused": counts["refused"], "kept": kept})
         if counts["refused"]:
@@ -207,12 +207,12 @@ class Rows:
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last step that `take` returned; JSON-able, alike on all ranks."""
-        return {"mixture": self.held, "totals": dict(self.totals)}
+        return {"mixture": self.returned, "totals": dict(self.totals)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`."""
         self.mixture.restore(state["mixture"])
-        self.held, self.totals = state["mixture"], Counter(state["totals"])
+        self.returned, self.totals = state["mixture"], Counter(state["totals"])
         # Checkpoints of other versions do not count them.
         self.totals.setdefault("kept", self.totals["rows"] - self.totals["refused"])
 
@@ -281,8 +281,8 @@ def pack(
     lengths = torch.tensor([len(sequence) for *_, sequence in ordered], dtype=torch.int64)
     token = {"tokens": torch.cat([s.tokens for s in all_of]), "mask": torch.cat([s.mask for s in all_of])}
     for name, dtype in (columns or {}).items():
-        held = [sequence.columns[name].to(dtype) for sequence in all_of[1:]]
-        token[name] = torch.cat([torch.zeros(0, dtype=dtype), *held])
+        values = [sequence.columns[name].to(dtype) for sequence in all_of[1:]]
+        token[name] = torch.cat([torch.zeros(0, dtype=dtype), *values])
     seq = {
         "position": torch.tensor([place for place, *_ in ordered], dtype=torch.int64),
         "sample": torch.tensor([i for _, i, _ in ordered], dtype=torch.int64),

@@ -35,7 +35,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     measured: Objective | None = None
     """The loss of an evaluation; None: the one that is trained."""
     add_frozen: Callable[[Batch], None] | None = None
-    """Adds columns that the objective needs of a frozen model to a batch; None: there is no such model."""
+    """Adds columns that the objective needs of a frozen model to a batch; None: the job has no frozen model."""
     moves: FixedModelConfig | None = None
     """Settings of the moves of the reference; None: it never moves."""
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)

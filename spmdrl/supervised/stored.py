@@ -106,28 +106,28 @@ class _Writer:
         self.folder, self.files = folder, dict[str, int]()
         position = (world.holders == world.rank).nonzero()
         self.position = int(position[0, 0]) if len(position) and int(position[0, 1]) == 0 else None
-        self.held: list[dict[str, torch.Tensor]] = []
+        self.waiting: list[dict[str, torch.Tensor]] = []
         self.bytes = 0
 
     def take(self, batch: Batch, columns: dict[str, torch.Tensor]) -> None:
         if self.position is None or not len(batch):
             return
         mask_T = batch.token["mask"]
-        held = {"tokens": batch.token["tokens"].int(), "lengths": batch.lengths, "mask": mask_T}
-        held |= {name: x_T[mask_T] for name, x_T in columns.items()}
-        self.held.append(held)
-        self.bytes += sum(x.nbytes for x in held.values())
+        columns = {name: x_T[mask_T] for name, x_T in columns.items()}
+        columns |= {"tokens": batch.token["tokens"].int(), "lengths": batch.lengths, "mask": mask_T}
+        self.waiting.append(columns)
+        self.bytes += sum(x.nbytes for x in columns.values())
         if self.bytes >= FULL:
             self.flush()
 
     def flush(self) -> None:
-        if not self.held:
+        if not self.waiting:
             return
-        whole = {name: torch.cat([each[name] for each in self.held]) for name in self.held[0]}
+        whole = {name: torch.cat([each[name] for each in self.waiting]) for name in self.waiting[0]}
         name = f"{self.position}_{len(self.files)}.safetensors"
         save_file(whole, self.folder / name)
         self.files[name] = len(whole["lengths"])
-        self.held, self.bytes = [], 0
+        self.waiting, self.bytes = [], 0
 
 
 def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
@@ -219,16 +219,16 @@ class Stored:
         raise NoNumbersError(problem)
 
 
-def _column(held: torch.Tensor, held_L: torch.Tensor, mask_L: torch.Tensor) -> torch.Tensor:
+def _column(numbers: torch.Tensor, held_L: torch.Tensor, mask_L: torch.Tensor) -> torch.Tensor:
     """Return a column [L, ...] of numbers at the tokens of held_L, zeros outside mask_L."""
-    column = held.new_zeros(len(mask_L), *held.shape[1:])
-    column[mask_L] = held[mask_L[held_L]]
+    column = numbers.new_zeros(len(mask_L), *numbers.shape[1:])
+    column[mask_L] = numbers[mask_L[held_L]]
     return column
 
 
 def _row(file: Any, name: str) -> str:
-    held = file.get_slice(name)
-    return f"{held.get_dtype()} {held.get_shape()[1:]}"
+    column = file.get_slice(name)
+    return f"{column.get_dtype()} {column.get_shape()[1:]}"
 
 
 def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:
