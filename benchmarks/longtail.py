@@ -151,7 +151,7 @@ def side(folder: Path, args) -> None:
         def seen(step: int):
             watched.tokens, watched.polls = 0, []
             done = experience(step)
-            carried = sum(e.made for group in done.carried for e in group.episodes)
+            carried = sum(e.generated for group in done.carried for e in group.episodes)
             rows.append({"sampled": watched.tokens, "carried": carried, "polls": watched.polls})
             return done
 

@@ -36,7 +36,7 @@ def write(path: Path, tree: Any) -> None:
 def read(path: Path) -> Any:
     """Read the tree in `path`; its tensors are on the CPU and do not depend on the file.
 
-    Raises ValueError if there is no such file, or `write` did not make it; names the path.
+    Raises ValueError, which names the path, if the file is missing or was not written by `write`.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

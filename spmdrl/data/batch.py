@@ -129,7 +129,7 @@ class Batch:
         return torch.zeros_like(self.firsts).index_add_(0, self.episode, counts)
 
     @property
-    def made_per_episode(self) -> torch.Tensor:
+    def generated_per_episode(self) -> torch.Tensor:
         """int64 [E]: number of tokens after the prompt, observed ones too, those of all branches once."""
         return self.seq["made"][self.firsts] if "made" in self.seq else self.sampled_per_episode
 

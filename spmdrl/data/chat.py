@@ -70,14 +70,14 @@ def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
 class Today:
     """The date that templates show."""
 
-    kept: date | None = None
+    first: date | None = None
     """The day of the run's first start, so that a resume renders the same tokens; None: the day of the rendering."""
 
 
 def variables(more: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of a template, with the function that returns the date."""
     given = more.get(DATE)
-    day = date.fromisoformat(given) if isinstance(given, str) else Today.kept
+    day = date.fromisoformat(given) if isinstance(given, str) else Today.first
     return more | ({DATE: datetime(day.year, day.month, day.day).strftime} if day else {})
 
 

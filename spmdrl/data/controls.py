@@ -1,14 +1,16 @@
 """Keeps the text of messages apart from the control tokens that a chat template writes.
 
 A message may hold the text of a control token (`<|im_end|>` in the output of a tool). Before the messages are rendered,
-a mark is put into every such text after its first character. The rendered text is then tokenized in pieces that end at
-the marks, so that no piece holds the text of a control token but those that the template writes.
+a mark is put into each of these texts after its first character. The rendered text is then tokenized in pieces that end
+at the marks, so the only control tokens in a piece are those that the template writes.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from spmdrl.data.row_columns import strings
 
 MARKS = [chr(code) for code in range(0xF0000, 0xF1000)]
 """Characters without a meaning; the mark is one that is in no message."""
@@ -40,7 +42,7 @@ class Controls:
         # Almost no message holds one. JSON writes all texts as they are but for the characters that it escapes.
         if self._as_in_json and not self.pattern.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
             return messages, tools, MARKS[0]
-        texts = list(_strings([messages, tools]))
+        texts = list(strings([messages, tools]))
         if not any(map(self.pattern.search, texts)):
             return messages, tools, MARKS[0]
         mark = next(mark for mark in MARKS if not any(mark in text for text in texts))
@@ -72,18 +74,6 @@ class Controls:
         if [i for i in ids if i in self.ids] != [self._id[found.group()] for found in self.pattern.finditer(text)]:
             raise ValueError("the tokenizer finds other control tokens in the text than the template writes")
         return ids
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, keys of objects too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from (*_strings(key), *_strings(inner))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _strings(inner)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

@@ -75,7 +75,7 @@ class Conversation:
         self.next([QUESTION], ANSWER, None, [], False, [QUESTION])
 
     def of(self, more: dict[str, Any]) -> "Conversation":
-        """Return the renderer with the variables of the template that a row gives. Raises ValueError."""
+        """Return the conversation renderer with a row's variables of the template. Raises ValueError."""
         if not more:
             return self
         key = json.dumps(more, sort_keys=True, default=str)

@@ -28,8 +28,8 @@ of the environment; limit on turns; limit on time."""
 class Episode:
     """One sample of one prompt: observed and sampled tokens, and their reward.
 
-    L: tokens of the path that is being continued, which ends with the last segment. Properties that give a value for
-    each token, and the length, speak of that path.
+    L: tokens of the path that is being continued, which ends with the last segment. The length and properties per
+    token are those of that path.
     """
 
     prompt: int
@@ -56,14 +56,14 @@ class Episode:
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, if one was sampled."""
     given: float | None = None
-    """All that an environment gave, turn by turn and at the end. None: there is none, or it has not ended."""
+    """Sum of an environment's rewards, of turns and at the end. None: there is none, or it has not ended."""
     unanswered: str = ""
     """How the engine ended a response that the environment has not answered; empty if there is none."""
     conversation: Any = None
     """Its conversation with an environment (`rl.conversation_state`) until it ends, on the rank that has it."""
     phase: str = ""
-    """Stage in the rollout under way: `opening` (its environment returns the prompt), `sampling` (the engine works on
-    it), `answering` (its environment answers), `grading`, `graded`; empty if it waits for a place or is in none."""
+    """Stage of the rollout: `opening` (its environment prepares the prompt), `sampling` (the engine works on it),
+    `answering` (its environment prepares an answer), `grading`, `graded`; empty if it waits for a place or is in none."""
     experts: torch.Tensor | None = None
     """int16 [n, W], the experts that each of the first n tokens of all segments, laid end to end, was sent to, layer by
     layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""
@@ -100,7 +100,7 @@ class Episode:
         return [self.path_to(i) for i in range(len(self.segments)) if i not in followed]
 
     def along(self, pick: Callable[[Segment], torch.Tensor], path: list[int] | None = None) -> torch.Tensor:
-        """Lay what `pick` gives of each segment of a path end to end. path: None: the one that is being continued."""
+        """Concatenate `pick` of each segment of a path; path: None for the one that is being continued."""
         return torch.cat([pick(self.segments[i]) for i in (self.path if path is None else path)])
 
     # ── tokens of the path that is being continued ───────────────────────────
@@ -144,7 +144,7 @@ class Episode:
         return next(rest, len(self.segments))
 
     @property
-    def made(self) -> int:
+    def generated(self) -> int:
         """The number of tokens after the prompt, those of all branches."""
         return sum(len(s) for s in self.segments[self.opening :])
 
@@ -172,15 +172,11 @@ class Episode:
     ) -> None:
         """Append an answer of the environment, which begins a turn.
 
-        Args:
-            tokens: the tokens that the policy observes.
-            state: number of the state that they show; None: the tokens of the path so far are the state.
-            after: index of the segment that they follow (`cut` finds the one that ends at a token); None: the last one.
-                Any other begins a branch.
-            parent: as in `Segment`.
+        state: number of the state that the tokens show; None: the tokens of the path so far are the state. after: index
+        of the segment that they follow (`cut` finds the one that ends at a token); None: the last one. Any other begins
+        a branch. parent: as in `Segment`.
 
-        Raises:
-            ValueError: there are no tokens, a token is negative, or a number is not in its range.
+        Raises ValueError if there are no tokens, if a token is negative, or if a number is not in its range.
         """
         if not tokens or min(tokens) < 0:
             raise ValueError(f"an observation needs one token or more, none of them negative; it is {tokens}")
@@ -205,10 +201,7 @@ class Episode:
 
         Tokens that the prompt has in common with a path, its last one apart, are shared with it; the rest is observed.
         The turn follows, in time, the one that was sampled last. A prompt that continues the current path only adds to
-        it. state: as in `add_observed`.
-
-        Raises:
-            ValueError: the prompt is empty, or a token is negative.
+        it. state: as in `add_observed`. Raises ValueError if the prompt is empty, or a token is negative.
         """
         if not prompt or min(prompt) < 0:
             raise ValueError(f"a prompt needs one token or more, none of them negative; it is {prompt}")
@@ -236,9 +229,7 @@ class Episode:
         """Return the index of the segment of a path that ends after so many tokens; one that goes on is cut in two.
 
         The later part keeps the reward. path: None: the one that is being continued.
-
-        Raises:
-            ValueError: the path has no such token.
+        Raises ValueError if the path is shorter.
         """
         end, path = 0, self.path if path is None else path
         for index in path:

@@ -106,7 +106,7 @@ def from_episodes(
     seq = {name: column(getattr(p.episode, name) for p in ordered) for name in names}
     seq |= {"path": column(p.number for p in ordered), "paths": column(p.paths for p in ordered)}
     if turn_rewards:
-        seq["made"] = column(p.episode.made for p in ordered)
+        seq["made"] = column(p.episode.generated for p in ordered)
         seq["distinct"] = column(sum(map(len, p.episode.segments)) for p in ordered)
     seq["finish"] = column(FINISH_REASONS.index(p.episode.finish) for p in ordered)
     seq["reward"] = column((p.episode.reward for p in ordered), torch.float64)

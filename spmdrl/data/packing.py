@@ -64,8 +64,7 @@ def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
     """Return the number of micro-batches that these sequences take, as `fewest` packs them; 0 for none.
 
-    Raises:
-        ValueError: one sequence alone is longer than the budget.
+    Raises ValueError if one sequence alone is longer than the budget.
     """
     return len(fewest(lengths_B.tolist(), budget))
 
@@ -75,9 +74,7 @@ def fewest(lengths: list[int], budget: int) -> list[list[int]]:
 
     An even split often fits as many bins as the tokens need at least, where first-fit leaves a gap in each: with rows
     of GSM8K's lengths and four in a bin, 1.004 of that number and 1.04.
-
-    Raises:
-        ValueError: one sequence alone is longer than the budget.
+    Raises ValueError if one sequence alone is longer than the budget.
     """
     parts = first_fit_decreasing(lengths, budget)
     least = max(1, -(-sum(lengths) // budget))

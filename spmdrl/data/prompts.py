@@ -40,7 +40,7 @@ class Prompt:
     """One prompt, ready for the engine."""
 
     index: int
-    """Position in its source: the key of every draw made for it."""
+    """Position in its source: the key of all of its draws."""
     tokens: list[int]
     ground_truth: object
     """The value with which the reward compares a response (JSON-able)."""
@@ -167,7 +167,7 @@ class _Reader:
         self.named = {data.prompt_column, data.answer_column, "data_source", *inserted}
         """Columns that settings name."""
         self.over: dict[str, None] = {}
-        """Columns that no prompt was made with."""
+        """Columns that no prompt contains."""
         self.left: list[dict[str, str]] = []
         """For each prompt the columns that its template might have read, with the reason why it did not."""
         self.refused: list[str] = []

@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 SYSTEMS = ("system", "system_prompt")
@@ -94,7 +94,7 @@ def tools_of(row: dict, column: str = TOOLS) -> list | None:
 
 
 def variables_of(row: dict) -> dict[str, Any]:
-    """Return the variables of the chat template that a row gives. Raises RowError where they are no object."""
+    """Return the variables of the chat template from a row. Raises RowError if they are not an object."""
     more = row.get(KWARGS, {}) or {}
     if isinstance(more, str):
         more = json_of(KWARGS, more)
@@ -126,18 +126,22 @@ def check_text(value: Any) -> None:
 
     JSON writes the half as an escape; it comes from a character that was cut in two.
     """
-    if isinstance(value, str):
+    for text in strings(value):
         try:
-            value.encode()
+            text.encode()
         except UnicodeEncodeError as e:
             raise RowError(
-                f"the text {value[max(0, e.start - 20) : e.start]!r} is followed by half of a surrogate pair "
-                f"(\\u{ord(value[e.start]):04x}), which is no character: mend or leave out the row"
+                f"the text {text[max(0, e.start - 20) : e.start]!r} is followed by half of a surrogate pair "
+                f"(\\u{ord(text[e.start]):04x}), which is no character: mend or leave out the row"
             ) from None
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Yield every text in a JSON value, keys of objects too."""
+    if isinstance(value, str):
+        yield value
     elif isinstance(value, dict):
-        for key, inner in value.items():
-            check_text(key)
-            check_text(inner)
+        yield from strings([*value.items()])
     elif isinstance(value, list | tuple):
         for inner in value:
-            check_text(inner)
+            yield from strings(inner)

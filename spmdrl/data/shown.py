@@ -147,7 +147,7 @@ def check_read(render: Renderer, more: dict[str, Any]) -> None:
     for name in more:
         if all(_unread(render, each, name) for each in probes):
             raise ValueError(
-                f"--data.template-kwargs: the chat template renders nothing otherwise because of {name!r}: leave it "
+                f"--data.template-kwargs: the chat template renders nothing differently because of {name!r}: leave it "
                 "out, or take a template that reads it (--data.chat-template)"
             )
 

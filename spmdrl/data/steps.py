@@ -44,8 +44,8 @@ def step_ends(text: str, separator: str) -> list[int]:
 def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: list[int]) -> list[int]:
     """Return the index of the token with which the text has reached each end: it holds the last character before it.
 
-    decode: gives the text of tokens; that of the first few must begin as that of all does, but for a character which
-    is cut in two. ends: ascending, each at least 1 and at most the number of characters.
+    decode: returns the text of tokens; the text of the first few must begin as the text of all does, but for a
+    character that is cut in two. ends: ascending, each at least 1 and at most the number of characters.
     """
     text = decode(tokens)
     if reached := progress(decode, tokens, text):

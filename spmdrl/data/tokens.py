@@ -41,9 +41,8 @@ def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
     """Tokenize a rendered text, without adding tokens to it.
 
     trained: places of the characters to train, ascending.
-
-    Raises:
-        TemplateError: a token lies across the border of a place, and the pieces on its sides decode to another text.
+    Raises TemplateError if a token lies across the border of a place, and the pieces on its sides decode to another
+    text.
     """
     offsets = None
     if tokenizer.is_fast:

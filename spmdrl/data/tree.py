@@ -1,4 +1,4 @@
-"""Shared tokens as a tree: those that the samples of a prompt, or the paths of an episode, begin with are held once.
+"""A tree of shared tokens: samples of a prompt, and paths of an episode, hold the tokens that they begin with once.
 
 A pack [T] holds every sequence whole, end to end. The transformer runs on the tree's tokens [R] instead: tokens that
 sequences share are computed once, and autograd sums their gradient over the sequences. The states are then copied back
@@ -62,12 +62,9 @@ def shared_tokens(
 
     A prompt is shared with the episode before it alone, and the last token of a sequence never is.
 
-    Args:
-        tokens_T: int64 [T].
-        lengths_B: int64 [B].
-        mask_T: bool [T].
-        begins_B: bool [B], True for the first path of an episode (`Batch.begins`); None: each sequence is an episode.
-        experts_T: [T, ...] under routing replay; shared tokens must then have the same experts too.
+    tokens_T: int64 [T]. lengths_B: int64 [B]. mask_T: bool [T]. begins_B: bool [B], True for the first path of an
+    episode (`Batch.begins`); None: each sequence is an episode. experts_T: [T, ...] under routing replay; shared tokens
+    must then have the same experts too.
     """
     columns = [tokens_T] if experts_T is None else [tokens_T, experts_T]
     lengths, first_B = lengths_B.tolist(), prompt_lengths(lengths_B, mask_T).tolist()

@@ -170,14 +170,14 @@ def _after_message(render: Renderer, dialogue: Dialogue, i: int, prompt: str) ->
 
 
 def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, written: str, others: list[str]) -> int:
-    """Return the place where a turn begins in `written`, which renders earlier messages otherwise than its prompt.
+    """Return the place where a turn begins in `written`, which renders earlier messages differently from its prompt.
 
     joint: the end of the prompt, after the message before the turn. others: `written` with other texts of the turn.
     """
     at = written.rfind(joint, 0, len(commonprefix([written, *others])))
     if not joint or at < 0 or _holds_message_before(render, dialogue, i, joint):
         raise TemplateError(
-            "the template renders what is before this turn otherwise once the turn is there, so that its beginning "
+            "the template renders the text before this turn differently once the turn is there, so that its beginning "
             "cannot be proved"
         )
     return at + len(joint)

@@ -156,7 +156,7 @@ class Filling:
             stats.add("filter/surplus_prompts", surplus)
         if self.oversampled or self.partial:
             leads = self.world.engine_tp_rank == 0
-            tokens = sum(e.made for g in done.carried for e in g.episodes) * leads
+            tokens = sum(e.generated for g in done.carried for e in g.episodes) * leads
             segments = [s for e in done.episodes for s in e.segments]
             stale = sum(len(s) for s in segments if s.sampled and s.version < self.version)
             counts = torch.tensor([len(done.carried) * leads, tokens, stale, self.unbegun * leads])

@@ -140,7 +140,7 @@ class RolloutPlan:
 
     def room(self, episode: Episode) -> int:
         """Return the number of tokens that an episode may still take."""
-        return self.max_new_tokens - episode.made
+        return self.max_new_tokens - episode.generated
 
     def room_of_turn(self, episode: Episode) -> int:
         """Return the number of tokens that the current response may still take."""
@@ -153,7 +153,7 @@ class RolloutPlan:
         return Request(
             key=request_key(episode),
             prompt=episode.tokens.tolist(),
-            seed=seed_for(*self.key, group.prompt.index, group.position, sample, episode.made),
+            seed=seed_for(*self.key, group.prompt.index, group.position, sample, episode.generated),
             version=self.version,
             max_new_tokens=self.room_of_turn(episode),
             temperature=0.0 if self.greedy and sample == self.samples else self.temperature,

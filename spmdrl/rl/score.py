@@ -151,7 +151,7 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
     # Until the last line, B counts episodes; every path then gets the reward of its episode.
     reward_B, length_B = batch.seq["reward"][first_E], batch.sampled_per_episode
     # The limit on an episode includes its environment's answers.
-    counted_B = batch.made_per_episode
+    counted_B = batch.generated_per_episode
     bounds = ((shaping.clip_low, -1), (shaping.clip_high, 1))
     if shaping.clip_low is not None or shaping.clip_high is not None:
         low, high = (bound if bound is not None else wide * math.inf for bound, wide in bounds)

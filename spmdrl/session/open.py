@@ -70,7 +70,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         if keeps:
             kinds = {module: each.settings for module, each in jobs().items()}
             notes += check_settings(folder, cfg, world, loaded.given, kinds)
-        Today.kept = today = first_day(folder, world)
+        Today.first = today = first_day(folder, world)
         if today != date.today():
             notes.append(f"chat templates that show the date show {today}, on which this run began first")
         notes.append(_prepare_for(world.device.type, cfg))

@@ -69,7 +69,7 @@ class Agreement:
             self.own = own
 
     def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
-        """Return True if any rank wants to leave. Collective: all ranks call it at the same place of a step.
+        """Return True if any rank wants to leave. Collective: all ranks call it at the same point of a step.
 
         Args:
             values: JSON-serialisable, under the same names on every rank; values of one name must be equal.

@@ -82,7 +82,7 @@ def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.
     of processes that are gone, counters). Ranks have no common number of the start: an agent counts only the restarts
     that its own node requested.
 
-    Rank 0 draws the prefix and answers each rank's request, under a key that only this rank knows, until all ranks have
+    Rank 0 draws the prefix and answers each rank's request, under a key of this rank alone, until all ranks have
     the prefix. It also answers requests of processes that are gone, which does no harm: torchrun starts processes only
     after all processes of the start before have ended. Raises RuntimeError if a rank has not come within `wait`.
     """

@@ -102,7 +102,7 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
     values = {flag(name): value for name, value in values.items() if name not in NOT_OF_ROWS}
     values |= {flag("sft.train_on"): cfg.sft.train_on, flag("data.chat_template"): _hash(template)}
     if DATE in str(template):
-        day = template_kwargs(cfg.data).get(DATE) or (Today.kept or date.today()).isoformat()
+        day = template_kwargs(cfg.data).get(DATE) or (Today.first or date.today()).isoformat()
         values[f"the date in the chat template ({flag('data.template_kwargs')} {DATE})"] = day
     return {
         "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),

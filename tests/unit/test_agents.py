@@ -524,7 +524,7 @@ def test_a_world_that_never_ends_is_ended_by_turns_tokens_or_time(make):
     assert [s.reward for s in turns.segments if s.sampled] == [0.5] * 3
     for tokens in range(20, 32):
         (length,) = Played(agents, [said("a")] * 99, tokens=tokens).play()
-        assert length.finish == "length" and length.made <= tokens
+        assert length.finish == "length" and length.generated <= tokens
         assert length.given == 2.0 + length.turn_rewards
     (time,) = Played(make(max_seconds=1e-9, **long), [said("a")] * 9).play()
     assert time.finish == "time" and time.turns == 1 and time.given == 2.5
@@ -886,9 +886,9 @@ def test_a_history_counts_towards_the_limits(make):
     agents = make("Sums")
     whole = Played(agents, list(SUMS))
     (episode,) = whole.play()
-    for tokens in range(episode.made - 12, episode.made):
+    for tokens in range(episode.generated - 12, episode.generated):
         (length,) = Played(agents, list(SUMS), tokens=tokens).play()
-        assert length.finish == "length" and length.made <= tokens
+        assert length.finish == "length" and length.generated <= tokens
     (long,) = Played(make("Sums", settings={"long": 10_000_000}), list(SUMS)).play()
     assert long.finish == "length" and long.turns == 2
     (turns,) = Played(make("Sums", max_turns=2), list(SUMS)).play()

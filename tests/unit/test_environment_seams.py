@@ -46,18 +46,18 @@ def test_lengths_that_the_limit_counts_are_those_that_penalties_read():
     cfg = Config()
     cfg.rollout.max_new_tokens, cfg.shaping.overlong_buffer = 20, 4
     batch = from_episodes([played(0.0, 0.0, 0.0), played(0.0, position=1)], turn_rewards=True)
-    assert batch.sampled_per_episode.tolist() == [6, 2] and batch.made_per_episode.tolist() == [18, 2]
+    assert batch.sampled_per_episode.tolist() == [6, 2] and batch.generated_per_episode.tolist() == [18, 2]
     assert shape(batch, cfg, {}, None).tolist() == pytest.approx([-0.5, 0.0])
     cfg.shaping.overlong_buffer, cfg.shaping.length_penalty = 0, "linear"
     assert shape(batch, cfg, {}, None).tolist() == pytest.approx([-18 / 20, -2 / 20])
     alone = from_episodes([played(0.0)])
-    assert alone.made_per_episode.tolist() == [2], "without an environment the policy sampled all"
+    assert alone.generated_per_episode.tolist() == [2], "without an environment the policy sampled all"
 
 
 def test_tokens_of_a_step_count_what_branches_share_once():
     batch = from_episodes([branched(), played(0.0, position=1)], turn_rewards=True)
     assert batch.n_tokens == (5 + 9) + 5 and batch.n_distinct == (3 + 2 + 4 + 2) + 5
-    assert batch.made_per_episode.tolist() == [8, 2]
+    assert batch.generated_per_episode.tolist() == [8, 2]
     stats = Metrics()
     describe(stats, batch)
     assert stats.reduce(lambda x, how: None)["tokens"] == batch.n_distinct

@@ -65,7 +65,7 @@ def test_a_branch_begins_where_it_is_asked_for():
     assert e.paths() == [[0, 1, 2, 3, 4], [0, 5, 6], [0, 1, 7, 8]]
     # In time the second branch follows the turn before it; on its path, the third one follows the first turn.
     assert parents(e) == [-1, 0, 1, 0]
-    assert (e.turns, e.made, e.opening, e.version, e.response, e.turn_rewards) == (4, 12, 1, 5, [16], 0.75)
+    assert (e.turns, e.generated, e.opening, e.version, e.response, e.turn_rewards) == (4, 12, 1, 5, [16], 0.75)
 
 
 def test_columns_speak_of_the_path_that_is_being_continued():
