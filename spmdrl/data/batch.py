@@ -166,8 +166,7 @@ class Batch:
 
     def select(self, index: torch.Tensor) -> "Batch":
         """Return the sequences `index` (int64 [m]), in that order."""
-        picked = select(to_table(self), index)
-        return from_table(picked)
+        return from_table(select(to_table(self), index))
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on another device."""

@@ -123,7 +123,7 @@ class Episode:
     @property
     def versions(self) -> torch.Tensor:
         """int64 [L]: weight version that sampled each token, 0 where the mask is False."""
-        return self.along(Segment.versions)
+        return self.along(lambda s: s.spread(s.version))
 
     # ── the whole episode ────────────────────────────────────────────────────
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 
@@ -22,38 +21,17 @@ class Path:
     """Number of paths of the episode."""
     indices: list[int]
     segments: list[Segment]
-    first: list[bool]
-    """True for each segment that no earlier path has."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self.segments))
-
-    def along(self, pick: Callable[[Segment], torch.Tensor]) -> torch.Tensor:
-        """Concatenate `pick` of each segment; it receives one that an earlier path has as an observed one."""
-        pieces = zip(self.segments, self.first, strict=True)
-        return torch.cat([pick(s if first else replace(s, logp=None, version=0)) for s, first in pieces])
-
-    def spread(self, values: list[int]) -> torch.Tensor:
-        """Repeat a number per segment for each of its tokens: int64 [L]."""
-        lengths = torch.tensor([len(s) for s in self.segments])
-        return torch.repeat_interleave(torch.tensor(values, dtype=torch.int64), lengths)
-
-    def turn_rewards(self) -> torch.Tensor:
-        """float64 [L]: the reward of each sampled segment at its last token."""
-        rewards = self.along(lambda s: torch.zeros(len(s), dtype=torch.float64))
-        for s, first, end in zip(self.segments, self.first, accumulate(map(len, self.segments)), strict=True):
-            if first and s.sampled and len(s):
-                rewards[end - 1] = s.reward
-        return rewards
+    """Its segments; one that an earlier path has counts as observed."""
 
 
 def _paths_of(episode: Episode) -> list[Path]:
-    """Return the paths of an episode in their order; a segment belongs to the first path that has it."""
     seen: set[int] = set()
     out, paths = [], episode.paths()
     for number, indices in enumerate(paths):
-        segments = [episode.segments[i] for i in indices]
-        out.append(Path(episode, number, len(paths), indices, segments, [i not in seen for i in indices]))
+        segments = [
+            replace(episode.segments[i], logp=None, version=0) if i in seen else episode.segments[i] for i in indices
+        ]
+        out.append(Path(episode, number, len(paths), indices, segments))
         seen |= set(indices)
     return out
 
@@ -77,27 +55,28 @@ def from_episodes(
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 
-    def per_token(pick: Callable[[Path], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([pick(path).to(dtype) for path in ordered]) if ordered else torch.zeros(0, dtype=dtype)
+    def per_token(pick: Callable[[Segment], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        pieces = [pick(s).to(dtype) for path in ordered for s in path.segments]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=dtype)
 
     def column(values, dtype=torch.int64):
         return torch.tensor(list(values), dtype=dtype)
 
     token = {
-        "tokens": per_token(lambda p: p.along(lambda s: s.tokens), torch.int64),
-        "mask": per_token(lambda p: p.along(Segment.mask), torch.bool),
-        "rollout_logp": per_token(lambda p: p.along(Segment.rollout_logp), torch.float32),
-        "version": per_token(lambda p: p.along(Segment.versions), torch.int64),
+        "tokens": per_token(lambda s: s.tokens, torch.int64),
+        "mask": per_token(Segment.mask, torch.bool),
+        "rollout_logp": per_token(Segment.rollout_logp, torch.float32),
+        "version": per_token(lambda s: s.spread(s.version), torch.int64),
     }
     if turns:
+        token["turn"] = per_token(lambda s: s.spread(s.turn), torch.int64)
+        token["state"] = per_token(lambda s: s.spread(s.state), torch.int64)
         before = {id(p.episode): parents(p.episode) for p in ordered}
-        token["turn"] = per_token(lambda p: p.spread([s.turn for s in p.segments]), torch.int64)
-        token["state"] = per_token(lambda p: p.spread([s.state for s in p.segments]), torch.int64)
-        token["parent"] = per_token(
-            lambda p: p.spread([before[id(p.episode)][s.turn] for s in p.segments]), torch.int64
-        )
+        of_segments = [(len(s), before[id(p.episode)][s.turn]) for p in ordered for s in p.segments]
+        lengths, values = column(n for n, _ in of_segments), column(parent for _, parent in of_segments)
+        token["parent"] = torch.repeat_interleave(values, lengths)
     if turn_rewards:
-        token["turn_reward"] = per_token(Path.turn_rewards, torch.float64)
+        token["turn_reward"] = per_token(Segment.turn_reward, torch.float64)
     if experts_width:
         none = torch.full((0, experts_width), -1, dtype=torch.int16)
         rows = [all_experts(p.episode, experts_width)[p.episode.rows(p.indices)] for p in ordered]
@@ -114,7 +93,7 @@ def from_episodes(
     for name in part_names:
         part = (p.episode.parts.get(name, 0.0 if p.episode.timed_out else math.nan) for p in ordered)
         seq[f"part/{name}"] = column(part, torch.float64)
-    return Batch(column(len(p) for p in ordered), token, seq)
+    return Batch(column(sum(map(len, p.segments)) for p in ordered), token, seq)
 
 
 def all_experts(episode: Episode, width: int) -> torch.Tensor:

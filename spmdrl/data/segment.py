@@ -51,9 +51,16 @@ class Segment:
         """float32 [n]: `logp`, 0 for observed tokens."""
         return torch.zeros(len(self)) if self.logp is None else self.logp
 
-    def versions(self) -> torch.Tensor:
-        """int64 [n]: `version` at each token."""
-        return torch.full((len(self),), self.version)
+    def turn_reward(self) -> torch.Tensor:
+        """float64 [n]: the reward at the last token of a sampled segment, else 0."""
+        rewards = torch.zeros(len(self), dtype=torch.float64)
+        if self.sampled:
+            rewards[-1:] = self.reward
+        return rewards
+
+    def spread(self, value: int) -> torch.Tensor:
+        """Repeat a number for each token: int64 [n]."""
+        return torch.full((len(self),), value)
 
 
 def prompt_segment(tokens: list[int]) -> Segment:

@@ -47,33 +47,31 @@ def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[
     after = [m for m in dialogue.messages[i + 1 : i + 2] if m["role"] != "assistant"]
     if not after:
         after = [{"role": "tool" if dialogue.messages[i].get("tool_calls") else "user", "content": PROBE}]
-    written, tail = upto(i + 1), _tail(render, upto(i + 1))
-    kind, end, follows = _end_before(render, dialogue.upto(i + 1), after[0], written, tail)
+    written = upto(i + 1)
+    kind, end, follows, tail = _end_before(render, dialogue.upto(i + 1), after[0], written)
     if end is None and (brief := without_thought(dialogue.messages[i])):
         # The template may drop the thought as soon as a message follows; what begins that message stays the same.
         shorter = dialogue.upto(i).then(brief)
-        kind, end, _ = _end_before(render, shorter, after[0], text := render(shorter), _tail(render, text))
+        kind, end, _, _ = _end_before(render, shorter, after[0], render(shorter))
         return (written + end.group(), True) if kind == "next" and end else (written, False)
     if end is None:
         return written, False
     return (written if kind == "last" else follows)[: tail + end.end()], True
 
 
-def _tail(render: Renderer, text: str) -> int:
-    """Return the place where the control tokens at the end of a text begin."""
-    tail = len(text)
-    for found in reversed(list(render.controls.finditer(text))):
-        if text[found.end() : tail].strip():
+def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str):
+    """Return `end_of_turn` of the last turn of a dialogue, the rendering with the message after it, and a place.
+
+    The place is that where the control tokens at the end of `written` begin, the rendering without that message.
+    """
+    tail = len(written)
+    for found in reversed(list(render.controls.finditer(written))):
+        if written[found.end() : tail].strip():
             break
         tail = found.start()
-    return tail
-
-
-def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str, tail: int):
-    """Return `end_of_turn` of the last turn of a dialogue, and the rendering with the message after it."""
     try:
         follows = render(dialogue.then(after))
     except TemplateError:
         follows = written
     followed = follows[tail:] if follows.startswith(written[:tail]) else ""
-    return *end_of_turn(render.controls, render.call_ends, written[tail:], followed), follows
+    return *end_of_turn(render.controls, render.call_ends, written[tail:], followed), follows, tail
