@@ -42,8 +42,9 @@ def rows(root: Path) -> list[list[str]]:
     """Return one row of the table for each checkpoint, oldest first."""
     steps = steps_saved(root)
     latest = (root / "latest").resolve().name
-    metric = next((m for step in steps if (m := _metric(root / f"step_{step}"))), ("", ""))
-    best = best_step(root, steps, metric[1]) if metric[1] else None
+    # `--checkpoint.best`, by which the newest checkpoint was saved.
+    best_by = _best_by(root / f"step_{steps[0]}")
+    metric, best = best_by.removeprefix("-"), best_step(root, steps, best_by) if best_by else None
     out = []
     for step in reversed(steps):
         folder = root / f"step_{step}"
@@ -55,7 +56,7 @@ def rows(root: Path) -> list[list[str]]:
             continue
         layout = manifest.get("layout", {})
         axes = " x ".join(f"{axis} {n}" for axis, n in layout.get("axes", {}).items() if n > 1) or "1"
-        value = measured_value(root, step, metric[0]) if metric[0] else None
+        value = measured_value(root, step, metric) if metric else None
         marks = [name for name, holds in (("latest", folder.name == latest), ("best", step == best)) if holds]
         out.append(
             [
@@ -64,7 +65,7 @@ def rows(root: Path) -> list[list[str]]:
                 byte_text(manifest.get("bytes", 0)),
                 str(manifest["world_size"]),
                 f"{layout.get('backend', '?')} {axes}",
-                "" if value is None else f"{metric[0]} {value:.4g}",
+                "" if value is None else f"{metric} {value:.4g}",
                 " ".join(marks),
                 "ok" if not wrong else f"DAMAGED: {wrong[0]}",
             ]
@@ -72,13 +73,11 @@ def rows(root: Path) -> list[list[str]]:
     return out
 
 
-def _metric(folder: Path) -> tuple[str, str]:
-    """Return the metric that chooses the best checkpoint: (name, value of `--checkpoint.best`)."""
+def _best_by(folder: Path) -> str:
     try:
-        best = read_manifest(folder).get("best", "")
-        return best.removeprefix("-"), best
-    except (ValueError, AttributeError):
-        return "", ""
+        return str(read_manifest(folder).get("best", ""))
+    except ValueError:
+        return ""
 
 
 def show_list(run: str) -> int:

@@ -41,12 +41,8 @@ def write_manifest(
 ) -> None:
     """Write the manifest, which lists all files of a checkpoint with size and hash.
 
-    Args:
-        folder: the checkpoint as written so far.
-        step: finished steps.
-        world: number of ranks that wrote it.
-        facts: further entries (layout, config_hash, versions, metric).
-        hashes: of all files, which are flushed already; None to hash and flush them here.
+    step: finished steps. world: number of ranks that wrote it. facts: further entries (layout, config_hash, versions,
+    metric). hashes: of all files, which are flushed already; None to hash and flush them here.
     """
     files = {}
     for name, size in contents(folder).items():

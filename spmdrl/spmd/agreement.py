@@ -71,12 +71,8 @@ class Agreement:
     def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
         """Return True if any rank wants to leave. Collective: all ranks call it at the same point of a step.
 
-        Args:
-            values: JSON-serialisable, under the same names on every rank; values of one name must be equal.
-            leave: True if this rank has received a request to leave.
-
-        Raises:
-            LockstepError: on every rank, naming the differences.
+        values: JSON-serialisable, under the same names on every rank; values of one name must be equal. leave: True if
+        this rank has received a request to leave. Raises LockstepError, which names the differences, on every rank.
         """
         counts = {name: collectives_of(group) for name, group in self.groups.items()}
         facts = [value_hash(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]

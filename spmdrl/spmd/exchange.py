@@ -62,12 +62,7 @@ def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.Proc
     """Gather like `all_gather_rows`, but without padding, for the case that few ranks have many rows. Collective.
 
     Each rank first receives an equal share of all rows, then all shares are gathered, so no rank holds more than all
-    rows once.
-
-    Args:
-        rows_nK: this rank's rows.
-        counts: the number of rows of every rank.
-        group: the ranks that take part; None for a world of one.
+    rows once. counts: the number of rows of every rank.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]
@@ -191,35 +186,30 @@ def select(table: Table, order: torch.Tensor) -> Table:
 
 def redistribute(
     table: Table,
-    destination_n: torch.Tensor,
     everyone: list[torch.Tensor],
     destinations: list[torch.Tensor],
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Table:
-    """Send item i to rank destination_n[i]; returns the received items, sorted by key. Collective.
+    """Send each item to its destination; returns the received items, sorted by key. Collective.
 
-    Args:
-        table: this rank's items, on the host.
-        destination_n: int64 [n], group rank of each item.
-        everyone: for each rank its [n_r, K + C] rows: keys, then the length of every column in `table.values` order.
-        destinations: for each rank its destination_n.
-        group: the ranks that take part; None for a world of one.
-        device: device of the group's collectives.
+    table: this rank's items, on the host. everyone: for each rank its [n_r, K + C] rows: keys, then the length of every
+    column in `table.values` order. destinations: for each rank the group ranks that receive its items, int64 [n_r].
+    group: None for a world of one. device: device of the group's collectives.
     """
-    world = len(everyone)
+    world, me = len(everyone), _group_rank(group)
     if world == 1:
         return select(table, lexsort(table.keys_nK))
     names, n_keys = list(table.values), table.keys_nK.shape[1]
     widths = [_row_bytes(table.values[name]) for name in names]
     # The work is proportional to the items, not to the ranks, most of which receive nothing from this one.
     send_sizes, send = [0] * world, [torch.empty(0, dtype=torch.uint8)]
-    for rank in torch.unique(destination_n).tolist():
-        part = select(table, torch.nonzero(destination_n == rank).flatten())
+    for rank in torch.unique(destinations[me]).tolist():
+        part = select(table, torch.nonzero(destinations[me] == rank).flatten())
         raw = [part.values[name].contiguous().view(-1).view(torch.uint8) for name in names]
         send_sizes[rank] = sum(map(len, raw))
         send += raw
-    incoming = torch.nonzero(torch.cat(destinations) == _group_rank(group)).flatten()
+    incoming = torch.nonzero(torch.cat(destinations) == me).flatten()
     rows = torch.cat(everyone)[incoming]
     of = torch.repeat_interleave(torch.arange(world), torch.tensor([len(part) for part in everyone]))[incoming]
     row_bytes = (rows[:, n_keys:] * torch.tensor(widths)).sum(1)
@@ -233,12 +223,9 @@ def redistribute(
 def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: list[int], like: Table) -> Table:
     """Return the received bytes as one table.
 
-    Args:
-        inbox: uint8, the bytes of all senders in rank order, each sender's columns end to end.
-        rows: int64 [n, K + C], keys and lengths of the received items, in the same order.
-        of: int64 [n], the sender of each item.
-        widths: bytes of one entry of each column.
-        like: a table with the same columns.
+    inbox: uint8, the bytes of all senders in rank order, each sender's columns end to end. rows: int64 [n, K + C], keys
+    and lengths of the received items, in the same order. of: int64 [n], the sender of each item. widths: bytes of one
+    entry of each column. like: a table with the same columns.
     """
     names, n_keys = list(like.values), like.keys_nK.shape[1]
     parts = {name: [like.values[name][:0]] for name in names}
@@ -257,15 +244,11 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
 def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Table, torch.Tensor]:
     """Move every item to the rank that `assign` returns for it. Collective.
 
-    Args:
-        table: this rank's items; columns in the same order on every rank.
-        assign: rows of all ranks [N, K + C], sorted by key -> int64 [N] group rank. Every rank calls it with the same
-            rows, so the plan needs no broadcast.
-        group: the ranks that take part; None for a world of one.
-        device: device of the group's collectives.
+    table: this rank's items; columns in the same order on every rank. assign: rows of all ranks [N, K + C], sorted by
+    key -> int64 [N] group rank; every rank calls it with the same rows, so the plan needs no broadcast. group: None for
+    a world of one. device: device of the group's collectives.
 
-    Returns:
-        This rank's items sorted by key, and the rows [N, K + C] of all ranks sorted by key.
+    Returns this rank's items, and the rows [N, K + C] of all ranks, both sorted by key.
     """
     columns = [table.lengths[name][:, None] for name in table.values]
     parts = all_gather_rows(torch.cat([table.keys_nK, *columns], 1).to(device), group)
@@ -275,5 +258,4 @@ def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torc
     target = torch.empty(len(rows), dtype=torch.int64)
     target[order] = assign(rows[order])
     destinations = list(target.split([len(part) for part in everyone]))
-    mine = destinations[_group_rank(group)]
-    return redistribute(table, mine, everyone, destinations, group, device), rows[order]
+    return redistribute(table, everyone, destinations, group, device), rows[order]

@@ -59,14 +59,10 @@ def _group_of(args) -> dist.ProcessGroup | None:
 
 
 class Lockstep(TorchDispatchMode):
-    """Compares all collectives inside its context, which wraps the program of every rank.
-
-    Args:
-        store: rendezvous store, shared by all ranks.
-        timeout: seconds to wait for another rank's entry before that rank is named as missing.
-    """
+    """Compares all collectives inside its context, which wraps the program of every rank."""
 
     def __init__(self, store: dist.Store, timeout: float = 60.0):
+        """store: shared by all ranks. timeout: seconds after which a rank without an entry is named as missing."""
         super().__init__()
         self.store, self.timeout = store, timeout
         self.counts: dict[str, int] = {}

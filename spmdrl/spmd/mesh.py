@@ -29,24 +29,15 @@ JOIN_POLL = 0.02
 """Seconds between two polls of rank 0 while ranks join."""
 
 
-def _single_process_environment() -> None:
-    """Set the environment of a world of one, for `python -m spmdrl.train` without torchrun."""
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "0")
-
-
 def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeout: float = 600.0) -> World:
     """Start the process groups and return this rank's world. Collective: every rank passes the same arguments.
 
-    Args:
-        parallel: sizes of the training axes.
-        rollout_tp: ranks per engine.
-        device: `auto`, `cpu` or `cuda`.
-        timeout: seconds that a collective may wait.
+    rollout_tp: ranks per engine. device: `auto`, `cpu` or `cuda`. timeout: seconds that a collective may wait.
     """
-    _single_process_environment()
+    # A world of one, for `python -m spmdrl.train` without torchrun.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**alone, "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     where = pick_device(device, local_rank)
     wait = timedelta(seconds=timeout)

@@ -55,10 +55,7 @@ class Parked:
     def __init__(self, tensors: Iterable[torch.Tensor | None], place: Place, device: torch.device):
         """Copy the bytes to `place` and free their memory on the device.
 
-        Args:
-            tensors: tensors on another type of device and parked ones are skipped.
-            place: place of the bytes.
-            device: device of the tensors.
+        tensors: those on another type of device and parked ones are skipped. device: device of the tensors.
 
         Raises OSError if the folder for temporary files cannot hold the bytes; the tensors are unchanged.
         """
@@ -201,8 +198,8 @@ class _Disk:
 
 
 def _tape(place: Place, total: int, device: torch.device) -> _Host | _Disk | None:
-    pinned = device.type != "cpu"
-    return None if place == "gone" else (_Host if place == "host" else _Disk)(total, pinned)
+    kind = {"host": _Host, "disk": _Disk}.get(place)
+    return kind and kind(total, pinned=device.type != "cpu")
 
 
 def scratch_folder() -> str:

@@ -35,13 +35,10 @@ class Tensors:
     """The tensors of a HF folder."""
 
     def __init__(self, folder: Path, blocks: tuple[int, int] | None = None):
-        """Open a folder; only headers are read.
+        """Open a folder; only headers are read. Raises ValueError if a file is missing or unreadable.
 
-        Args:
-            folder: safetensors, in one file or with an index.
-            blocks: rows and columns of the blocks of fp8 weights that share a scale; None without fp8 weights.
-
-        Raises ValueError if a file is missing or unreadable.
+        folder: safetensors, in one file or with an index. blocks: rows and columns of the blocks of fp8 weights that
+        share a scale; None without fp8 weights.
         """
         self.folder, self.blocks = folder, blocks
         self.handles: dict[str, Any] = {}

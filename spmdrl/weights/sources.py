@@ -56,10 +56,8 @@ class Sources:
     def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
         """Match names, without reading weights.
 
-        Args:
-            hf: a transformers model, which may be on the meta device, sharded, or have adapters.
-            shapes: name in the original model -> whole shape, of all parameters and persistent buffers.
-            tensors: the folder.
+        hf: a transformers model, which may be on the meta device, sharded, or have adapters. shapes: name in the
+        original model -> whole shape, of all parameters and persistent buffers. tensors: the folder.
         """
         self.hf, self.shapes, self.tensors = hf, dict(shapes), tensors
         self.plain: dict[str, str] = {}

@@ -325,7 +325,7 @@ def test_an_exchange_works_on_its_items_not_on_all_ranks(size, monkeypatch):
     table = exchange.Table(torch.arange(8)[:, None], {"x": lengths}, {"x": values})
     rows = torch.cat([table.keys_nK, lengths[:, None]], 1)
     to = torch.tensor([0] + [1] * 7)
-    got = exchange.redistribute(table, to, [rows] * size, [to] * size, object(), torch.device("cpu"))
+    got = exchange.redistribute(table, [rows] * size, [to] * size, object(), torch.device("cpu"))
     assert picked == [1, 7, size]
     assert got.values["x"].tolist() == [7.0] * size and got.lengths["x"].tolist() == [1] * size
 
