@@ -22,7 +22,7 @@ def faulty(name: str, seed: int, refusal: str) -> bool:
     """Tells whether a refusal is of a template that is known to be at fault."""
     messages = dialogue(seed, bool(seed % 2), seed % 4 > 1)
     chained = any(one["role"] == "tool" and two.get("tool_calls") for one, two in pairwise(messages))
-    return name.removesuffix("_training") == CHAINED and chained and "otherwise once the turn is there" in refusal
+    return name.removesuffix("_training") == CHAINED and chained and "differently once the turn is there" in refusal
 
 
 def record(names: list[str]) -> dict:

@@ -70,7 +70,7 @@ def check(name: str, seed: int) -> str:
 
 def excused(name: str, refusal: str) -> bool:
     """Tells whether a template may refuse a dialogue so."""
-    if name.removesuffix("_training") in REORDERS and "otherwise once the turn is there" in refusal:
+    if name.removesuffix("_training") in REORDERS and "differently once the turn is there" in refusal:
         return True
     return any(part in refusal for part in PLAIN + LOST)
 
