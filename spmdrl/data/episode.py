@@ -63,7 +63,7 @@ class Episode:
     """Its conversation with an environment (`rl.conversation_state`) until it ends, on the rank that has it."""
     phase: str = ""
     """Stage of the rollout: `opening` (its environment prepares the prompt), `sampling` (the engine works on it),
-    `answering` (its environment prepares an answer), `grading`, `graded`; empty if it waits for a place or is in none."""
+    `answering` (its environment prepares an answer), `grading`, `graded`; empty while it waits for a place."""
     experts: torch.Tensor | None = None
     """int16 [n, W], the experts that each of the first n tokens of all segments, laid end to end, was sent to, layer by
     layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""
