@@ -6,7 +6,7 @@ Everything here runs before a model is built. `check` reports all problems at on
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.engines import adapter_problems, engine_problems
 from spmdrl.config.environment import environment_problems
-from spmdrl.config.fields import refuse
+from spmdrl.config.fields import Problems, refuse
 from spmdrl.config.judge import judge_problems
 from spmdrl.config.methods import method_problems
 from spmdrl.config.named import name_problems
@@ -56,7 +56,7 @@ def run_problems(config: Config, world_size: int, here: bool = True) -> list[str
 
 
 def _other_problems(config: Config) -> list[str]:
-    problems = []
+    problems = Problems(config)
     for flag_name, name in (("--run.name", config.run.name), ("--tracking.project", config.tracking.project)):
         if not name or name == "." or any(part in name for part in ("/", "\\", "..", "\0")):
             path = "; use --run.dir for a path" if flag_name == "--run.name" else ""
@@ -64,10 +64,10 @@ def _other_problems(config: Config) -> list[str]:
     for tracker in config.tracking.trackers:
         problems += name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
     if config.checkpoint.background and config.policy.backend == "megatron":
-        problems.append(
-            "--checkpoint.background True: not with the megatron backend, which has no copy of its state; leave it out"
+        problems.add(
+            "checkpoint.background", "not with the megatron backend, which has no copy of its state; leave it out"
         )
     problems += rows_and_checkpoint_problems(config, "" if config.eval.every else "with --eval.every 0")
     if config.eval.every > 0 and not config.data.eval:
-        problems.append(f"--eval.every {config.eval.every}: needs --data.eval, or 0 for no evaluation")
+        problems.add("eval.every", "needs --data.eval, or 0 for no evaluation")
     return problems

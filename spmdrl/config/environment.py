@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from spmdrl.config.declare import COUNT, NOT_NEGATIVE, POSITIVE, Free, setting
-from spmdrl.config.fields import ConfigError
+from spmdrl.config.fields import ConfigError, Problems
 from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import Config, RewardConfig
 from spmdrl.config.yaml_file import SUFFIXES, read_settings, read_text
@@ -102,30 +102,26 @@ def environment_problems(cfg: Config) -> list[str]:
         found = read_environment(cfg.env)
     except ValueError as error:
         return str(error).splitlines()
-    problems = []
-    if cfg.data.chat == "off":
-        problems.append(
-            "--data.chat off: an environment speaks in messages, which a chat template renders; leave it out"
-        )
-    if cfg.data.prefill:
-        problems.append("--data.prefill: the model's turns begin as it begins them with --env; leave it out")
-    if cfg.data.system:
-        problems.append(
-            "--data.system: with --env the system message stands in the prompt or comes from reset(); leave it out"
-        )
+    wrong_if = {
+        "data.chat off: an environment speaks in messages, which a chat template renders": cfg.data.chat == "off",
+        "data.prefill: the model's turns begin as it begins them with --env": cfg.data.prefill,
+        "data.system: with --env the system message stands in the prompt or comes from reset()": cfg.data.system,
+    }
+    problems = Problems(cfg, [f"--{line}; leave it out" for line, wrong in wrong_if.items() if wrong])
     if cfg.rollout.routing_replay:
-        problems.append("--rollout.routing-replay True: not with --env; leave one of the two out")
+        problems.add("rollout.routing_replay", "not with --env; leave one of the two out")
     policy, rollout = cfg.policy, cfg.rollout
     if found.history == "branch" and not (policy.share_prompts and policy.backend == "fsdp"):
         # Each branch may repeat all tokens before it, and an episode is not divided.
         longest = found.max_turns * (rollout.max_prompt_tokens + rollout.max_new_tokens)
         if policy.max_tokens_per_microbatch < longest:
-            problems.append(
-                f"--env {cfg.env}: history branch repeats what branches have in common where "
+            problems.add(
+                "env",
+                f"history branch repeats what branches have in common where "
                 f"{'--policy.share-prompts is off' if policy.backend == 'fsdp' else f'{policy.backend} trains'}, so "
                 f"--policy.max-tokens-per-microbatch {policy.max_tokens_per_microbatch} must be {longest} at least "
                 f"(max_turns {found.max_turns} x max_prompt_tokens {rollout.max_prompt_tokens} + max_new_tokens "
-                f"{rollout.max_new_tokens}); share prompts, or take history keep"
+                f"{rollout.max_new_tokens}); share prompts, or take history keep",
             )
     return problems
 
