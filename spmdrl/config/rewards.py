@@ -75,7 +75,13 @@ def reward_problems(config: Config) -> list[str]:
         elif not function.endswith(SUFFIXES):
             found = name_problems(flag_name, function, REWARDS, file_allowed=True)
             problems += [f"{each}, or a judge.yaml" for each in found]
-    problems += _kwargs_problems(reward, [function for _, function in named])
+    try:
+        given = kwargs_of(reward)
+        if given and not any(".py" in function for _, function in named):
+            what = f"no function in a file takes {', '.join(given)} (--reward.function); leave it out"
+            problems.append(f"--reward.kwargs: {what}")
+    except ValueError as error:
+        problems.append(str(error))
     if len(named) == 1 + len(reward.more):
         problems += same_names(reward)
     return problems + _sandbox_problems(config.sandbox.provider)
@@ -93,16 +99,6 @@ def reward_model_problems(config: Config) -> list[str]:
         "--algo.advantage grpo_process: learns from the scores of steps, which a process reward model gives: name "
         "one by --reward.model rm.yaml with a path and steps, the separator of steps (docs/rewards.md)"
     ]
-
-
-def _kwargs_problems(reward: RewardConfig, named: list[str]) -> list[str]:
-    try:
-        given = kwargs_of(reward)
-    except ValueError as error:
-        return [str(error)]
-    if given and not any(".py" in function for function in named):
-        return [f"--reward.kwargs: no function in a file takes {', '.join(given)} (--reward.function); leave it out"]
-    return []
 
 
 def _sandbox_problems(provider: str) -> list[str]:

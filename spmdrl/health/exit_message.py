@@ -54,7 +54,10 @@ def advice(error: BaseException) -> str:
     if lost_peer(error):
         lost = briefly(lambda: heartbeats[0].lost() or heartbeats[0].missing(), "") if heartbeats else ""
         return f"another rank ended{f': {lost}' if lost else ''}; see its log, or torchrun's output. {resume()}"
-    if type(error).__module__.startswith("spmdrl") or _raised_by_us(error):
+    frames = traceback.extract_tb(error.__traceback__)
+    # A library or a user's function may raise the types of a user's mistake as well.
+    reported = isinstance(error, USER_MISTAKES) and frames and str(Path(__file__).parents[1]) in frames[-1].filename
+    if type(error).__module__.startswith("spmdrl") or reported:
         return ""
     if disk_full(error):
         return (
@@ -65,12 +68,6 @@ def advice(error: BaseException) -> str:
         return f"{_less_memory(rank_status.name)}. {resume()}"
     log_file = f"{rank_status.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if rank_status.folder else "the log"
     return f"its traceback is in {log_file}. {resume()}"
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    """Return True for a user's mistake that this program reports, not a library or a user's function."""
-    found = isinstance(error, USER_MISTAKES) and traceback.extract_tb(error.__traceback__)
-    return bool(found) and str(Path(__file__).parents[1]) in found[-1].filename
 
 
 def _less_memory(phase: str) -> str:
@@ -110,7 +107,8 @@ def failure_line(error: BaseException) -> str:
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
         # C++ errors begin with their place in the sources and end with stack frames.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
-    text = one_line(text)[:LONGEST]
+    # Bars join the lines, so that all of them are in the last line.
+    text = " | ".join(line.strip() for line in text.splitlines() if line.strip())[:LONGEST]
     what = advice(error)
     return last_line(f"failed in phase {rank_status.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")
 
@@ -118,8 +116,3 @@ def failure_line(error: BaseException) -> str:
 def last_line(what: str) -> str:
     """Return the last line of this rank: its position, then the text."""
     return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
-
-
-def one_line(text: str) -> str:
-    """Return the lines of a text joined by bars, so that all of it is in the last line."""
-    return " | ".join(line.strip() for line in text.splitlines() if line.strip())

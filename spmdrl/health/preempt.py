@@ -77,10 +77,13 @@ class Preemption:
         if torchrun forwards it (`torchrun --signals-to-handle`).
         """
         self.signals.append((number, time.monotonic()))
+        handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
+        forwarded = number in FROM_AGENT or signal.Signals(number).name in handled
         echo = (
             len(self.signals) == 2
             and all(one == number for one, _ in self.signals)
-            and forwarded_by_torchrun(number)
+            and forwarded
+            and "TORCHELASTIC_RUN_ID" in os.environ
             and self.signals[1][1] - self.signals[0][1] < ECHO
         )
         return len(self.signals) > 1 and not echo
@@ -113,13 +116,6 @@ class Preemption:
 
 
 preemption = Preemption()
-
-
-def forwarded_by_torchrun(number: int) -> bool:
-    """Return True if this process runs under a torchrun that forwards this signal to its ranks."""
-    name = signal.Signals(number).name
-    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
-    return "TORCHELASTIC_RUN_ID" in os.environ and (number in FROM_AGENT or name in handled)
 
 
 def any_rank(mine: bool, group: dist.ProcessGroup) -> bool:

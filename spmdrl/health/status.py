@@ -99,11 +99,6 @@ def stack(error: BaseException | None = None) -> list[str]:
     return [f"{short(path, line)} {name}" for path, line, name in found]
 
 
-def debugged() -> bool:
-    """Return True if a person has stopped the main thread in a debugger."""
-    return any(f.f_code.co_filename.endswith(_DEBUGGERS) for f in _frames())
-
-
 class IdleClock:
     """Seconds without progress of the main thread, added up by another thread that looks at times.
 
@@ -117,7 +112,8 @@ class IdleClock:
     def look(self) -> float:
         """Return the seconds without progress up to this moment."""
         now, seen = time.monotonic(), (rank_status.count, rank_status.phase())
-        if seen != self._seen or debugged():
+        in_debugger = any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in _frames())
+        if seen != self._seen or in_debugger:
             self.idle = 0.0
         else:
             self.idle += min(now - self._at, self.longest_look)

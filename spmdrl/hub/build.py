@@ -102,8 +102,11 @@ def empty_model(
                 if error.args != (attn_implementation,):
                     raise
                 model = make(attn_implementation=None)
-        if head == "steps":
-            _check_steps_head(model)
+        if head == "steps" and not isinstance(getattr(model, "score", None), torch.nn.Linear):
+            raise ValueError(
+                f"{type(model).__name__} has no linear head named score, which a process reward model needs: take a "
+                "model of another family, such as llama or qwen2"
+            )
         _keep_types(model, dtype)
         _fill_buffers(model)
     _train_padding(model)
@@ -152,15 +155,6 @@ def _model_class(config: Any, head: str) -> Any:
 def check_head(folder: Path, head: str, trust_remote_code: bool = False) -> None:
     """Raise ValueError if the family of a Hugging Face folder has no classifier for a head (as in `build_model`)."""
     _model_class(read_config(folder, trust_remote_code), head)
-
-
-def _check_steps_head(model: Any) -> None:
-    """Raise ValueError if a token classifier has no score head, as a process reward model has."""
-    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise ValueError(
-            f"{type(model).__name__} has no linear head named score, which a process reward model needs: take a model "
-            "of another family, such as llama or qwen2"
-        )
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
