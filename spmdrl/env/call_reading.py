@@ -19,7 +19,7 @@ MOST_CALLS = 64
 
 
 class MalformedError(ValueError):
-    """A text that is no call; the message gives the model the reason."""
+    """A text is not a valid call; the message gives the model the reason."""
 
     def __init__(self, why: str, name: str = ""):
         """name: of the tool, where it could be read."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class McpError(RuntimeError):
-    """A call failed; the message says why, without secrets."""
+    """A failed call, with its reason and without secrets."""
 
 
 class Connection:

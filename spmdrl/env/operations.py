@@ -41,9 +41,9 @@ class Tool:
     """OpenAI's function schema."""
     function: Callable[..., Any]
     by_keyword: bool = True
-    """True: it takes the arguments as keywords, else as one dict."""
+    """Whether it takes the arguments as keywords, or as one dict."""
     closed: bool = True
-    """True: arguments that the schema does not name are refused."""
+    """Whether arguments that the schema does not name are refused."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""An open environment as the caller's side keeps it, to open it again in another process, and the processes."""
+"""Open environments on the caller's side, with all that opens them again in another process, and these processes."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -89,16 +89,16 @@ class Record:
     turn: AssistantTurn | None = None
     """The turn under way."""
     since: float = 0.0
-    """When the request began (time.monotonic())."""
+    """Time at which the request began (time.monotonic())."""
     run_at: float = 0.0
-    """When it was last sent (time.monotonic())."""
+    """Time at which it was last sent (time.monotonic())."""
     begun: list[tuple[str, float, int]] = field(default_factory=list)
     """Calls that began for it and may not have ended: name, time at which the limit is over, index in the turn (-1: an
     own function of the environment)."""
 
     @property
     def end(self) -> float:
-        """When the limits of these calls are over (time.monotonic())."""
+        """Time at which the limits of these calls are over (time.monotonic())."""
         return max((end for _, end, _ in self.begun), default=float("inf"))
 
     def note_call(self, message: dict[str, Any]) -> None:

@@ -152,7 +152,7 @@ def _paragraphs(path: Path) -> list[str]:
 
 
 class SearchError(BrokenError):
-    """The server of a search is at fault; the message says why, without what is secret in an address."""
+    """A failure of a search server, with its reason, and without secrets of the address."""
 
 
 class Search(Stateless):
@@ -228,7 +228,7 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
     until, data = time.monotonic() + seconds, b""
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
-            # A time-out of a socket is one of each read: an answer that comes in drops would have no end.
+            # A socket's time-out limits each read alone, and a slow answer has many of them.
             while part := answer.read1(1 << 16):
                 data += part
                 if time.monotonic() > until:
