@@ -98,7 +98,7 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ModelPlan:
     """Plan of one model of a run: its path and how it trains."""
 
     flag: str
@@ -110,29 +110,29 @@ class Wanted:
     """Peak learning rate; None: it is frozen."""
 
 
-def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
+def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, ModelPlan]:
     """Return the models that an algorithm needs beside the policy, by field of `Models`, in building order.
 
     needs: as `compose.needs` returns it.
     """
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, ModelPlan] = {}
     scorer = model_path(cfg.reward.model)
-    lent = cfg.engine_teachers()
-    if "reference" in needs and not lent:
-        wanted["reference"] = Wanted("--reference.path", cfg.reference.path, "lm")
-    for name, teacher in cfg.further_teachers().items() if not lent else ():
-        wanted[name] = Wanted("--distill.more-teachers", teacher.path, "lm")
+    on_engine = cfg.engine_teachers()
+    if "reference" in needs and not on_engine:
+        wanted["reference"] = ModelPlan("--reference.path", cfg.reference.path, "lm")
+    for name, teacher in cfg.further_teachers().items() if not on_engine else ():
+        wanted[name] = ModelPlan("--distill.more-teachers", teacher.path, "lm")
     for name in ("critic", "cost_critic"):
         if name in needs:
-            wanted[name] = Wanted("--critic.path", cfg.critic.path, "value", cfg.critic.lr)
+            wanted[name] = ModelPlan("--critic.path", cfg.critic.path, "value", cfg.critic.lr)
     if "process" in needs:
         start = cfg.process_reward.path or cfg.model.path
-        wanted["process"] = Wanted("--process-reward.path", start, "lm", cfg.process_reward.lr)
-        wanted["process_reference"] = Wanted("--process-reward.path", start, "lm")
+        wanted["process"] = ModelPlan("--process-reward.path", start, "lm", cfg.process_reward.lr)
+        wanted["process_reference"] = ModelPlan("--process-reward.path", start, "lm")
     if scorer:
-        wanted["reward_model"] = Wanted("--reward.model", scorer, "score")
+        wanted["reward_model"] = ModelPlan("--reward.model", scorer, "score")
     if cfg.safety.cost_model:
-        wanted["cost_model"] = Wanted("--safety.cost-model", cfg.safety.cost_model, "score")
+        wanted["cost_model"] = ModelPlan("--safety.cost-model", cfg.safety.cost_model, "score")
     return wanted
 
 
@@ -182,7 +182,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     return models
 
 
-def frozen(cfg: Config, world: World, scoring: World, each: Wanted, outputs: int, average: bool) -> Any:
+def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: int, average: bool) -> Any:
     """Build a frozen model, or the way to the ranks `scoring` that hold it. Collective.
 
     outputs: scores of a reward model. average: the model takes shares of the policy's weights.
@@ -198,7 +198,7 @@ def frozen(cfg: Config, world: World, scoring: World, each: Wanted, outputs: int
     return RemotePolicy(model, world, scoring.holders, answers, share, outputs)
 
 
-def check_wanted(cfg: Config, wanted: dict[str, Wanted], labels: Labels | None) -> None:
+def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | None) -> None:
     """Check that the folders of models fit their roles; warn of scoring ranks without a model.
 
     labels: of the reward model, whose tokens were checked when they were read.
