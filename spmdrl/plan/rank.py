@@ -186,6 +186,8 @@ def _without_files(folders: dict[str, Path]) -> Iterator[None]:
         (learner, "resolve", find),
         (fsdp, "fill_model", lambda model, *_: model.to(META)),
         (fsdp, "prediction_heads", lambda *_: []),
+        (models_of_run, "resolve", find),
+        (models_of_run, "check_head", lambda *_: None),
         (models_of_run, "check_same_tokens", lambda *_: None),
         (distillation, "resolve", find),
         (labels, "resolve", find),

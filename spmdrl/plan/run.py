@@ -99,7 +99,7 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Least seconds of a step: its phases one after another, each as long as its slowest ranks."""
-        phases = {phase for planned in self.kinds for phase in planned.bounds}
+        phases = dict.fromkeys(phase for planned in self.kinds for phase in planned.bounds)
         return sum(max(p.bounds[phase].seconds for p in self.kinds if phase in p.bounds) for phase in phases)
 
     def host_of_node(self) -> int:
