@@ -15,8 +15,9 @@ from spmdrl.env.messages import OPENING
 KEYS = ("name", "settings")
 """Keys of a row's environment that is an object."""
 SAVED = {
-    **{name: name for name in ("messages", "tools", "reward", "finish", "calls", "seconds")},
-    **{"said": "turns", "given": "total", "turns": "responses", "first": "first_state", "state": "env_state"},
+    **{"messages": "messages", "tools": "tools", "said": "turns", "given": "total", "reward": "reward"},
+    **{"finish": "finish", "turns": "responses", "calls": "calls", "first": "first_state", "state": "env_state"},
+    "seconds": "seconds",
 }
 """Key in a checkpoint -> field of `ConversationState`."""
 
