@@ -147,6 +147,6 @@ def _select(
         draw_T = torch.rand(len(x.mask), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     else:
         draw_T = as_tensor("draw", draw, shape).flatten().cpu().double()
-    columns = (column_T.detach().cpu().double() for column_T in (x.logp, x.old_logp, x.advantages))
-    selecting = Selecting(*columns, x.mask.cpu(), x.seq.cpu(), shape[0], draw=draw_T)
+    logp_T, old_T, advantages_T = (column_T.detach().cpu().double() for column_T in (x.logp, x.old_logp, x.advantages))
+    selecting = Selecting(logp_T, old_T, advantages_T, x.mask.cpu(), x.seq.cpu(), shape[0], draw=draw_T)
     return select(selecting, **settings).to(x.logp.device)

@@ -76,6 +76,7 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
 def add_reference(models: Models, batch: Batch) -> None:
     """Add the reference's log p of each token, unless the batch has it. Collective."""
     if "ref_logp" not in batch.token:
+        assert models.reference is not None, "build_preference checks it"
         batch.token["ref_logp"], _ = models.reference.logprobs(batch, 1.0, "top")
 
 

@@ -58,9 +58,9 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
         stored,
     )
     if cfg.has_teacher:
-        objective = cast(DistillObjective, run.objective)
+        objective, frozen_model = cast(DistillObjective, run.objective), cast(Any, stored or run.models.reference)
         run.measured = plain
-        run.add_frozen = lambda batch: objective.add_teacher(batch, "reference", stored or run.models.reference)
+        run.add_frozen = lambda batch: objective.add_teacher(batch, "reference", frozen_model)
     return run
 
 
