@@ -1,6 +1,7 @@
 """Groups the ranks of a job into kinds with the same plan; one rank of each kind is planned."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from spmdrl.config.schema import Config
@@ -20,6 +21,27 @@ class Kind:
     """Its pipeline stage."""
     alike: tuple[int, ...] = (0,)
     """All pipeline stages of this kind, each with the same number of ranks."""
+
+
+def folder_of(path: str, trust_remote_code: bool = False) -> Path:
+    """Return the folder with the config.json of a model path; its weights may be missing.
+
+    Raises:
+        ValueError: there is none; the message names the next step.
+    """
+    from spmdrl.hub.resolve import resolve
+    from spmdrl.hub.shipped import shipped
+
+    local = Path(path).expanduser()
+    return local if (local / "config.json").is_file() else shipped(path) or resolve(path, trust_remote_code)
+
+
+def config_of(cfg: Config) -> Any:
+    """Return transformers' config of the policy's model. Raises ValueError as `folder_of`."""
+    from transformers import AutoConfig
+
+    trust = cfg.model.trust_remote_code
+    return AutoConfig.from_pretrained(folder_of(cfg.model.path, trust), trust_remote_code=trust)
 
 
 def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:

@@ -23,9 +23,9 @@ from spmdrl.hub.resolve import named
 from spmdrl.plan.boxes import Everyone
 from spmdrl.plan.engine import PaperEngine, at_any_place
 from spmdrl.plan.engine_bytes import model_of
+from spmdrl.plan.kinds import config_of, folder_of
 from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
-from spmdrl.plan.run import config_of, folder_of
 from spmdrl.plan.step import PaperRank, own_tensors
 from spmdrl.plan.substitutes import install
 from spmdrl.plan.traffic import Traffic

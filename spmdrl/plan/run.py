@@ -5,13 +5,12 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from spmdrl.config.placement import samplers
 from spmdrl.config.schema import Config
 from spmdrl.plan.gpus import Gpu
-from spmdrl.plan.kinds import Kind, kinds_of, stages_of
+from spmdrl.plan.kinds import Kind, config_of, kinds_of, stages_of
 from spmdrl.plan.scale import Axes, Bound, Rank, bound_of, engine_facts, parking_bound, rank_of, rollout_bound
 
 GIB = 1 << 30
@@ -105,27 +104,6 @@ class Plan:
     def host_of_node(self) -> int:
         """Return the bytes that the fullest ranks of one node park in host memory together."""
         return self.gpu.gpus_per_node * max(sum(p.rank.step.host.values()) for p in self.kinds)
-
-
-def folder_of(path: str, trust_remote_code: bool = False) -> Path:
-    """Return the folder with the config.json of a model path; its weights may be missing.
-
-    Raises:
-        ValueError: there is none; the message names the next step.
-    """
-    from spmdrl.hub.resolve import resolve
-    from spmdrl.hub.shipped import shipped
-
-    local = Path(path).expanduser()
-    return local if (local / "config.json").is_file() else shipped(path) or resolve(path, trust_remote_code)
-
-
-def config_of(cfg: Config) -> Any:
-    """Return transformers' config of the policy's model. Raises ValueError as `folder_of`."""
-    from transformers import AutoConfig
-
-    trust = cfg.model.trust_remote_code
-    return AutoConfig.from_pretrained(folder_of(cfg.model.path, trust), trust_remote_code=trust)
 
 
 def _check_method(cfg: Config) -> None:

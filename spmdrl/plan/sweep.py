@@ -7,8 +7,9 @@ from itertools import combinations
 from typing import Any
 
 from spmdrl.plan.changes import Change, changed, changes_of
+from spmdrl.plan.kinds import config_of
 from spmdrl.plan.report import gib
-from spmdrl.plan.run import GIB, OUTSIDE, Plan, config_of, plan
+from spmdrl.plan.run import GIB, OUTSIDE, Plan, plan
 
 NEAREST = 8
 """Largest number of plans in a search for one that fits; one of 671 G parameters takes tens of seconds on two cores."""

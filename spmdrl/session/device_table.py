@@ -37,8 +37,6 @@ from spmdrl.weights.folder import Tensors
 
 log = logging.getLogger("spmdrl")
 
-Phase = Literal["rollout", "training"]
-
 
 @dataclass(frozen=True)
 class Holding:
@@ -194,7 +192,6 @@ class Memory:
             if first and self.engine:
                 how = "is summed" if self.last_push.deep else "is not summed: checksums cover the transport alone"
                 log.info(f"after a push the engine's own memory {how}")
-            # Its buckets are free; the KV cache is allocated next.
             self._give_back(self.last_push.bytes)
 
     def _stale(self) -> tuple[int, bool]:
@@ -263,7 +260,7 @@ class Memory:
         self.phases[name] = Border(tuple(self.table()), measured, peak)
 
     @contextmanager
-    def _room(self, phase: Phase, what: str, owner: str = "") -> Iterator[None]:
+    def _room(self, phase: Literal["rollout", "training"], what: str, owner: str = "") -> Iterator[None]:
         """Turn a failed allocation into an error with the table and the flags that would help.
 
         phase: the current one. what: the purpose of the memory. owner: row, or model, that comes back.
