@@ -216,7 +216,7 @@ def test_plan_of_512_ranks_does_not_hold_what_others_hold():
     assert everything > 15 << 20
     tracemalloc.start()
     try:
-        routes, buckets = push_plan.plan(model, push_plan.told(held), push_plan.told(wanted), 5)
+        routes, buckets = push_plan.plan(model, push_plan.exchanged(held), push_plan.exchanged(wanted), 5)
         lasting, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
