@@ -1,32 +1,32 @@
-"""Plans a job on paper: the memory, traffic and least times of its ranks, before any GPU is used.
+"""Plans a job without GPUs: simulates its ranks and reports their memory, their traffic and the least times of a step.
 
 __main__.py       the command: `python -m spmdrl.plan`
 run.py            plans a job: one rank of each kind, in parallel
-kinds.py          groups the ranks that have the same plan
+kinds.py          groups ranks that have the same plan
 
-Building and running one rank on tensors without values:
-rank.py           one rank: its world, its models from config.json files alone, its engine
-step.py           the phases of its step, on a batch of sequences of full length
-passes.py         runs a few micro-batches of a step and measures them
-boxes.py          the boxes of weights that all ranks hold and need
-push.py           a weight push from these boxes
+Simulating one rank on meta tensors (tensors without data):
+rank.py           builds the rank: its world, its models from config.json files alone, its engine
+step.py           runs its step on a batch of sequences of full length
+passes.py         runs and measures only a few micro-batches of each pass of the step
+boxes.py          computes the boxes (ranges of weight tensors) that all ranks hold and need
+push.py           plans a weight push from these boxes
 substitutes.py    replaces streams, groups and libraries that need a device
-kernels.py        replaces kernels of a GPU
-engine.py         an engine's bytes and the boxes that it needs, without an engine
-engine_boxes.py   the part of each checkpoint tensor that a rank of an engine holds
-engine_bytes.py   an engine's weights, workspace and KV cache in bytes
+kernels.py        replaces GPU kernels
+engine.py         replaces the engine by one that only allocates its memory
+engine_boxes.py   computes the part of each checkpoint tensor that a rank of an engine holds
+engine_bytes.py   computes the bytes of an engine's weights, workspace and KV cache
 
 Counting:
-paper.py          counts memory, traffic and operations on tensors without values
+paper.py          counts memory, traffic and operations of a program on meta tensors
 storages.py       follows the live storages of tensors, by purpose
-numbers.py        keeps the values of tensors that are known on paper
-traffic.py        bytes that a rank sends, by axis and kind of collective
-scale.py          scales a few micro-batches to a whole step; least times by a roofline
+numbers.py        tracks the values of meta tensors that do not depend on weights
+traffic.py        counts the bytes that a rank sends, by axis and kind of collective
+scale.py          extrapolates to a complete step; computes least times by a roofline model
 
 Reporting:
-report.py         the plan as text, as JSON and as an SVG
-dry.py            `--dry-run` of jobs that sample
-changes.py        changes of the settings that a plan may try
+report.py         formats the plan as text, as JSON and as an SVG
+dry.py            prints the output of `--dry-run` for jobs that sample
+changes.py        lists changes of the settings that a plan may try
 sweep.py          finds the nearest settings that fit, or ranks several
-gpus.py           the GPUs that a plan knows, and files that describe others
+gpus.py           describes GPUs, from a table or from a file
 """

@@ -1,16 +1,17 @@
 """Plans a job before any GPU is used: `python -m spmdrl.plan --config FILE --world 512 --gpu h100`.
 
-Options beside the settings of a run, which are those of the job:
+Options in addition to the settings of the job:
 
-    --job NAME       train (the default), distill or online_preference: the entry point, whose settings are read
-    --world N        ranks of the job
+    --job NAME       train (the default), distill or online_preference: the entry point that is planned
+    --world N        number of ranks of the job
     --gpu NAME|FILE  h100, h200, h20, b200, a100, or a file that describes another (docs/scale.md)
     --json FILE      write the plan as JSON, `-` for the standard output
     --picture FILE   draw the memory of each phase as an SVG
     --sweep          try other layouts, and rank those that fit
     --no-nearest     if the job does not fit, do not search for settings that do
 
-The exit code is 0 if the job fits, 1 if it does not, 2 for a mistake in the settings, 3 for a fault of the planner.
+The exit code is 0 if the job fits, 1 if it does not, 2 for a mistake in the settings, and 3 if the planner cannot
+simulate the job.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from spmdrl.session.job import Job, jobs
 
 
 def _options(argv: list[str], kinds: dict[str, Job]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the planner's own options from the settings of the run. kinds: jobs that can be planned, by name."""
+    """Separate the planner's options from the settings of the job. kinds: jobs that can be planned, by name."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,16 +42,16 @@ def _options(argv: list[str], kinds: dict[str, Job]) -> tuple[argparse.Namespace
 
 
 def _check_writable(name: str, file: str | None) -> None:
-    """Check that a file can be written, before minutes of planning.
+    """Check that a file can be written, before planning, which takes minutes.
 
     Raises:
-        ValueError: it cannot; the message names the option.
+        ValueError: the file cannot be written; the message names the option.
     """
     if not file or (name == "json" and file == "-"):
         return
     folder = Path(file).parent
     if Path(file).is_dir() or not os.access(file if Path(file).exists() else folder, os.W_OK):
-        raise ValueError(f"--{name} {file}: cannot be written; give a file in a folder that is there")
+        raise ValueError(f"--{name} {file}: cannot be written; give a file in a folder that exists and is writable")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,8 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1:]
-        why = "the planner cannot run this job on paper, which says nothing about the job itself"
-        way = f"{cfg.model.path} may not take --model.dtype {cfg.model.dtype} or another setting"
+        why = "the planner cannot simulate this job; the job itself may still run"
+        way = f"{cfg.model.path} may not support --model.dtype {cfg.model.dtype} or another setting"
         print(f"error: {why}: {''.join(reason)}; {way}", file=sys.stderr)
         return 3
     from spmdrl.plan.report import facts_of, text_of

@@ -1,17 +1,17 @@
-"""The GPUs that a plan knows: memory, matrix rate and link speeds of one GPU; and reads files that describe others.
+"""Describes GPUs for plans: their memory, matrix rate and link speeds, from a table or from a file.
 
 Memory is the total that CUDA reports to a process (`torch.cuda.mem_get_info`), which is less than the product's name
 says: an H100 of 80 GB reports 79.1 GiB. A plan counts the CUDA context and NCCL of a process separately. Rates are the
-peaks of NVIDIA's data sheets, dense bfloat16, never the sparse figure: no job reaches them, so times from them are
-lower bounds. Links count in one direction: half of a data sheet's bandwidth of NVLink (and of PCIe: 128 GB/s for
-generation 5, 64 for 4), and one network card per GPU.
+peaks of NVIDIA's data sheets for dense bfloat16. No job reaches them, so times computed from them are lower bounds.
+Link speeds are for one direction: half of a data sheet's bandwidth of NVLink (and of PCIe: 128 GB/s for generation 5,
+64 for 4). Each GPU has one network card.
 
 Sources:
     H100 SXM, https://www.nvidia.com/en-us/data-center/h100/: 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s; DGX H100
         has eight 400 Gb/s cards and 2 TB for the host, https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html
     H200 SXM, https://www.nvidia.com/en-us/data-center/h200/: as H100, with 141 GB at 4.8 TB/s
     H20, 96 GB: no data sheet is public. 148 TFLOPS, 4.0 TB/s, NVLink 900 GB/s are the figures that vendors of servers
-        print; 95.0 GiB stands in an error message, https://github.com/modelscope/DiffSynth-Studio/issues/1238
+        print; 95.0 GiB is from an error message, https://github.com/modelscope/DiffSynth-Studio/issues/1238
     B200, https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html: 2.25 PFLOPS, NVLink 1.8 TB/s;
         178.35 GiB and 7.67 TB/s as read from the driver, https://github.com/pytorch/ao/pull/4002
     A100 SXM4 of 80 GB, https://www.nvidia.com/en-us/data-center/a100/: 312 TFLOPS, 2.04 TB/s, NVLink 600 GB/s; DGX A100
@@ -41,18 +41,18 @@ class Gpu:
     nvlink_gb_s: float
     """Bandwidth to the other GPUs of its node, one direction, 1e9 bytes a second."""
     network_gb_s: float
-    """Bandwidth to other nodes, its share of the node's cards, one direction, 1e9 bytes a second."""
+    """Bandwidth to other nodes, this GPU's share of the node's network cards, one direction, 1e9 bytes a second."""
     gpus_per_node: int = 8
     """GPUs in a node."""
     host_gb_s: float = 0.0
-    """Bandwidth to the host's memory, one direction, 1e9 bytes a second. 0: unknown, and moves take no time."""
+    """Bandwidth to the host's memory, one direction, 1e9 bytes a second. 0: unknown, so moves take no time."""
     host_memory_gib: float = 0.0
-    """Memory of a node's host, GiB. 0: unknown, so a plan shows the bytes on the host and checks no limit."""
+    """Memory of a node's host, GiB. 0: unknown, so a plan reports the bytes on the host without a limit."""
 
 
-HOST = 2000.0  # 2 TB in modules of 64 GiB are 2,048 GiB, of which the system keeps some
+HOST = 2000.0  # the system keeps some of the 2,048 GiB of a host with 2 TB
 NODE: dict[str, Any] = {"host_memory_gib": HOST, "host_gb_s": 64}
-"""A node of eight GPUs on PCIe 5.0."""
+"""The host of a node with eight GPUs on PCIe 5.0."""
 
 GPUS = {
     "h100": Gpu("H100 SXM 80 GB", 79.1, 989, 3.35, 450, 50, **NODE),
@@ -61,13 +61,13 @@ GPUS = {
     "b200": Gpu("B200 180 GB", 178.3, 2250, 7.67, 900, 50, **NODE),
     "a100": Gpu("A100 SXM 80 GB", 79.1, 312, 2.04, 300, 25, host_memory_gib=HOST, host_gb_s=32),
 }
-"""GPUs by `--gpu` name."""
+"""GPUs by their name in `--gpu`."""
 
 NEEDED = [f.name for f in fields(Gpu) if f.default is MISSING]
 OPTIONAL = [f.name for f in fields(Gpu) if f.default is not MISSING]
 HOW_TO_ADD = (
-    f"another GPU is a YAML or JSON file with {', '.join(NEEDED)} (and, where they differ from 8 and not known, "
-    f"{' and '.join(OPTIONAL)}), given as --gpu FILE"
+    f"another GPU is a YAML or JSON file with {', '.join(NEEDED)} (optional: {', '.join(OPTIONAL)}), "
+    "given as --gpu FILE"
 )
 
 
@@ -75,7 +75,7 @@ def gpu(name_or_file: str) -> Gpu:
     """Return a GPU by its name (`h100`, in either case) or by the path of a file that describes one.
 
     Raises:
-        ValueError: an unknown name, or a file that cannot be used; the message tells how to add a GPU.
+        ValueError: the name is unknown, or the file cannot be used; the message describes how to add a GPU.
     """
     known = GPUS.get(name_or_file.lower())
     if known:
@@ -93,9 +93,9 @@ def gpu(name_or_file: str) -> Gpu:
 
 
 def _from_file(path: str, values: Any) -> Gpu:
-    """Check the fields of a file and make a Gpu of them."""
+    """Check the fields of a file and return a Gpu with them."""
     if not isinstance(values, dict):
-        raise ValueError(f"--gpu {path}: holds no fields; {HOW_TO_ADD}")
+        raise ValueError(f"--gpu {path}: contains no fields; {HOW_TO_ADD}")
     unknown = [str(key) for key in values if key not in NEEDED + OPTIONAL]
     missing = [key for key in NEEDED if key not in values]
     if unknown or missing:
@@ -112,13 +112,13 @@ def _from_file(path: str, values: Any) -> Gpu:
 
 
 def _number(path: str, key: str, value: Any) -> float:
-    """Read a number; YAML reads `1e3` as text."""
+    """Check and return a number, which YAML reads as text if it is written like `1e3`."""
     unknown = key in ("host_memory_gib", "host_gb_s")
     try:
         number = float(value if not isinstance(value, bool) else "no")
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not unknown):
-        least = "of at least 0 (0: not known)" if unknown else "above 0"
+        least = "of at least 0 (0: unknown)" if unknown else "above 0"
         raise ValueError(f"--gpu {path}: {key} {value!r} must be a number {least}")
     return number

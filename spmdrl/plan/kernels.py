@@ -1,4 +1,4 @@
-"""Replaces kernels of a GPU (Triton, flash-attn) by functions that allocate the same memory and count their work."""
+"""Replaces GPU kernels (Triton, flash-attn) by functions that allocate the same memory and count the operations."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,27 +10,27 @@ from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
 
 COUNTED: list[Paper] = []
-"""The paper that counts attention's operations; one per process."""
+"""The `Paper` that counts the operations of attention; one per process."""
 
 
 class Rows:
     """Replaces the row operations of `TritonRows`, which work in place and allocate nothing."""
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """See `TritonRows`."""
+        """Replaces `TritonRows.borrow`."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, *args: Any) -> None:
-        """See `TritonRows`."""
+        """Replaces `TritonRows.add_stats_`."""
         COUNTED[0].numbers.forget(state_4C)
 
     def add_rounded_(self, exact_CV, state_4C, kept_CV, kept_4C, *args: Any) -> None:
-        """See `TritonRows`."""
+        """Replaces `TritonRows.add_rounded_`."""
         for changed in (state_4C, kept_CV, kept_4C):
             COUNTED[0].numbers.forget(changed)
 
     def logit_gradient(self, logits_CV, *args: Any, out_CV: torch.Tensor | None = None) -> torch.Tensor:
-        """See `TritonRows`."""
+        """Replaces `TritonRows.logit_gradient`."""
         out = args[-1] if len(args) == 8 else out_CV
         return logits_CV if out is None else out
 
@@ -54,14 +54,14 @@ def install(paper: Paper, kind: str) -> None:
             setattr(part, name, staticmethod(_tagged(paper, "logits", getattr(part, name))))
     for module in (linear, chunked):
         module.check_values = lambda *args, **more: None  # type: ignore[attr-defined]
-    # This check compares numbers that are unknown on paper.
+    # This check compares values, which meta tensors do not have.
     chunked._Caller.check_separable = lambda *args: None  # type: ignore[method-assign]
     if kind == "cpu":
         blocks.place_of = distill.place_of = lambda device: "cpu"
         _as_host()
         return
     host.AVAILABLE = False
-    # A GPU multiplies bfloat16 matrices into float32 (cuBLAS).
+    # On a GPU, cuBLAS multiplies bfloat16 matrices with a float32 result.
     blocks.widens = blocks.narrow
     blocks.product_ = _product
     for module in (linear, chunked):
@@ -101,14 +101,14 @@ def _attention() -> None:
 
 
 def attend(kernel, q_QHd, k_NKd, v_NKe, runs, scale, window=None, softcap=None) -> torch.Tensor:
-    """Replaces `varlen.attend`: allocates and counts like flash-attn."""
+    """Replaces `varlen.attend`; allocates the memory of flash-attn and counts its operations."""
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
     return _Attention.apply(q_QHd, k_NKd, v_NKe, runs)  # type: ignore[return-value]
 
 
 class _Attention(torch.autograd.Function):
-    """Replaces flash-attn over sequences: keeps its inputs, its output and one float32 per query and head."""
+    """Replaces flash-attn; keeps its inputs, its output and one float32 per query and head for the backward pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, runs):
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _add_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Any, times: float) -> int:
-    """Count causal attention: two products of half the square of each sequence."""
+    """Count causal attention: two matrix products over the pairs of a query and a key that is not later."""
     ends_q, ends_k = COUNTED[0].numbers.value_of(runs.ends_q), COUNTED[0].numbers.value_of(runs.ends_k)
     if ends_q is None or ends_k is None:
         return 0

@@ -10,7 +10,7 @@ from spmdrl.spmd.roles import roles_of
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks that hold and send as much as the planned one, or less."""
+    """Ranks that need at most the memory and traffic of the planned one."""
 
     name: str
     rank: int
@@ -18,7 +18,7 @@ class Kind:
     ranks: int
     """Number of ranks of this kind."""
     stage: int = 0
-    """Its pipeline stage."""
+    """Pipeline stage of the planned rank."""
     alike: tuple[int, ...] = (0,)
     """All pipeline stages of this kind, each with the same number of ranks."""
 
@@ -27,7 +27,7 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
     """Return the folder with the config.json of a model path; its weights may be missing.
 
     Raises:
-        ValueError: there is none; the message names the next step.
+        ValueError: no such folder is found; the message names the next step.
     """
     from spmdrl.hub.resolve import resolve
     from spmdrl.hub.shipped import shipped
@@ -37,7 +37,7 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
 
 
 def config_of(cfg: Config) -> Any:
-    """Return transformers' config of the policy's model. Raises ValueError as `folder_of`."""
+    """Return transformers' config of the policy's model. Raises ValueError like `folder_of`."""
     from transformers import AutoConfig
 
     trust = cfg.model.trust_remote_code
@@ -65,12 +65,13 @@ def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
 def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> list[Kind]:
     """Return the kinds of ranks of a job.
 
-    Of pipeline stages with equal layers the first one is planned, which has the most micro-batches in flight. Ranks of
-    one stage hold the same: FSDP pads shards to one length, and its first rank has the most rows.
+    Among pipeline stages with equal layers, only the first is planned, because it has the most micro-batches in flight.
+    Among the ranks of one stage, only the first is planned: FSDP pads all shards to the same length, and the first rank
+    has the most rows.
 
     Args:
         cfg: the run's settings.
-        world: ranks of the job.
+        world: number of ranks of the job.
         layers: number of layers of each pipeline stage; one number without pipeline parallelism.
         sparse: for each layer of the model, True if it has experts.
     """

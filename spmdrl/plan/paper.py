@@ -1,8 +1,8 @@
-"""Counts the memory, traffic and operations of a rank's program on tensors without values.
+"""Counts the memory, traffic and operations of a rank's program on meta tensors (tensors without data).
 
 A plan runs the program itself on torch's `meta` device, which replaces the device of a rank. `Paper` intercepts every
-operation: it follows the live storages, adds up the bytes of collectives by group, and the floating-point operations of
-matrix products.
+operation: it tracks the live storages, and adds up the bytes of collectives by group and the floating-point operations
+of matrix products. The code calls a simulated run of this kind "on paper".
 """
 
 from collections import Counter
@@ -19,20 +19,20 @@ from spmdrl.plan.traffic import Traffic
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._grouped_mm: 0}
-"""Matrix products, and the position of the first matrix in their arguments; in a group each row has one matrix."""
+"""Matrix products -> position of the first matrix in the arguments. `_grouped_mm` multiplies a row by one matrix."""
 
 
 class Paper(Storages, TorchDispatchMode):
     """Counts memory, traffic and operations of the program inside this context."""
 
     def __init__(self, traffic: Traffic | None = None, device: str = "meta"):
-        """traffic: collects the collectives. device: type of the counted tensors, `cpu` for a real run."""
+        """traffic: counts the collectives. device: type of device whose tensors are counted, `cpu` for a real run."""
         Storages.__init__(self, device)
         TorchDispatchMode.__init__(self)
         self.traffic, self.numbers = traffic or Traffic(), Numbers(self)
         self.flops = 0
         self.aside = False
-        """True while a library computes shapes with tensors of its own, which no rank would hold."""
+        """True while a library computes shapes with temporary tensors, which a real rank does not allocate."""
         self.host: dict[str, int] = {}
         """Bytes in host memory, by purpose."""
         self.parked: Counter[str] = Counter()
@@ -40,10 +40,10 @@ class Paper(Storages, TorchDispatchMode):
         self.to_host = self.from_host = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run one operation on paper."""
+        """Run one operation and count it."""
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            # DTensor splits it into operations on shards, which are the tensors of a rank.
+            # DTensor splits the operation into operations on local shards, which are counted.
             return NotImplemented
         if self.aside:
             return func(*args, **kwargs)
@@ -62,7 +62,7 @@ class Paper(Storages, TorchDispatchMode):
         return out
 
     def _record_gather(self, func: Any, args: tuple) -> None:
-        """Record the result of an all-gather if this rank's own part is known; on paper all ranks send the same."""
+        """Record the result of an all-gather if this rank's part is known, as if all ranks sent the same values."""
         if self.device == "meta" and func is torch.ops.c10d._allgather_base_.default:
             into, mine = args[0], args[1]
             value = self.numbers.value_of(mine)
@@ -107,7 +107,7 @@ class Paper(Storages, TorchDispatchMode):
         return device is not None and torch.device(device).type != "meta" and args[0].device.type == "meta"
 
     def _host_copy(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Copy to the host the known numbers, or ones where they are unknown."""
+        """Copy a tensor's known values to the host, or ones if they are unknown."""
         source = args[1] if func is aten.copy_.default else args[0]
         value = self.numbers.value_of(source)
         if value is None:
@@ -118,7 +118,7 @@ class Paper(Storages, TorchDispatchMode):
 
 
 def _grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Multiply experts' matrices as bfloat16, the only type that torch has without values; shapes are the same."""
+    """Multiply experts' matrices as bfloat16, the only type that torch supports here; return the type of the inputs."""
     out = func(
         *(x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args), **kwargs
     )
@@ -149,4 +149,4 @@ def _changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 _BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 _NO_OPERATION = {aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr}
-"""In-place operations that torch cannot run without values."""
+"""In-place operations that torch cannot run on meta tensors."""

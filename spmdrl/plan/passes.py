@@ -1,4 +1,4 @@
-"""Runs a few micro-batches of each pass of a step on paper, from which a whole step is scaled."""
+"""Simulates only a few micro-batches of each pass of a step; `scale.py` extrapolates them to the complete step."""
 
 import sys
 from collections.abc import Iterator
@@ -26,20 +26,20 @@ class Pass:
     flops: int
     traffic: Traffic
     kept: int = 0
-    """Bytes that live from its start or to its end, including those that each micro-batch adds."""
+    """Bytes allocated before the first micro-batch, plus those live at the end; both may grow with `micros`."""
 
 
 @dataclass
 class Work:
-    """One model's passes over a step's micro-batches, or its optimizer step, measured with one and with two rounds."""
+    """One model's passes over different numbers of a step's micro-batches, or its optimizer step."""
 
     model: str
     kind: str
     """`logp` (forward only), `update`, or `step` (of the optimizer)."""
     total: int
-    """Micro-batches of a real step; for `update`, of one update."""
+    """Number of micro-batches in a real step; for `update`, in one update."""
     times: int
-    """Number of passes of this kind in a step: that of the updates, or 1."""
+    """Number of passes of this kind in a step: 1 for `logp`, else the number of updates."""
     passes: list[Pass] = field(default_factory=list)
 
 
@@ -47,14 +47,14 @@ class Work:
 def few_passes(
     models: list[tuple[str, Any]], paper: Paper, works: list[Work], updates: int, rounds: tuple[int, ...]
 ) -> Iterator[None]:
-    """Make every pass over a model's micro-batches run only a few of them.
+    """Limit each pass over a model's micro-batches to a few of them inside this context.
 
     Args:
-        models: a rank's models with tensors of their own, by name.
+        models: the models that own tensors on the rank, by name.
         paper: counts the passes.
-        works: gets one entry per pass.
+        works: a list to which one entry per pass is appended.
         updates: number of updates in a step.
-        rounds: numbers of rounds to run.
+        rounds: numbers of rounds to run; a round is `model.multiple` micro-batches.
     """
     with ExitStack() as stack:
         for name, model in models:
@@ -87,12 +87,12 @@ def _passes(
     run, kind = getattr(model, method), "update" if method == "gradient" else "logp"
 
     def passes(micros: list, *args: Any) -> Any:
-        """Run a few of the micro-batches, and return numbers for all."""
+        """Run a few of the micro-batches, and return results for all of them."""
         work = Work(name, kind, len(micros), times)
         works.append(work)
         out: Any = None
         for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
-            # After a forward FSDP's root stays gathered; every pass must start from the same state.
+            # FSDP's root module stays gathered after a forward, but every pass must start from the same state.
             model.reshard()
             out = None
             paper.lap()
@@ -103,13 +103,13 @@ def _passes(
                     out = [x for x in out]
                 elif model.world.trains:
                     model.gradient_norm()
-            # Packs of all micro-batches may be made before the first one runs; their numbers live to the end.
+            # All micro-batches may be packed before the first one runs; their results live until the end of the pass.
             kept = (start[0] - before if start else 0) + paper.live
             work.passes.append(Pass(count, paper.lap(), paper.flops - flops, paper.traffic.since(traffic), kept))
             if kind == "update" and count < len(micros) and count < max(rounds) * model.multiple:
                 model.zero_grad()
         if kind == "logp":
-            # Numbers of the micro-batches that did not run.
+            # Ones replace the results of the micro-batches that did not run.
             like = [(x.shape[1:], x.dtype) for x in out[0]] if out else []
             out += [tuple(torch.ones(m.n_tokens, *s, dtype=d) for s, d in like) for m in micros[len(out) :]]
         return out
@@ -119,7 +119,7 @@ def _passes(
 
 @contextmanager
 def _first_start(paper: Paper) -> Iterator[list[int]]:
-    """Yield a list that gets the live bytes at the start of the first micro-batch."""
+    """Yield a list; the live bytes at the start of the first micro-batch are appended to it."""
     live: list[int] = []
 
     def tick() -> None:

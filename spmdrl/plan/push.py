@@ -1,4 +1,4 @@
-"""Plans a weight push on paper from the boxes of all ranks, and runs its largest buckets."""
+"""Plans a weight push from the boxes of all ranks, and simulates its largest buckets."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,13 +18,13 @@ from spmdrl.weights.plan import Routes
 from spmdrl.weights.reshard import Reshard
 
 FEW = 16
-"""Number of buckets up to which all run; of more, only those around the largest one."""
+"""Largest number of buckets that are all simulated; of more, only those around the largest bucket are."""
 
 
 def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) -> None:
     """Make a `Transfer` plan its routes from the boxes of all ranks, and run only a few of its buckets.
 
-    paper: counts the messages of all buckets. moved: the Transfer. everyone: boxes of all ranks for one part.
+    paper: counts the messages of all buckets. moved: the `Transfer`. everyone: returns all ranks' boxes of a part.
     """
     route = moved._route
 
@@ -43,7 +43,7 @@ def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) ->
 
 
 def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-    """Run the buckets around the one with the most memory; count the bytes of all buckets."""
+    """Yield the tensors of the buckets around the one with the most memory; count the bytes of all buckets."""
     into, out, space = weights(plan)
     note(paper.traffic, plan)
     plan.received_bytes = int(into.sum())
@@ -62,7 +62,7 @@ def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[
             yield plan._finish(flights.pop(0), pieces)
     while flights:
         yield plan._finish(flights.pop(0), pieces)
-    # These messages are already counted above.
+    # `note` has already counted these messages.
     for counts, before in ((paper.traffic.bytes, counting.bytes), (paper.traffic.calls, counting.calls)):
         for key in [key for key in counts if key[1] == "send"]:
             counts[key] = before[key]
@@ -93,7 +93,7 @@ def _bytes(regions: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def weights(plan: Reshard) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the bytes of each bucket: received, in messages to send, and of the tensors that parts are copied into."""
+    """Return, for each bucket, the bytes received, the bytes sent, and the bytes of the tensors to be filled."""
     routes: Routes = plan.routes
     width = np.array([d.itemsize for d in plan.dtypes])
     whole = np.array([int(np.prod(e.shape, dtype=np.int64)) for e in plan.entries]) * width

@@ -1,4 +1,4 @@
-"""Follows the live storages of tensors on a device: their bytes by purpose, and the peak."""
+"""Tracks the live storages of tensors on a device: their bytes by purpose, and the peak."""
 
 import weakref
 from collections import Counter
@@ -12,17 +12,17 @@ import torch
 
 @dataclass
 class Moment:
-    """Live bytes at a moment, by purpose."""
+    """Live bytes at one moment, by purpose."""
 
     live: int = 0
     by_tag: dict[str, int] = field(default_factory=dict)
 
 
 class Storages:
-    """Follows storages from the first tensor in them to their end."""
+    """Tracks each storage from its first tensor until it is freed."""
 
     def __init__(self, device: str):
-        """device: type of the device whose storages count."""
+        """device: type of the device whose storages are counted."""
         self.device = device
         self.live, self.by_tag = 0, Counter[str]()
         self.peak = Moment()
@@ -39,7 +39,7 @@ class Storages:
             self.tag = before
 
     def lap(self) -> Moment:
-        """Return the moment with the most bytes since the last call, and restart from this moment."""
+        """Return the moment with the most bytes since the last call, and start a new measurement."""
         most, self.peak = self.peak, Moment(self.live, dict(self.by_tag))
         return most
 
@@ -60,7 +60,7 @@ class Storages:
             self.peak = Moment(self.live, dict(self.by_tag))
 
     def see(self, x: torch.Tensor) -> None:
-        """Follow the storage of a tensor from this moment to its end."""
+        """Track the storage of a tensor until it is freed."""
         if x.device.type != self.device:
             return
         storage = x.untyped_storage()

@@ -1,7 +1,7 @@
-"""Bytes that a rank sends in collectives, by the axis of their group and the kind of collective.
+"""Counts the bytes that a rank sends in collectives, by the axis of their group and the kind of collective.
 
-A collective of n ranks counts as on a ring: each rank sends (n - 1) / n of an all-gather's result, of a
-reduce-scatter's input and of an all-to-all, and twice that of an all-reduce; a broadcast passes once through each rank.
+A collective of n ranks is counted as on a ring: each rank sends (n - 1) / n of an all-gather's result, of a
+reduce-scatter's input and of an all-to-all, twice that share of an all-reduce, and a broadcast's tensor once.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ KINDS = {
     "scatter": "scatter",
     "barrier": "barrier",
 }
-"""Beginnings of the names of torch's operations; longer ones come before their own beginnings."""
+"""Prefix of the name of a torch operation -> kind of collective; `reduce_scatter` precedes its own prefix `reduce`."""
 
 
 @dataclass
@@ -34,16 +34,16 @@ class Traffic:
     bytes: Counter = field(default_factory=Counter)
     """(axis, kind) -> bytes."""
     calls: Counter = field(default_factory=Counter)
-    """(axis, kind) -> collectives, or messages."""
+    """(axis, kind) -> number of collectives, or of messages."""
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Axis -> the ranks of this rank's group on it."""
     names: dict[str, str] = field(default_factory=dict)
-    """Name of a group -> its axis: several axes may have the same ranks, but not the same group."""
+    """Name of a group -> its axis. Ranks cannot be the key, because groups of several axes may have the same ranks."""
     peers: Counter = field(default_factory=Counter)
     """(`send` or `receive`, rank) -> bytes of a push to or from that rank."""
 
     def copy(self) -> "Traffic":
-        """Return the counts at this moment."""
+        """Return a copy of the counts."""
         return replace(self, bytes=Counter(self.bytes), calls=Counter(self.calls), peers=Counter(self.peers))
 
     def since(self, before: "Traffic") -> "Traffic":
@@ -52,7 +52,7 @@ class Traffic:
         return replace(self, **counts)
 
     def call(self, group: Any, axis: str) -> None:
-        """Name the axis of a group of this rank, if the group has other ranks."""
+        """Record the axis of one of this rank's groups, unless the group has only one rank."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
             self.names[group.group_name], self.axes[axis] = axis, ranks
@@ -64,7 +64,7 @@ class Traffic:
         return self.names[group.group_name]
 
     def note(self, func: Any, args: tuple) -> None:
-        """Count one operation of torch's namespace c10d."""
+        """Count one collective operation of torch's namespace c10d."""
         word = func.overloadpacket.__name__.strip("_")
         kind = next((kind for begin, kind in KINDS.items() if word.startswith(begin)), word)
         group = next((g for g in map(_group, args) if g is not None), None)

@@ -335,7 +335,7 @@ def test_plan_paper_knows_integers_and_masks():
         rows = torch.empty(3, 7, device=META)[lengths > 0]
         assert rows.shape == (2, 7)
         assert torch.empty(3, device=META).masked_select(lengths > 2).shape == (2,)
-        with pytest.raises(RuntimeError, match="unknown on paper"):
+        with pytest.raises(RuntimeError, match="unknown to a plan"):
             torch.empty(3, device=META)[torch.empty(3, device=META) > 0]
 
 
@@ -344,7 +344,7 @@ def test_plan_paper_forgets_numbers_that_are_overwritten():
         x = torch.zeros(4, dtype=torch.int64).to(META)
         assert x.tolist() == [0] * 4
         x.copy_(torch.empty(4, device=META))
-        with pytest.raises(RuntimeError, match="unknown on paper"):
+        with pytest.raises(RuntimeError, match="unknown to a plan"):
             x[0].item()
 
 
