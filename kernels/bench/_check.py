@@ -7,24 +7,24 @@ from _contenders import Contender, ours, ours_loss, plain, told_logp
 from _measure import reason, target
 
 SHAPE = (48, 128, 1112)
-"""T, D, V: small. Some contenders need D and V in multiples of 8 or 64."""
+"""T, D, V of the test. Some contenders need D and V to be multiples of 8 or 64."""
 KINDS = ("random", "certain")
 LIMITS = {
-    # fp32 rounds a logit of 30 and the logsumexp by 4e-6 together, which is 4e-3 of 1 - p, as that is 0.001 or more.
+    # Rounding a logit of 30 and the logsumexp to fp32 adds an error of 4e-6, which is 4e-3 of 1 - p >= 0.001.
     (torch.float32, "random"): 2e-4,
     (torch.float32, "certain"): 4e-3,
     (torch.bfloat16, "random"): 2e-2,
 }
-"""Largest errors of results and gradients, as a share of their norm. A contender sets its own for (bf16, certain)."""
+"""Largest errors of results and gradients, as a share of their norm. For (bf16, certain) see `Contender.certain`."""
 GOALS = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
-"""Largest error of a logp; the targets are in kernels/NOTES.md."""
+"""Largest error of a logp; kernels/NOTES.md lists the targets."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def make(shape, device, dtype, seed, what="random"):
     """Make hidden, weight, targets and upstream gradients [2, T].
 
-    what: `random`, or `certain`: targets have p > 0.99, at logits of 29 to 30.
+    what: `random`; or `certain`, for targets with p > 0.99 and logits of 29 to 30.
     """
     T, D, V = shape
     torch.manual_seed(seed)
@@ -32,7 +32,8 @@ def make(shape, device, dtype, seed, what="random"):
     t, upstream = torch.randint(V, (T,), device=device), torch.randn(2, T, device=device)
     if what == "certain":
         t = torch.arange(T, device=device)
-        # All logits get 16, and the target's 12.7 to 14.5 more: p is 0.994 to 0.999, and bf16 rounds each differently.
+        # All logits are 16, the target's 12.7 to 14.5 more: p is 0.994 to 0.999, and bf16 rounds each logit
+        # differently.
         w[:T] = 0
         h[:, T], w[:, T] = 4.0, 4.0
         h[:, :T] = 3.625 * torch.eye(T, device=device)
@@ -41,7 +42,7 @@ def make(shape, device, dtype, seed, what="random"):
 
 
 def work(contender: Contender, kind: str, inputs) -> tuple[Any, Any]:
-    """Run one forward (no gradients), or forward and backward with upstream gradients that differ by token."""
+    """Run one forward without gradients, or forward and backward with upstream gradients that differ by token."""
     h, w, t, (g, e) = inputs
     if kind == "forward":
         with torch.no_grad():
@@ -56,7 +57,8 @@ def work(contender: Contender, kind: str, inputs) -> tuple[Any, Any]:
 
 
 def errors(contender: Contender, device: str, dtype: torch.dtype, what: str) -> dict[str, float]:
-    """Errors of results and gradients, as a share of their norm (results: at least 1); `max dlogp` is absolute."""
+    """Return errors of results and gradients, as a share of their norm (results: at least 1); `max dlogp` is
+    absolute."""
     inputs = make(SHAPE, device, dtype, 7, what)
     wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
     got, got_grads = work(contender, "backward", inputs)
@@ -79,18 +81,18 @@ def errors(contender: Contender, device: str, dtype: torch.dtype, what: str) -> 
 
 
 def share(got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float:
-    """Norm of the difference over the norm of the expected tensor, which counts as `least` if it is smaller."""
+    """Return the norm of the difference divided by the norm of the expected tensor, or by `least` if that is larger."""
     return (got.double() - want).norm().item() / max(want.norm().item(), least)
 
 
 def too_far(off: dict[str, float], limit: float, what: str) -> str:
-    """Names of results that are off by more than the limit, or by nan; empty if none is."""
+    """Return a message about errors above the limit or nan; empty if there are none."""
     wrong = [f"{name} is off by {x:.1e} for {what} tokens" for name, x in off.items() if not x <= limit]
     return "; ".join(x for x in wrong if not x.startswith("max dlogp"))
 
 
 def check(contender: Contender, device: str, dtype: torch.dtype) -> str:
-    """Compare results and gradients with fp64 on a small shape; returns the problem, empty if they agree."""
+    """Compare results and gradients with fp64 on a small shape; return the problem, empty if they agree."""
     for what in KINDS:
         try:
             off = errors(contender, device, dtype, what)
@@ -102,7 +104,7 @@ def check(contender: Contender, device: str, dtype: torch.dtype) -> str:
 
 
 def precision(backend: str, device: str) -> dict[str, dict[str, float]]:
-    """Errors of our functions in bf16 and fp32; prints the targets."""
+    """Return the errors of our functions in bf16 and fp32; print their targets."""
     found = {}
     mine = {
         "": Contender("linear_logprob", "both", ours(backend), 4, certain=2e-2),

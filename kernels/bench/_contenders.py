@@ -1,8 +1,8 @@
-"""Contenders of the benchmarks: each gives logp (and entropy, if it has it) of every token, or a mean loss.
+"""Contenders of the benchmarks: each returns logp (and, if supported, entropy) of every token, or a mean loss.
 
-All take (hidden, weight, targets) and are called as their own documentation says. If one cannot be imported or does not
-run here, the benchmark names it with the reason. None is a dependency: install them with `pip install --target DIR
-liger-kernel cut-cross-entropy quack-kernels verl` and put DIR into PYTHONPATH.
+All of them get (hidden, weight, targets) and are called as their documentation describes. If a contender cannot be
+imported or fails, the benchmark prints its name and the reason. They are not dependencies of this project: install them
+with `pip install --target DIR liger-kernel cut-cross-entropy quack-kernels verl` and add DIR to PYTHONPATH.
 """
 
 import os
@@ -25,11 +25,12 @@ class Contender:
     gives: str
     call: Any
     matmuls: int
-    """Matmuls of forward and backward together."""
+    """Number of matmuls of forward and backward in total."""
     certain: float = 0.1
-    """Largest error of a bf16 gradient of nearly certain tokens: rounding logits of 30 changes 1 - p by as much."""
+    """Largest error of a bf16 gradient of nearly certain tokens; rounding logits of 30 may change 1 - p by this
+    share."""
     logp: Any = None
-    """Gives the logp that a loss is made of."""
+    """For `loss` contenders, a function that returns the logp from which the loss is computed."""
 
 
 def plain(h, w, t):
@@ -62,7 +63,7 @@ def told_logp(backend):
 
 
 def compiled(function, backend="inductor"):
-    # With fullgraph, dynamo raises at its limit of recompilations; without, it would go on uncompiled.
+    # With fullgraph, dynamo raises an error at its limit of recompilations instead of running uncompiled code.
     return torch.compile(function, dynamic=False, fullgraph=True, backend=backend)
 
 
@@ -113,7 +114,7 @@ def quack():
 
 
 def contenders(device: str) -> tuple[list[Contender], dict[str, str]]:
-    """Contenders that can be imported, and the reasons why the others cannot."""
+    """Return the contenders that can be imported, and the reasons why the others cannot, by name."""
     mine = "triton" if device == "cuda" else "torch"
     out = [
         Contender(f"spmdrl ({mine})", "both", ours(mine), 4, certain=2e-2),
@@ -122,7 +123,7 @@ def contenders(device: str) -> tuple[list[Contender], dict[str, str]]:
         Contender("torch, all logits", "both", plain, 3),
         Contender("torch, all logits, loss", "loss", plain_loss, 3),
     ]
-    # Liger's SM90 kernels are its cutedsl implementation, which the environment chooses for the process.
+    # Liger's SM90 kernels are its cutedsl implementation; an environment variable selects it for the process.
     flavour = os.environ.get("LIGER_KERNEL_IMPL", "triton")
     wanted = [("liger, chunks in plain torch", "logp", liger_torch, 4)]
     if device == "cuda":

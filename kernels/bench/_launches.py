@@ -1,9 +1,9 @@
-"""The launches that the kernels' Python code makes for a shape, recorded without a GPU.
+"""Records the kernel launches that the package's Python code makes for a shape, without a GPU.
 
-Tensors are on torch's meta device, which has shapes, dtypes and strides but no numbers; the code treats it as a GPU.
-Stand-ins replace everything that cannot run there. The kernels record their launches. Matmuls into existing tensors do
-nothing; the caller says whether they write fp32 from narrower inputs. Checks of values (targets out of range, a loss
-that is not per token) do nothing either.
+Tensors are on torch's meta device, which has shapes, dtypes and strides but no values; the package treats it as a GPU.
+Stand-ins replace all functions that need values. The stand-ins of kernels record their launches. Those of matmuls and
+of checks of values (targets out of range, a loss that is not per token) do nothing; the caller sets whether a matmul
+can write fp32 from 16-bit inputs.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from spmdrl_kernels import blocks, chunked, gradients, linear, logits, triton_ro
 KERNELS = {"stats": "_stats_kernel", "gradient": "_gradient_kernel"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 ALIGNED = 512
-"""torch's allocator for GPUs begins every tensor at a multiple of so many bytes."""
+"""Alignment of tensors in bytes in torch's allocator for GPUs."""
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """Stands for a tensor in Triton: its dtype, and whether it begins at a multiple of 16 and is below 2 GiB."""
+    """Stand-in for a tensor in Triton: its dtype, whether it is aligned to 16 bytes, and whether it is below 2 GiB."""
 
     dtype: torch.dtype
     aligned: bool
@@ -41,7 +41,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments: pointers, whole numbers, None, and constants (block sizes and warps included)."""
+    """A kernel with its arguments: pointers, integers, None; and its constants, including block sizes and warps."""
 
     kernel: str
     arguments: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Launch:
 
 
 class Recorder:
-    """Stands for a kernel and records its launches."""
+    """Stand-in for a kernel that records its launches."""
 
     def __init__(self, kernel: str, launches: list[Launch]):
         self.kernel, self.launches = kernel, launches
@@ -64,15 +64,15 @@ class Recorder:
 
 def pointer(tensor: torch.Tensor) -> Pointer:
     begins = tensor.storage_offset() * tensor.element_size()
-    # Triton's backend for AMD counts the whole storage, and takes at most 2 GiB - 1 as small.
+    # Triton's backend for AMD treats a tensor as small if its complete storage is below 2 GiB.
     return Pointer(tensor.dtype, begins % 16 == 0, tensor.untyped_storage().nbytes() < 2**31)
 
 
 @contextmanager
 def recording(widens: bool) -> Iterator[list[Launch]]:
-    """Record launches into the list that it yields.
+    """Yield a list into which launches inside this context are recorded.
 
-    widens: whether the device multiplies narrow matrices into fp32, as NVIDIA's do through torch.
+    widens: whether matmuls of the device can write fp32 from 16-bit inputs, as on NVIDIA GPUs.
     """
     launches: list[Launch] = []
     with ExitStack() as stack:
@@ -93,9 +93,10 @@ def make(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def calls(T: int, V: int, dtype: torch.dtype, quick: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls of every public function, forward and backward, with every setting that changes launches; D changes none.
+    """Yield calls of every public function, forward and backward, with every setting that affects launches (D does
+    not).
 
-    quick: only the settings with most and with least work.
+    quick: only the settings with the most and with the least work.
     """
     hidden, weight = make(T, 8, dtype=dtype), make(V, 8, dtype=dtype)
     targets = make(T, dtype=torch.int64)
@@ -134,7 +135,7 @@ def calls(T: int, V: int, dtype: torch.dtype, quick: bool) -> Iterator[tuple[str
 
 
 def of_logp(through: bool, function: Callable, *given, **options) -> None:
-    """Run forward and backward of the sum of logp; through: the gradient goes through the entropy too."""
+    """Run forward and backward of the sum of logp; with `through`, of logp plus entropy."""
     logp, entropy = function(*given, **options)
     (logp + entropy if through else logp).sum().backward()
 
@@ -147,7 +148,7 @@ def in_chunks(*given, **options) -> None:
 
 
 def launches_of(shapes: list[tuple[int, int]], dtypes: list[str], widens: bool, quick: bool) -> dict[Launch, str]:
-    """Distinct launches of all calls -> the first call that makes each."""
+    """Return the distinct launches of all calls, each with the first call that makes it."""
     found: dict[Launch, str] = {}
     for (T, V), name in itertools.product(shapes, dtypes):
         for what, call in calls(T, V, DTYPES[name], quick):

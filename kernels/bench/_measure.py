@@ -1,4 +1,4 @@
-"""Parts that the benchmarks share: clock, memory peak, turns of all contenders, tables, targets, files."""
+"""Functions that the benchmarks share: timing, peak memory, alternation of contenders, tables, targets, files."""
 
 import argparse
 import ctypes
@@ -25,23 +25,23 @@ MIB = 2**20
 
 @dataclass
 class Job:
-    """One contender at one task. `row` receives the measurements, or as `error` the reason for their absence."""
+    """One contender at one task. `row` receives the measurements, or in `error` the reason why they are missing."""
 
     row: dict[str, Any]
-    """Keys at first: who, kind, gives, shape."""
+    """Initial keys: who, kind, gives, shape."""
     run: Callable[[int], Any]
-    """Makes one call on inputs number i, for any i."""
+    """Makes one call; the argument i selects the inputs and may be any integer."""
     least: float
-    """Fewest times that the bare work has to be done."""
+    """Smallest number of times that the bare work (a matmul or a copy) is necessary."""
     returned: int = 0
-    """Bytes of the gradients that a call returns, which do not count as extra memory."""
+    """Bytes of the gradients that a call returns; they do not count as extra memory."""
     ready: Callable[[int], Any] = lambda i: None
     """Runs before every call, untimed."""
 
 
 def measure(jobs: list[Job], device: str, seconds: float, bare_ms: float) -> list[dict]:
-    """Measure time and peak memory for one shape: all jobs take turns for so many seconds, at least three rounds."""
-    # Dynamo keeps 8 graphs of a function; without a reset most shapes would run uncompiled.
+    """Measure time and peak memory for one shape: all jobs take turns for `seconds`, at least three rounds."""
+    # Dynamo caches 8 graphs of a function; without a reset, most shapes would run uncompiled.
     torch.compiler.reset()
     alive: list[tuple[Job, list[float]]] = []
     for job in jobs:
@@ -78,7 +78,7 @@ def reason(error: Exception) -> str:
 
 
 def clock(device: str, function: Callable[[], Any]) -> float:
-    """Milliseconds of one call."""
+    """Return the milliseconds of one call."""
     if device == "cpu":
         began = time.process_time()
         function()
@@ -93,17 +93,17 @@ def clock(device: str, function: Callable[[], Any]) -> float:
 
 
 def resident(name: str) -> int:
-    """Resident memory of this process in KiB; name: VmRSS, or VmHWM for the peak."""
+    """Return the resident memory of this process in KiB. name: VmRSS, or VmHWM for the peak."""
     found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found
     return int(found[1])
 
 
 def peak_mib(device: str, function: Callable[[], Any]) -> float:
-    """Peak memory in MiB of one call beyond the memory held before, its results included; nan if the system hides it.
+    """Return the peak memory in MiB that one call adds, including its results; nan if the system does not report it.
 
-    Call the function once before: libraries load on the first call. On a CPU this is the peak of resident memory, which
-    Linux resets at a write to /proc/self/clear_refs; freed memory is returned to the system before that.
+    Call the function once before, because libraries load on the first call. On a CPU this is the peak of resident
+    memory, which Linux resets on a write to /proc/self/clear_refs; freed memory is first returned to the system.
     """
     gc.collect()
     if device == "cuda":
@@ -124,7 +124,7 @@ def peak_mib(device: str, function: Callable[[], Any]) -> float:
 
 
 def show(rows: list[dict], sizes: str) -> None:
-    """Print a table; `sizes` names the numbers of a shape by one letter each."""
+    """Print a table; `sizes` has one letter for each number of a shape."""
     print(
         " ".join(f"{s:>7}" for s in sizes),
         f" {'what':9} {'who':32} {'gives':6} {'ms':>9} {'% roofline':>10} {'MiB':>7}",
@@ -137,13 +137,13 @@ def show(rows: list[dict], sizes: str) -> None:
 
 
 def target(name: str, value: float | None, goal: float, form: str = ".2f") -> None:
-    """Print one line: the target is met if the value is at most the goal. A missing value or nan is a miss."""
+    """Print whether a target is met: the value is at most the goal. A missing value or nan is a miss."""
     met = "ok" if value is not None and value <= goal else "miss"
     print(f"target {name} {'none' if value is None else format(value, form)} {goal:g} {met}", flush=True)
 
 
 def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
-    """(kind, gives) -> the largest ratio of our time to that of another contender with the same results and shape."""
+    """Return the largest ratio of our time to another contender's with the same shape, for each (kind, gives)."""
     done, out = [row for row in rows if "ms" in row], {}
     for mine, other in itertools.product(done, done):
         same = all(mine[k] == other[k] for k in ("kind", "gives", "shape"))
@@ -154,7 +154,7 @@ def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
 
 
 def save(path: str | None, facts: dict, rows: list[dict]) -> None:
-    """Write the whole file in one step, after every shape, so that a run that is stopped leaves its results so far."""
+    """Write the results so far atomically. Called after every shape, so that an interrupted run leaves its results."""
     if path:
         Path(path + ".part").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
         os.replace(path + ".part", path)
@@ -190,7 +190,7 @@ def plot(rows: list[dict], path: str | None) -> None:
 
 
 def options(doc: str | None, sizes: str) -> argparse.Namespace:
-    """Parse the command line; adds `device`, and makes `shapes` tuples with a number for each letter of `sizes`."""
+    """Parse the command line; add `device`, and parse `shapes` into tuples with a number for each letter of `sizes`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json")
@@ -208,7 +208,7 @@ def options(doc: str | None, sizes: str) -> argparse.Namespace:
 
 
 def facts_of(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Machine, versions, date."""
+    """Return and print facts about the benchmark: machine, versions, date."""
     versions = {}
     for name in ("torch", "triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl"):
         try:

@@ -2,12 +2,12 @@
 
     python kernels/bench/compiled.py [--quick] [--targets NAME ...] [--json FILE]
 
-Every launch that the public functions make for the shapes below (whole vocabularies and a rank's part of them, every
-dtype and setting; `_launches.py` records them) is compiled by the triton that Python imports here, specialised as at a
-launch: pointers and numbers at multiples of 16, constants, and on AMD tensors below 2 GiB. The figures come from the
-compilers: `ptxas -v` for NVIDIA, the metadata of the assembly for AMD. The program exits with 1 if a kernel does not
-compile, does not fit, or spills. --quick: two shapes in bf16, the settings with most and with least work. PYTHONPATH
-can name another version of triton.
+`_launches.py` records every launch that the public functions make for the shapes below: complete vocabularies and a
+rank's part of them, every dtype and setting. The installed triton compiles each with the specialisation of a real
+launch: pointers and numbers that are multiples of 16, constants, and on AMD tensors below 2 GiB. The figures come from
+the compilers: `ptxas -v` for NVIDIA, the metadata of the assembly for AMD. The program exits with 1 if a kernel does
+not compile, does not fit, or spills registers. --quick: two shapes in bf16, with the settings of most and of least
+work. To use another version of triton, put it into PYTHONPATH.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
+os.environ.pop("TRITON_INTERPRET", None)  # with the interpreter, Triton would not compile
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
@@ -44,13 +44,13 @@ class Target:
 
     gpu: GPUTarget
     shared: int
-    """Bytes of shared memory of a block."""
+    """Largest number of bytes of shared memory of a block."""
     registers: int
-    """Registers of one thread."""
+    """Largest number of registers of one thread."""
 
     @property
     def widens(self) -> bool:
-        """True if torch's matmuls can write fp32 from narrower inputs on it."""
+        """True if torch's matmuls can write fp32 from 16-bit inputs on this GPU."""
         return self.gpu.backend == "cuda"
 
 
@@ -65,7 +65,7 @@ QWEN, LLAMA = 151_936, 32_000
 SHAPES = [
     *((8192, vocabulary // parts) for vocabulary in (QWEN, LLAMA) for parts in (1, 2, 4, 8)),
     (8192, 128_256),
-    # No multiples of 16; more rows than fit into one block; one token.
+    # Sizes that are not multiples of 16; more rows than fit into one block; one token.
     (5003, 50_257),
     (5003, 32_003),
     (70_000, LLAMA),
@@ -73,11 +73,11 @@ SHAPES = [
 ]
 QUICK = [(8192, QWEN), (5003, 50_257)]
 FIGURES = ("registers", "shared", "spilled", "stack")
-"""Figures of a thread, except `shared`, bytes of a block; see `of_nvidia` and `of_amd`."""
+"""Figures per thread, except `shared`, which is in bytes per block; see `of_nvidia` and `of_amd`."""
 
 
 class Elsewhere:
-    """Stands for the driver of an absent GPU and names it. Device number i is the i-th target."""
+    """Stand-in for the driver of an absent GPU. Device number i is the i-th target."""
 
     def __init__(self):
         self.device = 0
@@ -97,12 +97,12 @@ def kernel_of(name: str):
 
 
 def arguments_of(kernel) -> list[str]:
-    """Names of the arguments that are not constants: the ones in lower case."""
+    """Return the names of the arguments that are not constants: those in lower case."""
     return [name for name in kernel.arg_names if name.islower()]
 
 
 def specialised(launch: Launch, device: int) -> str:
-    """Specialisation of a launch by Triton, besides constants: types, D for a multiple of 16, S for below 2 GiB."""
+    """Return Triton's specialisation of a launch except constants: types, D for a multiple of 16, S for below 2 GiB."""
     driver.active.device = device
     kernel, constants = kernel_of(launch.kernel), dict(launch.constants)
     *_, bind = kernel.device_caches[device]
@@ -115,10 +115,10 @@ def specialised(launch: Launch, device: int) -> str:
 
 
 def compile_launch(launch: Launch, device: int) -> dict[str, int]:
-    """Compile a launch for the target, without loading or running it; returns the figures of a thread and a block.
+    """Compile a launch for a target without loading or running it; return its figures (`FIGURES`).
 
     Raises:
-        Exception: any error of the compiler.
+        Exception: the compiler fails.
     """
     driver.active.device = device
     kernel = kernel_of(launch.kernel)
@@ -151,7 +151,7 @@ def of_amd(assembly: str, shared: int) -> dict[str, int]:
 
 
 def problem(row: dict[str, Any]) -> str:
-    """Problem of a row, empty if it has none."""
+    """Return the problem of a row; empty if it has none."""
     if "error" in row:
         return row["error"]
     limits = TARGETS[row["target"]]
@@ -160,7 +160,7 @@ def problem(row: dict[str, Any]) -> str:
 
 
 def compile_all(names: list[str], quick: bool) -> list[dict[str, Any]]:
-    """Compile everything: a row for each target and each way to compile a kernel."""
+    """Compile all launches; return a row for each target and each way to compile a kernel."""
     launches: dict[bool, dict[Launch, str]] = {}
     rows: dict[tuple, dict[str, Any]] = {}
     for name in names:
@@ -182,10 +182,10 @@ def compile_all(names: list[str], quick: bool) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the range over all ways to compile a kernel for logits of one dtype, then every row with a problem."""
+    """Print the range of figures for each kernel and dtype of logits, then every row with a problem."""
     groups = defaultdict(list)
     for row in rows:
-        # The first argument is *bf16:D or the like.
+        # The first argument looks like *bf16:D.
         groups[row["target"], row["kernel"], re.split(r"[*:]", row["arguments"])[1]].append(row)
     print("target   kernel    logits  ways  registers  shared  spilled  wrong")
     for names, group in groups.items():
@@ -203,7 +203,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def write(path: str, rows: list[dict[str, Any]]) -> None:
-    """Write facts, then a line for each way to compile a kernel, with the figures on each of its targets."""
+    """Write facts, then a line for each way to compile a kernel, with its figures on each target."""
     versions = {module.__name__: module.__version__ for module in (torch, triton)}
     facts: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "figures": FIGURES}
     facts["arguments"] = {name: arguments_of(kernel_of(name)) for name in KERNELS}

@@ -2,10 +2,10 @@
 
     python kernels/bench/given.py [--quick] [--json FILE] [--plot FILE] [--shapes T,V ...] [--seconds S]
 
-It works like linear.py, from logits [T, V]. `backward` is forward and backward; ours writes the gradient over the
-logits, which are filled again before every call (untimed). The time is compared with that of copying the logits: a
-forward makes one pass, which takes half of a copy, and both together take one and a half. Memory is the peak above the
-logits, with the gradient included.
+It works like linear.py, but the inputs are logits [T, V]. `backward` times forward and backward; ours writes the
+gradient over the logits, which are refilled before every call (untimed). The time is compared with that of copying the
+logits: a forward reads them once, which takes half as long as a copy; forward and backward take one and a half copies.
+Memory is the peak in addition to the logits; it includes the gradient.
 """
 
 import os
@@ -33,14 +33,14 @@ SHAPES = {
     "cpu quick": [(128, 32768), (128, 151936)],
 }
 GOAL_MS = 0.75
-"""Milliseconds of a forward at TARGET on an H200; the targets are in kernels/NOTES.md."""
+"""Milliseconds of a forward at TARGET on an H200; kernels/NOTES.md lists the targets."""
 LEAST = {"forward": 0.5, "backward": 1.5}
 
 
 def make(shape, device, dtype, seed, what="random"):
     """Make logits, targets and upstream gradients [2, T].
 
-    what: `random`, or `certain`: targets have p > 0.99, at logits of 31.
+    what: `random`; or `certain`, for targets with p > 0.99 and logits of 31.
     """
     T, V = shape
     torch.manual_seed(seed)
@@ -65,13 +65,13 @@ def contenders(device: str) -> list[Contender]:
     mine = ("triton", "torch") if device == "cuda" else ("torch",)
     out = [Contender(f"spmdrl ({name})", "both", ours(name), 0) for name in mine]
     out.append(Contender("torch, log_softmax", "both", plain, 0))
-    if device == "cuda":  # On a CPU compiling takes longer than all of the rest.
+    if device == "cuda":  # On a CPU, compiling takes longer than everything else.
         out.append(Contender("torch.compile'd log_softmax", "both", compiled(plain), 0))
     return out
 
 
 def work(contender: Contender, kind: str, logits, t, upstream) -> tuple[Any, Any]:
-    """Run a contender; returns its results and the gradient of the logits, which are a leaf."""
+    """Run a contender; return its results and the gradient of the logits (None for a forward)."""
     if kind == "forward":
         with torch.no_grad():
             return contender.call(logits, t), None
@@ -81,7 +81,7 @@ def work(contender: Contender, kind: str, logits, t, upstream) -> tuple[Any, Any
 
 
 def errors(contender: Contender, device, dtype, what) -> dict[str, float]:
-    """Errors of results and gradients, as in `_check.errors`."""
+    """Return errors of results and gradients, as `_check.errors` does."""
     logits, t, upstream = make((48, 1112), device, dtype, 7, what)
     wide = logits.double().requires_grad_()
     want = plain(wide, t)
@@ -93,9 +93,9 @@ def errors(contender: Contender, device, dtype, what) -> dict[str, float]:
 
 
 def check(contender: Contender, device, dtype) -> str:
-    """Problem of a contender, empty if none.
+    """Return the problem of a contender; empty if it has none.
 
-    The logits are given, so certain tokens are as exact as random ones in bf16 too.
+    The logits are inputs, so nearly certain tokens are as exact as random ones in bf16 too.
     """
     for what in KINDS:
         try:
@@ -127,7 +127,7 @@ def jobs_of(shape, device, dtype, field) -> list[Job]:
 
 
 def bare_copy(shape, device, dtype) -> float:
-    """Milliseconds of copying the logits."""
+    """Return the milliseconds of copying the logits."""
     logits, *_ = make(shape, device, dtype, 0)
     copy = partial(torch.empty_like(logits).copy_, logits)
     copy()

@@ -3,15 +3,15 @@
     python kernels/bench/linear.py [--quick] [--json FILE] [--plot FILE] [--shapes T,D,V ...] [--seconds S]
 
 On a GPU it runs in bfloat16 with T in {1k, 8k, 32k}, D in {2048, 4096, 8192}, V in {32k, 128256, 151936} (--quick:
-T=8192, D=4096, V=151936), timed by events. On a CPU it runs in float32 with small sizes on one thread, timed by the CPU
-seconds of the process, so that a busy machine gives the same figures.
+T=8192, D=4096, V=151936), timed by CUDA events. On a CPU it runs in float32 with small sizes on one thread, timed by
+the CPU seconds of the process, so that other load on the machine does not change the figures.
 
-All contenders take turns over rotating inputs; the figures are medians. The time is compared with the fewest bare
-matmuls (the "roofline"): 1 for the forward, 4 for forward and backward with recomputation, 3 for a loss inside the
-chunk. A contender whose result or gradient is off by more than its dtype explains, for random or for nearly certain
-tokens, is named and not timed. Memory is the peak above inputs and returned gradients, in a call that is not the first:
-of the allocator on a GPU, of resident memory on a CPU. FILE is written after every shape. LIGER_KERNEL_IMPL=cutedsl
-times Liger's SM90 kernels instead of its Triton kernels.
+All contenders take turns over rotating inputs; the figures are medians. The time is compared with that of the necessary
+bare matmuls (the "roofline"): 1 for the forward, 4 for forward and backward with recomputation, 3 for a loss inside the
+chunk. A contender is listed but not timed if the error of its results or gradients, for random or for nearly certain
+tokens, exceeds what its dtype explains. Memory is the peak in addition to inputs and returned gradients, after a first
+call: of the allocator on a GPU, of resident memory on a CPU. FILE is written after every shape.
+LIGER_KERNEL_IMPL=cutedsl times Liger's SM90 kernels instead of its Triton kernels.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from _measure import MIB, Job, clock, facts_of, measure, options, plot, save, sh
 
 TARGET = (8192, 4096, 151936)
 SHAPES = {
-    # The shape with targets comes first, so that a run that is stopped early has it.
+    # The shape with targets comes first, so that a run that is stopped early includes it.
     "cuda": sorted(
         itertools.product((1024, 8192, 32768), (2048, 4096, 8192), (32768, 128256, 151936)),
         key=lambda shape: shape != TARGET,
@@ -40,15 +40,15 @@ SHAPES = {
     "cpu quick": [(256, 64, 32768), (256, 64, 151936)],
 }
 GOALS = {"forward": 14.5, "backward": 58.0, "loss": 45.0}
-"""Milliseconds at TARGET on an H200; the targets are in kernels/NOTES.md."""
+"""Largest milliseconds at TARGET on an H200; kernels/NOTES.md lists the targets."""
 EXTRA_MIB = 614.0
-"""Most extra memory: 0.6 GiB."""
+"""Largest extra memory in MiB: 0.6 GiB."""
 FLAT = 1.25
 LEAST = {"forward": 1, "backward": 4, "loss": 3}
 
 
 def bare_matmuls(shape, device, dtype) -> float:
-    """Milliseconds of hidden @ weight.T alone, with logits in pieces that fit."""
+    """Return the milliseconds of hidden @ weight.T alone, computed in pieces that fit into memory."""
     h, w, *_ = make(shape, device, dtype, 0)
     h, w = h.detach(), w.detach()
     columns = max(256, (2**20 if device == "cpu" else 2**28) // shape[0])
@@ -80,7 +80,7 @@ def jobs_of(shape, device, dtype, field) -> list[Job]:
 
 
 def targets_gpu(rows: list[dict]) -> None:
-    """Print the targets of our time and memory at TARGET; a missing row is a miss."""
+    """Print whether our time and memory at TARGET meet the targets; a missing row is a miss."""
     for kind, goal in GOALS.items():
         ours = [r for r in rows if r["who"].startswith("spmdrl (triton)") and r["gives"] != "logp" and "ms" in r]
         row = next((r for r in ours if r["kind"] == kind), {})
@@ -88,7 +88,7 @@ def targets_gpu(rows: list[dict]) -> None:
         if kind != "loss":
             target(f"kernel-{kind}-extra-mib", row.get("mib"), EXTRA_MIB, ".0f")
             continue
-        # The loss takes several chunks at this shape, which add to an fp32 gradient of the weight.
+        # At this shape the loss runs in several chunks, whose weight gradients are summed in fp32.
         _, D, V = TARGET
         rest = row["mib"] - 4 * V * D / MIB if row else None
         target("kernel-loss-extra-mib-without-fp32-sum-of-dw", rest, EXTRA_MIB, ".0f")
@@ -97,7 +97,7 @@ def targets_gpu(rows: list[dict]) -> None:
 
 
 def targets_cpu(rows: list[dict]) -> None:
-    """Print the targets: ours is no slower than equal contenders, and `linear_logprob` needs memory flat in V."""
+    """Print the targets: ours is not slower than contenders with equal results, and memory does not grow with V."""
     for (kind, gives), ratio in worst_ratios(rows).items():
         target(f"kernel-cpu-{kind}-{gives}-worst-ratio", ratio, 1.0)
     held: dict[tuple, dict[int, float]] = {}

@@ -1,10 +1,10 @@
-"""Measures the peak memory of a training step at V = 151936: with all logits, linear_logprob, chunked_loss.
+"""Measures the peak memory of a training step at V = 151936 with all logits, linear_logprob and chunked_loss.
 
     python kernels/bench/step_memory.py [--quick] [--json FILE]
 
 A random Qwen2 (D=128, 2 layers; on a GPU D=1024, 8 layers, bfloat16) takes one AdamW step on a policy-gradient loss
-with an entropy bonus. Each way runs in a process of its own; the peak is the memory that the step adds to the model
-and its inputs, with gradients and optimizer state included. The script needs transformers.
+with an entropy bonus. Each variant runs in a separate process. The peak is the memory that the step adds to the model
+and its inputs, including gradients and optimizer state. The script needs transformers.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Computes log-probabilities, entropies and losses without holding the logits [T, V]. See kernels/README.md."""
+"""Computes log-probabilities, entropies and losses without storing the logits [T, V]. See kernels/README.md."""
 
 from spmdrl_kernels.aligned import aligned_loss
 from spmdrl_kernels.chunked import chunked_loss

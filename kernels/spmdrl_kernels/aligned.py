@@ -1,10 +1,10 @@
-"""Distillation over two vocabularies: probabilities of shared tokens are compared directly, the others sorted.
+"""Distillation over two vocabularies: compares shared tokens directly, and sorted probabilities of all other tokens.
 
-A row is a span of text. Student and teacher each give it a distribution: the probabilities of the tokens at one
-position times a factor, the exponential of the row's `shift`, which is the probability of the span's other tokens.
-Logits exist for one chunk of rows at a time, as in `distill.py`.
+A row is a span of text. Student and teacher each have a scaled distribution for it: the probabilities of the next token
+at one position of the span, times exp(`shift`), the probability of the span's other tokens. Logits exist for one chunk
+of rows at a time, as in `distill.py`.
 
-C rows; V tokens of the student, U of the teacher; M tokens that both have.
+Shapes: C rows; V tokens in the student's vocabulary, U in the teacher's, M in both.
 """
 
 from collections.abc import Iterator
@@ -22,22 +22,22 @@ from spmdrl_kernels.linear import wide
 from spmdrl_kernels.vocabulary import Vocabulary
 
 HELD = 12
-"""Number of tensors [C, V] of a chunk that exist at a time; the indices of a sort count twice."""
+"""Number of tensors [C, V] of a chunk that are in memory at the same time; the int64 indices of a sort count twice."""
 
 
 @dataclass(frozen=True)
 class SpanTeacher:
-    """A teacher with other tokens, given by its hidden states and output weight."""
+    """A teacher with another vocabulary, given by its hidden states and output weight."""
 
     states_TE: torch.Tensor
     weight_UE: torch.Tensor
     shift_T: torch.Tensor
-    """Log of the factor of its probabilities in each row."""
+    """Log of the factor on the teacher's probabilities in each row."""
     divisor: float = 1.0
     softcap: float | None = None
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Yield the log of the factor times the probabilities, [C, U], of each block of rows."""
+        """Yield log(factor * probabilities), [C, U], for each block of rows."""
         theirs = Blocks(blocks.tokens, len(self.weight_UE), blocks.rows, len(self.weight_UE))
         for rows, _, logits_CU in theirs.products(self.states_TE, self.weight_UE):
             logp_CU, _ = log_probabilities(logits_CU, self.divisor, self.softcap, dtype)
@@ -46,20 +46,20 @@ class SpanTeacher:
 
 @dataclass(frozen=True)
 class Matched:
-    """Tokens that both vocabularies have."""
+    """Tokens that are in both vocabularies."""
 
     student_M: torch.Tensor
-    """int64, distinct."""
+    """Distinct ids in the student's vocabulary, int64."""
     teacher_M: torch.Tensor
-    """The same tokens' numbers in the teacher's vocabulary."""
+    """Ids of the same tokens in the teacher's vocabulary."""
     beta: float
-    """Parameter of the divergence over them, see `unnormalized_jsd`."""
+    """Parameter `beta` of `unnormalized_jsd` over these tokens."""
 
 
 def sorted_distance(s_CV: torch.Tensor, t_CU: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the L1 distance of each row's sorted probabilities [C], padded with zeros, and its slope by s [C, V].
+    """Return the L1 distance of sorted probabilities for each row [C], and its gradient with respect to s [C, V].
 
-    Universal Logit Distillation (https://arxiv.org/abs/2402.12030).
+    The shorter row is padded with zeros. Source: Universal Logit Distillation (https://arxiv.org/abs/2402.12030).
     """
     s_sorted_CV, place_CV = s_CV.sort(1, descending=True)
     t_sorted_CU = t_CU.sort(1, descending=True).values
@@ -71,9 +71,9 @@ def sorted_distance(s_CV: torch.Tensor, t_CU: torch.Tensor) -> tuple[torch.Tenso
 
 
 def unnormalized_jsd(s_CM: torch.Tensor, t_CM: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `generalized_jsd` of logs of numbers that need not sum to 1 [C], and its slope by s [C, M].
+    """Return the generalized JSD of logs of unnormalized probabilities [C], and its gradient with respect to s [C, M].
 
-    It is trl's `GOLDTrainer.generalized_jsd_loss`, which is for probabilities.
+    The formula is that of `generalized_jsd` and of trl's `GOLDTrainer.generalized_jsd_loss`.
     """
     p_CM = s_CM.exp()
     if beta == 0:
@@ -89,11 +89,11 @@ def unnormalized_jsd(s_CM: torch.Tensor, t_CM: torch.Tensor, beta: float) -> tup
 
 
 def compare(s_CV: torch.Tensor, t_CU: torch.Tensor, matched: Matched | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distance of each row [C] and its slope by the student's s [C, V].
+    """Return the distance of each row [C] and its gradient with respect to s [C, V].
 
-    s, t: logs of probabilities. matched: the tokens that are compared directly, as in GOLD, by a divergence whose
-    weight is their share of the teacher's vocabulary; the rest of the weight is on the other tokens' sorted distance.
-    None: all tokens are sorted.
+    s, t: logs of the (scaled) probabilities of student and teacher. matched: tokens compared directly by
+    `unnormalized_jsd`, as in GOLD; the weight of this divergence is the matched share of the teacher's vocabulary, and
+    `sorted_distance` of all other tokens gets the remaining weight. None: `sorted_distance` of all tokens.
     """
     p_CV = s_CV.exp()
     if matched is None:
@@ -133,22 +133,22 @@ def aligned_loss(
     """Sum weight times distance (`compare`) over rows, with gradients computed in forward.
 
     Args:
-        hidden_TD: of the student: float16, bfloat16, float32 or float64.
-        weight_VD: same dtype and device.
-        shift_T: log of the factor of the student's probabilities; without gradient here.
-        teacher: of the same rows.
+        hidden_TD: the student's hidden states, in float16, bfloat16, float32 or float64.
+        weight_VD: the student's output weight, in the same dtype and on the same device.
+        shift_T: log of the factor on the student's probabilities; it gets no gradient from this function.
+        teacher: the teacher's distributions for the same rows.
         weight_T: weight of each row's distance.
         matched: see `compare`.
-        divisor: the student's logits are divided by it.
-        softcap: logits stay within +-softcap, before the divisor; None for no cap.
-        chunk_tokens: rows of logits held at a time. It changes speed, memory and rounding only.
+        divisor: divides the student's logits.
+        softcap: cap on the student's logits before division, by softcap * tanh(logits / softcap); None for no cap.
+        chunk_tokens: rows of logits in memory at the same time. It changes speed, memory and rounding only.
 
     Returns:
-        The sum (a scalar in fp64), and detached, in fp32 or for fp64 inputs fp64: its slope by each shift [T], the
-        distances [T] and the student's entropy [T]. Backward through the sum works once.
+        The sum, a scalar in fp64, whose backward works once; and three detached tensors [T] in fp32 (fp64 for fp64
+        inputs): the gradient of the sum with respect to the shift, the distances, and the student's entropy.
 
     Raises:
-        ValueError: shapes do not fit, or a setting is out of its range.
+        ValueError: shapes do not fit, or a setting is out of range.
     """
     tokens = len(hidden_TD)
     check_states(hidden_TD, weight_VD)
@@ -178,7 +178,7 @@ class _Job:
 class _Aligned(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, job: _Job, needed: bool):
-        """Return the sum, slopes, distances and entropy; gradients are kept for backward."""
+        """Return the sum, shift gradients, distances and entropy; store the gradients for backward."""
         need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
         dtype, blocks = wide(hidden_TD), job.blocks
         sums = Gradients(blocks, hidden_TD, weight_VD, need, Vocabulary(0, blocks.vocab, blocks.vocab, None), dtype)
@@ -204,7 +204,7 @@ class _Aligned(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, *_):
-        """Return the gradients [T, D] and [V, D] times that of the sum."""
+        """Return the stored gradients [T, D] and [V, D], multiplied by the gradient of the sum."""
         if ctx.sums is None:
             raise RuntimeError("backward through aligned_loss works once: its gradients were freed")
         sums, ctx.sums = ctx.sums, None

@@ -12,25 +12,25 @@ BACKENDS = ("triton", "torch", "liger")
 
 
 def choose(backend: str | None, device: torch.device) -> str:
-    """Return the backend: the argument, else SPMDRL_KERNELS, else the device's default. ValueError: it is unknown."""
+    """Return the backend: the argument, else SPMDRL_KERNELS, else the device's default. ValueError: unknown backend."""
     name = backend or os.environ.get("SPMDRL_KERNELS") or ""
     if name and name not in BACKENDS:
         where = "backend" if backend else "SPMDRL_KERNELS"
         raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}")
     if name:
         return name
-    # ROCm devices are of type cuda as well.
+    # The device type is cuda on ROCm too.
     return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
 
 
 def row_operations(backend: str | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return `TorchRows` or `TritonRows`, which compute in dtype on a device. ValueError: the backend is `liger`."""
+    """Return `TorchRows` or `TritonRows` for this device, computing in dtype. ValueError: the backend is `liger`."""
     name = choose(backend, device)
     if name == "liger":
         where = "backend" if backend else "SPMDRL_KERNELS"
         raise ValueError(f"{where} liger is for linear_logprob only: use triton or torch here")
     if name == "triton":
-        # Imported late, because it is slow, and missing on many machines without a GPU.
+        # Imported late: importing Triton is slow, and many machines without a GPU lack it.
         from spmdrl_kernels.triton_rows import TritonRows
 
         return TritonRows(dtype, device)

@@ -1,11 +1,11 @@
-"""Checks arguments, and raises errors that say what to change."""
+"""Checks arguments; the error messages name the change to make."""
 
 import math
 
 import torch
 
 LEAST = 1e-30
-"""Smallest temperature: with a smaller one logits / temperature could overflow in fp32."""
+"""Smallest temperature; below it, logits / temperature could overflow in fp32."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -31,7 +31,7 @@ def check_states(hidden_TD, weight_VD) -> None:
 
 
 def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
-    """Check the inputs beside the rows of a tensor: targets, a temperature or one for each row, a mask."""
+    """Check the inputs that accompany the rows of a tensor: targets, mask, and one temperature or one for each row."""
     tokens, device = len(rows_TX), rows_TX.device
     if targets_T.shape != (tokens,):
         raise ValueError(f"expected one target per row of {name}, got {tuple(targets_T.shape)} for {tokens} rows")
@@ -73,7 +73,7 @@ def check_settings(softcap, sizes: dict[str, int | None]) -> None:
 
 
 def check_values(targets_T, temperature, vocab: int) -> None:
-    """Check the values of targets and temperatures, in one pass over [T] and with one wait for the device."""
+    """Check the values of targets and temperatures, with one synchronization with the device."""
     if not targets_T.numel():
         return
     bounds = [x.double() for x in torch.aminmax(targets_T)]

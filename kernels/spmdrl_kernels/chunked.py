@@ -1,7 +1,7 @@
-"""A loss on logp and entropy, computed chunk by chunk so that its gradient needs no second pass over the vocabulary.
+"""Computes a loss of logp and entropy chunk by chunk, so that its gradient needs no second pass over the vocabulary.
 
-`linear_logprob` computes the logits twice, because their gradient needs the loss, which comes later: 4 matmuls. If the
-loss of a token depends on that token only, it is computed while the logits of its chunk still exist: 3 matmuls.
+`linear_logprob` computes the logits twice (4 matmuls), because the loss is unknown when they are first computed. If the
+loss of a token depends on that token only, it can be computed while the logits of its chunk exist: 3 matmuls.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from spmdrl_kernels.reference import TorchRows
 from spmdrl_kernels.vocabulary import new_state, open_vocabulary
 
 LossFn = Callable[[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]], Any]
-"""(logp [C], entropy [C] or None, inputs of these rows) -> loss [C], or (loss [C], dict of what to log, [C] each)."""
+"""(logp [C], entropy [C] or None, inputs of these rows) -> loss [C], or (loss [C], dict of tensors [C] to log)."""
 
 
 def chunked_loss(
@@ -53,14 +53,14 @@ def chunked_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum the caller's loss over tokens, with gradients computed in forward: 3 matmuls instead of 4.
 
-    Arguments are those of `linear_logprob`, but for these:
+    Arguments are as in `linear_logprob`, except:
 
-    - loss_fn: see `LossFn`. Each token's loss has its final weight (such as 1 / global count), does not depend on other
-      tokens, and gets a gradient through logp and entropy only. It is also called without tokens.
-    - inputs: tensors [T, ...] without gradient (advantages, old logp), of which `loss_fn` gets the chunk's rows.
+    - loss_fn: see `LossFn`. Each token's loss includes its final weight (such as 1 / global count), does not depend on
+      other tokens, and has a gradient through logp and entropy only. It may also be called with zero tokens.
+    - inputs: tensors [T, ...] without gradient (advantages, old logp); `loss_fn` gets their rows of the chunk.
     - entropy: whether `loss_fn` gets the entropy.
-    - group: a few collectives in each chunk, so `chunk_tokens` must be the same on its ranks.
-    - chunk_tokens: rows of logits held at a time, with all columns.
+    - group: its ranks run a few collectives in each chunk, so `chunk_tokens` must be the same on all of them.
+    - chunk_tokens: rows of logits, with all columns, in memory at the same time.
     - backend: `triton` or `torch`.
 
     Returns:
@@ -69,9 +69,9 @@ def chunked_loss(
         works once; without gradient mode only the loss is computed.
 
     Raises:
-        ValueError: as in `linear_logprob`; `loss_fn` does not return [C] tensors, logs a reserved name, gives a token
-            another loss when other tokens leave the chunk (tried on the first chunk of several rows), or does not
-            depend on logp or entropy; inputs have another length or a gradient.
+        ValueError: as in `linear_logprob`; or `loss_fn` does not return [C] tensors, logs a reserved name, depends on
+            neither logp nor entropy, or returns another loss for a token when other tokens are removed (tested on the
+            first chunk with several rows); or inputs have another length or a gradient.
     """
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
     check_settings(softcap, {"chunk_tokens": chunk_tokens})
@@ -97,7 +97,7 @@ def chunked_loss(
 
 
 class _Caller:
-    """The caller's loss on one chunk, checked."""
+    """Calls the caller's loss function on one chunk and checks its results."""
 
     def __init__(self, loss_fn: LossFn, inputs: dict[str, torch.Tensor], entropy: bool, top: bool):
         self.loss_fn, self.inputs, self.entropy, self.top = loss_fn, inputs, entropy, top
@@ -105,13 +105,13 @@ class _Caller:
         """Names of the columns that `_ChunkedLoss` returns."""
 
     def __call__(self, logp_C, entropy_C, at) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss [C] and the tensors to log, for rows `at`."""
+        """Return the loss [C] and the tensors to log for the rows `at`."""
         result = self.loss_fn(logp_C, entropy_C, {name: value[at] for name, value in self.inputs.items()})
         loss_C, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss_C, torch.Tensor) or not isinstance(extra, Mapping):
             raise ValueError(f"loss_fn must return loss [C], or (loss [C], dict of [C] tensors), got {type(result)}")
         if taken := {"logp", "entropy", "top", "loss"} & extra.keys():
-            raise ValueError(f"loss_fn logs {sorted(taken)}, which chunked_loss returns itself: take other names")
+            raise ValueError(f"loss_fn logs {sorted(taken)}, names that chunked_loss uses itself: choose other names")
         for name, value in {"loss": loss_C, **extra}.items():
             if value.shape != logp_C.shape:
                 raise ValueError(
@@ -122,15 +122,15 @@ class _Caller:
 
     @torch.no_grad()
     def check_separable(self, logp_C, entropy_C, rows: slice) -> None:
-        """Check that the loss of tokens does not change if every other token leaves the chunk. Raises ValueError."""
+        """Raise ValueError if the loss of a token changes when every second token is removed from the chunk."""
         whole, _ = self(logp_C, entropy_C, rows)
         for first in (0, 1):
             at = torch.arange(rows.start, rows.stop, device=logp_C.device)[first::2]
             part, _ = self(logp_C[first::2], None if entropy_C is None else entropy_C[first::2], at)
             if not torch.allclose(part, whole[first::2], rtol=1e-4, atol=1e-12, equal_nan=True):
                 raise ValueError(
-                    "loss_fn gives a token another loss when other tokens are absent, so it depends on sequences or on "
-                    "the whole batch and cannot be computed chunk by chunk: use linear_logprob, whose logp has a graph"
+                    "the loss that loss_fn returns for a token depends on other tokens, such as those of its sequence, "
+                    "so it cannot be computed chunk by chunk: use linear_logprob, whose logp is differentiable"
                 )
 
 
@@ -146,13 +146,13 @@ def _states(
     rounded: bool,
     second,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill the logits of a chunk; returns states [4, C] over the whole vocabulary, of exact and of kept logits.
+    """Fill the logits of a chunk; return two states [4, C] over the complete vocabulary: of exact and of stored logits.
 
-    A logp from rounded logits would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp
-    from 1. So narrow logits are computed in fp32, piece by piece, before they are rounded. The gradient is computed
-    from the rounded logits, with their own logsumexp.
+    A logp from rounded logits would differ from that of `linear_logprob` by 2^-9 of the logit, and the ratio to an old
+    logp would not be 1. So 16-bit logits are computed in fp32, piece by piece, before they are rounded and stored. The
+    gradient is computed from the stored logits and their logsumexp.
 
-    rounded: True if the kept logits are narrow and need their own state; else both states are the same tensor.
+    rounded: True if the stored logits have 16 bits and need a separate state; else both states are the same tensor.
     """
     state_4C = kept_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
     n, vocab = logits_CV.shape
@@ -180,7 +180,7 @@ def _states(
 
 @torch.enable_grad()
 def _differentiated(caller: _Caller, logp_C, entropy_C, rows: slice, wanted: bool) -> tuple[torch.Tensor, dict, list]:
-    """Return the caller's loss [C], the tensors it logs, and the loss's gradients by logp and entropy (or None).
+    """Return the caller's loss [C], the tensors to log, and the gradients of the loss by logp and entropy (or None).
 
     wanted: whether to compute gradients.
     """
@@ -197,7 +197,7 @@ def _differentiated(caller: _Caller, logp_C, entropy_C, rows: slice, wanted: boo
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, caller: _Caller, needed: bool):
-        """Return the sum, a scalar, then the logged tensors, [T] each; gradients are kept for backward."""
+        """Return the sum (a scalar) and the logged tensors [T]; store the gradients for backward."""
         need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
         dtype, vocabulary = job.dtype, job.vocabulary
         operations = row_operations(job.backend, hidden_TD.device, dtype)
@@ -205,7 +205,7 @@ class _ChunkedLoss(torch.autograd.Function):
         parts: list[dict[str, torch.Tensor]] = []
         checked = False
         buffer = hidden_TD.new_empty(min(job.blocks.rows, len(hidden_TD)) * vocabulary.size)
-        # Plain torch processes a chunk in pieces that fit into a cache.
+        # In plain torch a chunk is processed in pieces that fit into the cache of a CPU.
         step = (
             WORKSPACE_BYTES["cpu"] // 4 // BLOCK_ROWS["cpu"]
             if isinstance(operations, TorchRows)
@@ -253,9 +253,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, *_):
-        """Return the gradients [T, D] and [V, D] times that of the sum."""
+        """Return the stored gradients [T, D] and [V, D], multiplied by the gradient of the sum."""
         if ctx.sums is None:
             raise RuntimeError("backward through chunked_loss works once: its gradients were freed")
         sums, ctx.sums = ctx.sums, None
-        # If backward starts from the sum itself, this multiplies by 1; a check would wait for the device.
+        # If backward starts from the sum, the factor is 1; testing for that would synchronize with the device.
         return *sums.finish(grad_total), None, None, None, None

@@ -1,7 +1,7 @@
 """Distillation: divergence of a student's next-token distributions from a teacher's, with gradients, chunk by chunk.
 
-Logits of student and teacher exist for one chunk of rows at a time, and the gradient is computed in forward while they
-exist, as in `chunked.py`. Plain torch on every device.
+Logits of student and teacher exist for one chunk of rows at a time. The forward pass also computes the gradient, while
+the logits exist, as in `chunked.py`. The code is plain torch on every device.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from spmdrl_kernels.linear import wide
 from spmdrl_kernels.vocabulary import Vocabulary
 
 HELD = 6
-"""Number of tensors [C, V] of a chunk and one teacher that exist at a time."""
+"""Number of tensors [C, V] that are in memory at the same time, for one chunk and one teacher."""
 BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
-"""Bytes of these tensors together."""
+"""Bytes of the tensors [C, V] of a chunk in total."""
 
 
 def distillation_loss(
@@ -36,21 +36,21 @@ def distillation_loss(
     """Sum weight times divergence (`generalized_jsd`) over tokens and teachers, with gradients computed in forward.
 
     Args:
-        hidden_TD: of the student: float16, bfloat16, float32 or float64.
-        weight_VD: same dtype and device.
-        teachers: each with the weight of its divergence in each row [T], which includes 1 / global count.
+        hidden_TD: the student's hidden states, in float16, bfloat16, float32 or float64.
+        weight_VD: the student's output weight, in the same dtype and on the same device.
+        teachers: pairs of a teacher and the weight of its divergence in each row [T], which includes 1 / global count.
         beta: 0 is forward KL, 1 reverse KL.
-        divisor: the student's logits are divided by it: the temperature times the family's own divisor.
-        softcap: logits stay within +-softcap, before the divisor; None for no cap.
-        valid_vocab: number of first tokens that count. Vocabularies of different lengths are cut to the shortest.
-        chunk_tokens: rows of logits held at a time. It changes speed, memory and rounding only.
+        divisor: divides the student's logits; the temperature times the divisor of the model family.
+        softcap: cap on the student's logits before division, by softcap * tanh(logits / softcap); None for no cap.
+        valid_vocab: number of first tokens that count. Vocabularies of different sizes are cut to the smallest.
+        chunk_tokens: rows of logits in memory at the same time. It changes speed, memory and rounding only.
 
     Returns:
-        The sum (a scalar in fp64), and detached, in fp32 or for fp64 inputs fp64: the divergence from each teacher
-        [T, teachers] and the student's entropy [T]. Backward through the sum works once.
+        The sum, a scalar in fp64, whose backward works once; and two detached tensors in fp32 (fp64 for fp64 inputs):
+        the divergence from each teacher [T, teachers] and the student's entropy [T].
 
     Raises:
-        ValueError: shapes do not fit, or a setting is out of its range.
+        ValueError: shapes do not fit, or a setting is out of range.
     """
     tokens, sizes = len(hidden_TD), [len(weight_VD), *filter(None, (t.vocab for t, _ in teachers))]
     check_states(hidden_TD, weight_VD)
@@ -77,10 +77,10 @@ def top_logprobs(
     valid_vocab: int | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the k likeliest tokens of each row: ids [T, k], log-probabilities [T, k], log of the others' sum [T].
+    """Return the k likeliest tokens: ids [T, k], log-probabilities [T, k], log of the probability of all others [T].
 
-    Arguments are as in `distillation_loss`. A student with the same states, weight, `valid_vocab` and number of rows
-    gets the same numbers to the bit.
+    Arguments are as in `distillation_loss`, which computes bitwise the same log-probabilities for a student with the
+    same states, weight, `valid_vocab` and number of rows.
 
     Raises:
         ValueError: k is not below the number of tokens.
@@ -101,19 +101,19 @@ def top_logprobs(
 
 
 def plan(tokens: int, vocab: int, like: torch.Tensor, rows: int | None) -> Blocks:
-    """Return blocks of whole rows: of `rows` rows, by default of the device's number."""
+    """Return blocks of `rows` complete rows; by default their number depends on the device."""
     most = BYTES[place_of(like.device)] // (HELD * wide(like).itemsize * max(1, vocab))
     return Blocks(tokens, vocab, rows or even(tokens, most), vocab)
 
 
 class _Job:
-    """The settings of one call, and its blocks."""
+    """The settings and the blocks of one call of `distillation_loss`."""
 
     def __init__(self, teachers: list, beta: float, divisor: float, softcap: float | None, blocks: Blocks):
         self.teachers, self.beta, self.divisor, self.softcap, self.blocks = teachers, beta, divisor, softcap, blocks
 
     def chunk(self, rows: slice, blocks: tuple, logp_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergences [C, teachers] and the gradient [C, V] of their weighted sum by logits / divisor."""
+        """Return the divergences [C, teachers], and the gradient of their weighted sum by logits / divisor [C, V]."""
         divergences, total_CV = [], None
         for (teacher, weight_T), block in zip(self.teachers, blocks, strict=True):
             divergence_C, gradient_CV = teacher.compare(block, logp_CV, self.beta)
@@ -127,7 +127,7 @@ class _Job:
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, job: _Job, needed: bool):
-        """Return the sum, the divergences [T, teachers] and the entropy [T]; gradients are kept for backward."""
+        """Return the sum, the divergences [T, teachers] and the entropy [T]; store the gradients for backward."""
         need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
         dtype, blocks, tokens = wide(hidden_TD), job.blocks, len(hidden_TD)
         sums = Gradients(blocks, hidden_TD, weight_VD, need, Vocabulary(0, blocks.vocab, blocks.vocab, None), dtype)
@@ -155,7 +155,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, *_):
-        """Return the gradients [T, D] and [V, D] times that of the sum."""
+        """Return the stored gradients [T, D] and [V, D], multiplied by the gradient of the sum."""
         if ctx.sums is None:
             raise RuntimeError("backward through distillation_loss works once: its gradients were freed")
         sums, ctx.sums = ctx.sums, None

@@ -1,6 +1,6 @@
-"""Divergences between a student's and a teacher's next-token distributions, with their gradient by the logits.
+"""Divergences of a student's and a teacher's next-token distributions, and their gradients by the student's logits.
 
-C rows; N outcomes: the V tokens of the vocabulary, or K of them and one outcome for all other tokens.
+Shapes: C rows; N outcomes: the V tokens of the vocabulary, or K of them and one outcome for all other tokens.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from spmdrl_kernels.blocks import Blocks
 from spmdrl_kernels.reference import LOWEST
 
 LEAST_REST = -1e-7
-"""Largest log of the sum of K probabilities: rounded probabilities may sum to 1 or more (as in trl 1.16)."""
+"""Upper bound of the log of the sum of K probabilities, because rounded probabilities may sum to 1 or more. The value
+is that of trl 1.16."""
 
 
 def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +23,7 @@ def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tupl
     Between: beta KL(t || m) + (1 - beta) KL(s || m) with m = (1 - beta) s + beta t, as in GKD
     (https://arxiv.org/abs/2306.13649) and trl's `generalized_jsd_loss`.
 
-    Each gradient is a product or difference that is exactly 0 if s and t are equal to the bit.
+    The gradient is exactly 0 if s and t are bitwise equal.
     """
     p_CN = s_CN.exp()
     if beta == 0:
@@ -33,7 +34,8 @@ def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tupl
         kl_C = (p_CN * gap_CN).sum(1)
         return kl_C, p_CN.mul_(gap_CN.sub_(kl_C[:, None]))
     gap_CN = t_CN - s_CN
-    # log(m / s) from the gap, by the branch whose exponential is at most 1: without overflow, and 0 for a gap of 0.
+    # log(m / s), computed from the gap by an exponential of at most 1: it cannot overflow, and is exactly 0 for a gap
+    # of 0.
     share_CN = torch.full_like(gap_CN, beta).masked_fill_(gap_CN > 0, 1 - beta)
     mixed_CN = torch.expm1(-gap_CN.abs()).mul_(share_CN).log1p_().add_(gap_CN.clamp(min=0))
     kl_s_C = -(p_CN * mixed_CN).sum(1)
@@ -45,9 +47,10 @@ def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tupl
 def log_probabilities(
     logits_CV: torch.Tensor, divisor: float, softcap: float | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probabilities [C, V] of a block of whole rows, and the slope of the softcap (None without one).
+    """Return the log-probabilities [C, V] of a block of complete rows, and the softcap's derivative (None without
+    softcap).
 
-    The logits may be overwritten.
+    The function may overwrite the logits.
     """
     z_CV, slope_CV = logits_CV.to(dtype).clamp_(min=LOWEST), None
     if softcap is not None:
@@ -56,44 +59,44 @@ def log_probabilities(
         z_CV = t_CV.mul_(softcap)
     if divisor != 1.0:
         z_CV = z_CV.div_(divisor)
-    # The maximum first: a logsumexp of the logits would be rounded at their size, and log p of a likely token with it.
+    # Subtract the maximum first: a logsumexp of large logits has a large rounding error, which log p would inherit.
     z_CV.sub_(z_CV.amax(1, keepdim=True))
     return z_CV.sub_(torch.logsumexp(z_CV, 1, keepdim=True)), slope_CV
 
 
 def outside(logp_CV: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities [C, V] with -inf for some tokens, and the log of the other tokens' sum [C]."""
+    """Return the log-probabilities [C, V] with -inf at the ids, and the log of the sum over all other tokens [C]."""
     others_CV = logp_CV.scatter(1, ids_CK, -torch.inf)
     return others_CV, torch.logsumexp(others_CV, 1)
 
 
 def log_of_rest(logp_CK: torch.Tensor) -> torch.Tensor:
-    """Return the log of the probability of all other tokens [C]: 1 minus the sum over K tokens."""
+    """Return the log of the probability of all tokens but the K given ones [C]: log(1 - sum of their probabilities)."""
     return torch.logsumexp(logp_CK, 1).clamp(max=LEAST_REST).expm1().neg().log()
 
 
 @dataclass(frozen=True)
 class StatesTeacher:
-    """A teacher given by its hidden states and output weight: all of its logits are compared."""
+    """A teacher given by its hidden states and output weight, from which all of its logits are computed."""
 
     states_TE: torch.Tensor
     weight_UE: torch.Tensor
     divisor: float = 1.0
-    """Its logits are divided by it: the temperature times the family's own divisor."""
+    """Divides the teacher's logits; the temperature times the divisor of the model family."""
     softcap: float | None = None
 
     @property
     def vocab(self) -> int:
-        """Size of its vocabulary."""
+        """The size of the teacher's vocabulary."""
         return len(self.weight_UE)
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Yield the log-probabilities [C, V] of each block of whole rows."""
+        """Yield the teacher's log-probabilities [C, V] of each block of complete rows."""
         for _, _, logits_CV in blocks.products(self.states_TE, self.weight_UE):
             yield log_probabilities(logits_CV, self.divisor, self.softcap, dtype)[0]
 
     def compare(self, block: torch.Tensor, logp_CV: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return divergence [C] and gradient [C, V] of a block of the student's rows. block: an item of `blocks`."""
+        """Return divergence [C] and gradient [C, V] for a block of the student's rows. block: an item of `blocks`."""
         return generalized_jsd(logp_CV, block, beta)
 
 
@@ -101,11 +104,12 @@ class StatesTeacher:
 class TopTeacher:
     """A teacher given by log-probabilities of K tokens in each row.
 
-    All other tokens count as one outcome, or, if `renormalized`, both distributions are conditional on the K tokens.
+    All other tokens count as one outcome. If `renormalized` is true, they are ignored instead: both distributions are
+    conditional on the K tokens.
     """
 
     ids_TK: torch.Tensor
-    """int64, distinct in each row."""
+    """Token ids, int64, distinct in each row."""
     logp_TK: torch.Tensor
     rest_T: torch.Tensor | None = None
     """Log of the probability of all other tokens; None for 1 minus the sum over the K tokens."""
@@ -113,11 +117,11 @@ class TopTeacher:
 
     @property
     def vocab(self) -> None:
-        """None: the size of its vocabulary is not known."""
+        """None, because the size of the teacher's vocabulary is unknown."""
         return None
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield ids [C, K] and log-probabilities of the outcomes [C, K] or [C, K + 1] of each block of rows."""
+        """Yield the ids [C, K] and the log-probabilities [C, K] or [C, K + 1] of the outcomes of each block."""
         for start in range(0, blocks.tokens, blocks.rows):
             rows = slice(start, min(start + blocks.rows, blocks.tokens))
             logp_CK = self.logp_TK[rows].to(dtype)
@@ -133,7 +137,7 @@ class TopTeacher:
     def compare(
         self, block: tuple[torch.Tensor, torch.Tensor], logp_CV: torch.Tensor, beta: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StatesTeacher`."""
+        """Implements `compare` as in `StatesTeacher`."""
         ids_CK, t_CN = block
         s_CK = logp_CV.gather(1, ids_CK)
         if self.renormalized:
@@ -141,7 +145,8 @@ class TopTeacher:
             return divergence_C, torch.zeros_like(logp_CV).scatter_(1, ids_CK, gradient_CK)
         others_CV, rest_C = outside(logp_CV, ids_CK)
         divergence_C, gradient_CN = generalized_jsd(torch.cat([s_CK, rest_C[:, None]], 1), t_CN, beta)
-        # Each other token gets the gradient of their common outcome in proportion to its probability.
+        # The gradient of the outcome "any other token" is divided over these tokens in proportion to their
+        # probabilities.
         spread_CV = others_CV.sub_(rest_C[:, None]).exp_().mul_(gradient_CN[:, -1:])
         return divergence_C, spread_CV.scatter_(1, ids_CK, gradient_CN[:, :-1])
 

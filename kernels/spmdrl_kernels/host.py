@@ -1,15 +1,16 @@
 """Matmuls on a CPU: float32 by oneDNN if MKL uses half of the vector width, bfloat16 as float32 if bfloat16 is slow.
 
-torch 2.13 multiplies float32 matrices on x86 by MKL, which uses vectors of 256 bits on an AMD CPU. If a core has twice
-that width (Zen 5), oneDNN takes half the time: 1.2 ms instead of 2.8 ms for a product of 2104 x 128 x 512. On Zen 4
-torch's own products are used: for a micro-batch of 471 tokens, not a multiple of a tile, MKL took 0.62 ms and oneDNN
-0.73 ms (128 x 512), for 1024 tokens 18.6 and 17.4 ms (576 x 1536).
+On x86, torch 2.13 multiplies float32 matrices with MKL, which uses vectors of 256 bits on an AMD CPU. If a core has
+vectors of twice that width (Zen 5), oneDNN takes less than half the time: 1.2 ms instead of 2.8 ms for a product of
+2104 x 128 x 512. On Zen 4 this module uses torch's products, because oneDNN gains little there: for 471 tokens, which
+is not a multiple of a tile, MKL took 0.62 ms and oneDNN 0.73 ms (128 x 512); for 1024 tokens 18.6 and 17.4 ms (576 x
+1536).
 
-oneDNN compiles a kernel of about 1 MiB for every shape and keeps a thousand of them, so products are cut into tiles of
-few sizes; torch multiplies the rest.
+oneDNN compiles a kernel of about 1 MiB for every shape and caches a thousand of them. So products are cut into tiles of
+a few sizes, and torch multiplies the remaining rows.
 
-Without AVX-512 torch multiplies bfloat16 matrices by plain loops: a product of 512 x 1536 x 576 took 462 ms on one core
-with AVX2, and 14 ms as a float32 product of widened copies, which is rounded once as well.
+Without AVX-512, torch multiplies bfloat16 matrices by plain loops: a product of 512 x 1536 x 576 took 462 ms on one
+core with AVX2, but 14 ms as a float32 product of float32 copies. The result is rounded once in both cases.
 """
 
 import re
@@ -19,16 +20,17 @@ from pathlib import Path
 import torch
 
 TILES = (1024, 256, 64, 32)
-"""Rows of a tile, in the order of use."""
+"""Numbers of rows of a tile, tried in this order."""
 SUMMED = (128, 64, 32)
-"""Rows of a tile in sums over rows: oneDNN adds a tile's rows one by one, and the error grows with their number (4e-7
-for 1024 rows, 2e-7 for 128 rows, as with MKL)."""
+"""Numbers of rows of a tile in products that sum over rows. oneDNN adds a tile's rows one by one, so the error grows
+with their number: 4e-7 for 1024 rows; 2e-7 for 128 rows, the same as with MKL."""
 LEAST = 1 << 20
-"""Smallest number of multiplications of a tile: smaller ones are faster by MKL, whose calls cost less."""
+"""Smallest number of multiplications of a tile. Smaller products are faster with MKL, whose calls have less
+overhead."""
 WORTH_IT = 1 << 22
-"""Smallest number of multiplications of a product that is cut into tiles."""
+"""Smallest number of multiplications for which a product is cut into tiles."""
 WIDE_FAMILY = 26
-"""Family of AMD's first CPUs that multiply 512 bits at a time (Zen 5)."""
+"""CPU family number of AMD's first CPUs with vector units of 512 bits (Zen 5)."""
 
 
 def _is_halved(about: str) -> bool:
@@ -39,10 +41,10 @@ def _is_halved(about: str) -> bool:
 
 _CPU = Path("/proc/cpuinfo")
 HALVED = _is_halved(_CPU.read_text() if _CPU.exists() else "")
-"""True if oneDNN takes half of MKL's time."""
+"""True if oneDNN takes about half of MKL's time on this CPU."""
 AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 WIDENS = AVAILABLE and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""True if this CPU multiplies bfloat16 matrices faster as float32."""
+"""True if this CPU multiplies float32 copies of bfloat16 matrices faster than the matrices themselves."""
 
 
 def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
@@ -50,18 +52,18 @@ def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
     if not (x.is_cpu and x.dtype == weight_NK.dtype and AVAILABLE):
         return False
     if x.dtype == torch.bfloat16:
-        # Multiplying a single row takes less time than widening the weight.
+        # Multiplying a single row takes less time than converting the weight to float32.
         return WIDENS and x.numel() > x.shape[-1]
     return HALVED and x.dtype == torch.float32 and x.numel() * len(weight_NK) >= WORTH_IT
 
 
 def widened(*matrices: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the matrices in float32, so that a product is rounded only once."""
+    """Return float32 copies of the matrices, so that their product is rounded only once; None remains None."""
     return tuple(x if x is None else x.float() for x in matrices)
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x @ weight.T + bias, [T, N], of float32 or bfloat16 matrices on the host, without gradient."""
+    """Return x @ weight.T + bias, [T, N], for float32 or bfloat16 matrices on the CPU, without gradient."""
     if x_TK.dtype == torch.bfloat16:
         return linear(*widened(x_TK, weight_NK, bias_N)).to(x_TK.dtype)  # type: ignore[arg-type]
     if not HALVED:
@@ -76,7 +78,7 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
 
 
 def outer(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
-    """Return a.T @ b, [M, N], like `linear`; oneDNN sums over T tile by tile."""
+    """Return a.T @ b, [M, N], for matrices as in `linear`; oneDNN sums over T tile by tile."""
     if a_TM.dtype == torch.bfloat16:
         return outer(*widened(a_TM, b_TN)).to(a_TM.dtype)  # type: ignore[arg-type]
     if not HALVED:
@@ -91,7 +93,7 @@ def outer(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(length: int, others: int, sizes: tuple[int, ...] = TILES) -> Iterator[tuple[slice, bool]]:
-    """Yield slices of `length` rows, and True for a tile. others: the product of the other two sizes."""
+    """Yield slices that cover `length` rows, each with True if it is a tile. others: product of the other two sizes."""
     at = 0
     for size in sizes:
         while size * others >= LEAST and length - at >= size:
@@ -104,13 +106,13 @@ def _tiles(length: int, others: int, sizes: tuple[int, ...] = TILES) -> Iterator
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, bias_N):
-        """See `host_linear`."""
+        """Return `linear` of an input [..., K]."""
         ctx.save_for_backward(x, weight_NK)
         return linear(x.reshape(-1, x.shape[-1]), weight_NK, bias_N).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
-        """Return the gradients of the inputs that need one."""
+        """Return the gradients of x, weight and bias; None for an input that needs no gradient."""
         x, weight_NK = ctx.saved_tensors
         grad_TN = grad.reshape(-1, grad.shape[-1]).contiguous()
         need_x, need_weight, need_bias = ctx.needs_input_grad
@@ -122,14 +124,14 @@ class _Linear(torch.autograd.Function):
 
 
 def host_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `F.linear`, [..., K] to [..., N], by this module if that is faster."""
+    """Compute `F.linear`, [..., K] to [..., N], using this module's matmul where it is faster."""
     if takes(x, weight_NK):
         return _Linear.apply(x, weight_NK, bias_N)  # type: ignore[return-value]
     return torch.nn.functional.linear(x, weight_NK, bias_N)
 
 
 class HostLinear(torch.nn.Linear):
-    """`nn.Linear` by `host_linear`."""
+    """An `nn.Linear` whose forward uses `host_linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map [..., K] to [..., N]."""
@@ -137,7 +139,7 @@ class HostLinear(torch.nn.Linear):
 
 
 def use_host_linear(model: torch.nn.Module) -> None:
-    """Make every `nn.Linear` of a model a `HostLinear`; parameters, names and hooks stay."""
+    """Turn every `nn.Linear` of a model into a `HostLinear`; parameters, names and hooks stay unchanged."""
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = HostLinear

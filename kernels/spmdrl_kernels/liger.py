@@ -1,7 +1,7 @@
-"""LinkedIn's Liger kernels (the package liger-kernel) with the interface of `linear_logprob`, for comparison.
+"""Wraps LinkedIn's Liger kernels (package liger-kernel) in the interface of `linear_logprob`, for comparison.
 
-Source: https://github.com/linkedin/Liger-Kernel. Its fused linear cross-entropy returns no entropy and does not divide
-the vocabulary over ranks.
+Source: https://github.com/linkedin/Liger-Kernel. Liger's fused linear cross-entropy returns no entropy and does not
+divide the vocabulary over ranks.
 """
 
 import torch
@@ -21,7 +21,7 @@ def liger_logprob(
     group: dist.ProcessGroup | None,
     valid_vocab: int | None,
 ) -> tuple[torch.Tensor, None]:
-    """Return logp_T and None; arguments as in `linear_logprob`. ValueError: Liger does not support an argument."""
+    """Return logp_T, and None for the entropy; arguments as in `linear_logprob`. ValueError: unsupported by Liger."""
     plain = not isinstance(temperature, torch.Tensor) and temperature == 1.0
     unsupported = {
         "entropy=True": entropy,
@@ -29,7 +29,7 @@ def liger_logprob(
         "softcap together with a temperature": softcap is not None and not plain,
     }
     if missing := [name for name, requested in unsupported.items() if requested]:
-        raise ValueError(f"backend='liger' has no {', '.join(missing)}: use backend='triton' or 'torch'")
+        raise ValueError(f"backend='liger' does not support {', '.join(missing)}: use backend='triton' or 'torch'")
     if valid_vocab is not None and not 1 <= valid_vocab <= len(weight_VD):
         raise ValueError(f"valid_vocab must lie in [1, {len(weight_VD)}], the rows of the weight: {valid_vocab}")
     heat = temperature
@@ -41,7 +41,8 @@ def liger_logprob(
     except ImportError as error:
         raise ValueError(f"backend='liger' needs the package liger-kernel: {error}") from error
     if not plain:
-        # Without a softcap, dividing hidden states equals dividing logits, but in bf16 it rounds once more.
+        # Without a softcap, dividing the hidden states has the same effect as dividing the logits; bf16 states are
+        # rounded once more.
         by = temperature[:, None] if isinstance(temperature, torch.Tensor) and temperature.ndim else temperature
         hidden_TD = (hidden_TD / by).to(hidden_TD.dtype)
     if mask is not None:

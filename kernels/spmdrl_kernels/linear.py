@@ -1,8 +1,8 @@
 """Computes logp and entropy from hidden states and the output weight, without the logits of all tokens.
 
-T tokens, D hidden, V vocabulary (this rank's part of it), C x V one block of logits. No tensor has shape [T, V]: logits
-exist for one block at a time, and backward computes them again. This costs one more matmul and saves T * V numbers
-(4.6 GiB in fp32 at T=8192, V=151936).
+Shapes: T tokens, D hidden width, V vocabulary (this rank's part of it), C x V one block of logits. No tensor has shape
+[T, V]: logits exist for one block at a time, and backward computes them again. This costs one more matmul and saves T *
+V numbers (4.6 GiB in fp32 at T=8192, V=151936).
 """
 
 from typing import Any
@@ -41,34 +41,36 @@ def linear_logprob(
     The distribution is softmax(logits / temperature) with logits = hidden @ weight.T.
 
     Args:
-        hidden_TD: float16, bfloat16, float32 or float64.
-        weight_VD: same dtype and device.
-        targets_T: int64 in [0, vocabulary).
-        temperature: a number, or floats [T]; without gradient.
+        hidden_TD: hidden states in float16, bfloat16, float32 or float64.
+        weight_VD: output weight in the same dtype and on the same device.
+        targets_T: token ids, int64 in [0, vocabulary).
+        temperature: a number, or floats [T]; it gets no gradient.
         entropy: whether to return the entropy.
-        top: return, instead of the entropy and without gradient, whether the target is the likeliest token, 1 or 0.
+        top: instead of the entropy, return 1 where the target is the likeliest token, else 0; without gradient.
         softcap: logits become softcap * tanh(logits / softcap) (gemma2's final_logit_softcapping); None for no cap.
-        mask: bool [T]. Rows with False are dropped before any work: their results are 0, their targets arbitrary.
-        group: ranks that divide the vocabulary. `weight_VD` is then this rank's consecutive rows, in the order of the
-            group's ranks and of any number, 0 included; targets are global; hidden, targets, temperature, mask and the
-            upstream gradients must be the same on all ranks. Three small collectives, and one of [T, D] in backward,
-            which gives every rank the full gradient of hidden. The weight's gradient is this rank's part.
-        valid_vocab: rows of the whole weight that count, for vocabularies padded at the end.
-        batch_invariant: make a row's results and its gradient of hidden independent, to the bit, of the other rows in
-            the call. All blocks then have the same number of rows, the last one padded with zeros; kernels/README.md
-            has the cost.
-        chunk_tokens: rows of a block of logits. Like `chunk_vocab` it changes speed, memory and rounding only.
+        mask: bool [T]. Rows with False are dropped before any computation; their results are 0, their targets
+            arbitrary.
+        group: ranks that divide the vocabulary. `weight_VD` then holds this rank's consecutive rows of the weight, in
+            the order of the group's ranks; their number may differ between ranks and may be 0. Targets are global ids.
+            Hidden states, targets, temperature, mask and upstream gradients must be the same on all ranks. Forward
+            runs three small collectives. Backward runs one of [T, D], which gives every rank the complete gradient of
+            hidden_TD; the weight's gradient is that of this rank's rows.
+        valid_vocab: number of first rows of the complete weight that count, for vocabularies padded at the end.
+        batch_invariant: make a row's results, and its gradient of hidden_TD, bitwise independent of the other rows in
+            the call. All blocks then have the same number of rows, and the last one is padded with zeros.
+            kernels/README.md lists the cost.
+        chunk_tokens: rows of a block of logits. Like `chunk_vocab`, it changes speed, memory and rounding only.
         chunk_vocab: columns of a block. By default the size of a block depends on the device.
         backend: `triton` or `torch`; by default the environment's SPMDRL_KERNELS, else triton on a GPU and torch
             elsewhere. `liger`: see `liger.py`.
 
     Returns:
-        logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. Logits of bf16
-        and fp16 inputs are fp32 (on AMD GPUs rounded); the inputs of the backward's matmuls are narrow again.
-        Differentiable once in hidden and weight, through both outputs; gradients sum over T or V in fp32 (fp64).
+        logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. For bf16 and fp16
+        inputs, logits are fp32 (rounded on AMD GPUs), and the matmuls of backward have 16-bit inputs. Both outputs are
+        differentiable once in hidden_TD and weight_VD; gradients are summed over T or V in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, a target is outside the vocabulary, a setting is out of its
+        ValueError: shapes, dtypes or devices do not fit, a target is outside the vocabulary, a setting is out of
             range, or ranks of the group have different targets.
     """
     tokens, sizes = len(hidden_TD), {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
@@ -92,9 +94,11 @@ def linear_logprob(
 
 
 def _refuse_for_liger(sizes: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that the backend `liger` does not have."""
+    """Raise ValueError for a setting that the backend `liger` does not support."""
     if names := [name for name, value in sizes.items() if value is not None]:
-        raise ValueError(f"backend='liger' has no {', '.join(names)}: leave it out, or use 'triton' or 'torch'")
+        raise ValueError(
+            f"backend='liger' does not support {', '.join(names)}: leave it out, or use 'triton' or 'torch'"
+        )
 
 
 def kept_rows(
@@ -112,11 +116,11 @@ def kept_rows(
 def _padded(
     hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float | torch.Tensor, rows: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor, int]:
-    """Return the inputs padded with zeros to a multiple of a block's rows, and these rows.
+    """Return the inputs padded with zeros to a multiple of a block's rows, and the number of these rows.
 
-    All matmuls then have the same shape, and the library uses the same kernel for any number of tokens.
+    All matmuls then have the same shape, and the matmul library uses the same kernel for any number of tokens.
 
-    rows: rows of a block; None for the device's.
+    rows: rows of a block; None for the default of the device.
     """
     rows = rows or INVARIANT_ROWS[place_of(hidden_TD.device)]
     more = -len(hidden_TD) % rows
@@ -126,7 +130,7 @@ def _padded(
 
 
 def spread(values: torch.Tensor, kept: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """Return values of kept rows at their positions in [T], and zeros elsewhere; drops values of padded rows."""
+    """Return the values of kept rows at their positions in [T], and zeros elsewhere; drop values of padding rows."""
     if kept is None:
         return values[:tokens]
     return values.new_zeros(tokens).index_copy(0, kept, values[: len(kept)])
@@ -147,8 +151,8 @@ def collision_probability(
 ) -> torch.Tensor:
     """Sum squared probabilities over the vocabulary, [T], without gradient; arguments as in `linear_logprob`.
 
-    The sum is exp(-H2) with the Renyi entropy H2 of order 2. With logp it gives the squared norm of the gradient of
-    logp by the logits: 1 - 2 p + sum p^2.
+    The sum is exp(-H2), where H2 is the Renyi entropy of order 2. Together with p = exp(logp) it yields the squared
+    norm of the gradient of logp by the logits: 1 - 2 p + sum p^2.
     """
     targets_T = torch.zeros(len(hidden_TD), dtype=torch.int64, device=hidden_TD.device)
     check_linear(hidden_TD, weight_VD, targets_T, temperature, None)
@@ -162,7 +166,7 @@ def collision_probability(
 
 
 class Job:
-    """The settings of one call, and its blocks."""
+    """The settings and the blocks of one call."""
 
     def __init__(self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, backend, blocks: Blocks):
         self.vocabulary, self.softcap, self.backend, self.blocks = vocabulary, softcap, backend, blocks
@@ -170,15 +174,15 @@ class Job:
         self.scale_T = scale_of(temperature, len(hidden_TD), self.dtype, hidden_TD.device)
 
     def operations(self, hidden_TD: torch.Tensor) -> Any:
-        """Return row operations with their own buffers."""
+        """Return new row operations, which allocate their buffers themselves."""
         return row_operations(self.backend, hidden_TD.device, self.dtype)
 
     def scale(self, rows: slice) -> torch.Tensor | None:
-        """Return 1 / temperature of some rows; None if that is 1 for all rows."""
+        """Return 1 / temperature for some rows; None if it is 1 for all rows."""
         return None if self.scale_T is None else self.scale_T[rows]
 
     def stats(self, hidden_TD, weight_VD, targets_T, second: str) -> torch.Tensor:
-        """Return the state of all rows over the whole vocabulary, [4, T]."""
+        """Return the state [4, T] (`vocabulary.py`) of all rows over the complete vocabulary."""
         state_4T = new_state(len(hidden_TD), self.dtype, hidden_TD.device)
         operations = self.operations(hidden_TD)
         for rows, columns, logits_CV in self.blocks.products(hidden_TD, weight_VD):
@@ -189,30 +193,30 @@ class Job:
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of all results and sums: fp64 for fp64 inputs, else fp32."""
+    """Return the dtype of results and sums for this input: fp64 for fp64, else fp32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def results_of(state_4T: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return logp and entropy of finished states, [T] each, and normalisers m and s, [2, T], with p = s e^(y - m).
+    """Return logp and entropy [T] of complete states, and normalisers m and s [2, T] with p = s e^(y - m).
 
-    m is the maximum. A logsumexp instead would be rounded at the size of the logits: with logits of 16 the gradient of
-    a likely token, 1 - p, would be off by 1e-6 instead of 1e-7.
+    m is the maximum of the logits y. With their logsumexp instead, rounding would matter more: at logits of 16, the
+    gradient of a likely token, 1 - p, would have an error of 1e-6 instead of 1e-7.
     """
     log_sum_T = state_4T[SUM].log()
     logp_T = (state_4T[TARGET] - state_4T[MAX]).sub_(log_sum_T)
-    # H = log sum e^z - sum e^z z / sum e^z, with z relative to the maximum
+    # H = log sum e^z - sum e^z z / sum e^z, where z is y minus its maximum.
     entropy_T = log_sum_T - state_4T[SECOND] / state_4T[SUM] if entropy else None
     return logp_T, entropy_T, torch.stack([state_4T[MAX], state_4T[SUM].reciprocal()])
 
 
 def is_top(state_4T: torch.Tensor) -> torch.Tensor:
-    """Return, from finished states, 1 if the target's logit is the largest, else 0; [T]."""
+    """Return 1 for rows whose target has the largest logit, else 0, [T], from complete states."""
     return (state_4T[TARGET] >= state_4T[MAX]).to(state_4T.dtype)
 
 
 def scale_of(temperature, tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Return 1 / temperature of each token; None if it is 1 for all."""
+    """Return 1 / temperature of each token, [T]; None if the temperature is the number 1."""
     if not isinstance(temperature, torch.Tensor):
         if temperature == 1.0:
             return None
@@ -221,7 +225,7 @@ def scale_of(temperature, tokens: int, dtype: torch.dtype, device: torch.device)
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """Saves the inputs and at most three numbers per token (normalisers, entropy), nothing of size V but the weight."""
+    """Saves for backward only the inputs and at most three numbers per token: two normalisers and the entropy."""
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, with_entropy: bool, top: bool):
@@ -229,7 +233,7 @@ class _LinearLogprob(torch.autograd.Function):
         logp_T, entropy_T, norm_2T = results_of(state_4T, with_entropy)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, norm_2T, entropy_T)
         ctx.job = job
-        ctx.set_materialize_grads(False)  # the gradient of an unused output is then None, and its terms are skipped
+        ctx.set_materialize_grads(False)  # so the gradient of an unused output is None
         if top:
             top_T = is_top(state_4T)
             ctx.mark_non_differentiable(top_T)
@@ -239,7 +243,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
-        """Return the gradients of hidden [T, D] and weight [V, D] that are needed; computes the logits again."""
+        """Return the gradients of hidden [T, D] and weight [V, D] that are needed; compute the logits again."""
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if (grad_logp_T is None and grad_entropy_T is None) or not (need_hidden or need_weight):
             return (None,) * 6
@@ -249,7 +253,8 @@ class _LinearLogprob(torch.autograd.Function):
             grad_logp_T = torch.zeros_like(norm_2T[0])
         sums = Gradients(job.blocks, hidden_TD, weight_VD, (need_hidden, need_weight), job.vocabulary, job.dtype)
         operations = job.operations(hidden_TD)
-        # Logits are as exact as in forward; rounded to bf16, probabilities would sum to e^0.06 for a logit of 30.
+        # The logits are as exact as in forward: if they were rounded to bf16, probabilities could sum to e^0.06 at
+        # logits of 30.
         for rows, columns, logits_CV in job.blocks.products(hidden_TD, weight_VD):
             spare_CV = sums.workspace(logits_CV)
             gradient_CV = operations.logit_gradient(

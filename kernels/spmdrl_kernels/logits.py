@@ -1,4 +1,4 @@
-"""Computes logp and entropy from given logits. T tokens, V vocabulary (this rank's part of it)."""
+"""Computes logp and entropy from given logits. Shapes: T tokens, V vocabulary (this rank's part of it)."""
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,19 @@ def token_logprob(
     """Return the log-probability of each target and the entropy of its distribution, in one pass over the logits.
 
     Args:
-        logits_TV: float16, bfloat16, float32 or float64, rows of any stride; -inf excludes a token.
-        targets_T: int64 in [0, vocabulary).
-        temperature: a number, or floats [T]; without gradient.
+        logits_TV: logits in float16, bfloat16, float32 or float64, with any stride of rows; -inf excludes a token.
+        targets_T: token ids, int64 in [0, vocabulary).
+        temperature: a number, or floats [T]; it gets no gradient.
         entropy: whether to return the entropy.
         softcap: as in `linear_logprob`; None for no cap.
         group: ranks that divide the vocabulary, as in `linear_logprob`.
-        valid_vocab: columns of the whole vocabulary that count.
-        inplace_backward: write the gradient over the logits, which saves as much memory; torch raises an error if the
-            graph still needs the logits elsewhere.
+        valid_vocab: number of first columns of the complete vocabulary that count.
+        inplace_backward: write the gradient over the logits, which saves memory of the logits' size. torch raises an
+            error if another part of the graph still needs the logits.
         backend: `triton` or `torch`, as in `linear_logprob`.
 
     Returns:
-        logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 logits. Both are differentiable
+        logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 logits. Both are differentiable
         once in the logits.
 
     Raises:
@@ -55,13 +55,13 @@ def token_logprob(
     check_values(targets_T, temperature, vocabulary.total)
     scale_T = scale_of(temperature, len(logits_TV), wide(logits_TV), logits_TV.device)
     if logits_TV.stride(1) != 1 or logits_TV.stride(0) < logits_TV.shape[1]:
-        # A kernel needs adjacent columns, and rows that do not overlap, because it writes over them.
+        # A kernel needs adjacent columns. It also needs rows that do not overlap in memory, because it overwrites them.
         logits_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format).copy_(logits_TV)
     return _TokenLogprob.apply(logits_TV, targets_T, scale_T, (vocabulary, softcap, backend), entropy, inplace_backward)
 
 
 def _blocks(operations, logits_TV: torch.Tensor, size: int):
-    """Yield views of the logits: whole rows for a kernel, blocks that fit into a cache for plain torch."""
+    """Yield (rows, columns, view) of the logits: complete rows for a kernel, blocks of cache size for plain torch."""
     rows, columns = max(1, len(logits_TV)), max(1, size)
     if isinstance(operations, TorchRows):
         rows = BLOCK_ROWS["cpu"]
@@ -74,7 +74,7 @@ def _blocks(operations, logits_TV: torch.Tensor, size: int):
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TV, targets_T, scale_T, settings, with_entropy, inplace):
-        """Return logp [T], and the entropy [T] or None."""
+        """Return logp [T], and entropy [T] or None."""
         vocabulary, softcap, backend = settings
         dtype = wide(logits_TV)
         operations = row_operations(backend, logits_TV.device, dtype)

@@ -1,6 +1,6 @@
-"""The kernels' row operations in plain torch, for CPUs and as the reference for tests of the Triton kernels.
+"""The kernels' row operations in plain torch, for CPUs and as the reference in tests of the Triton kernels.
 
-C rows and V columns of one block of logits; `state` and its rows are described in `vocabulary.py`.
+A block of logits has C rows and V columns. `vocabulary.py` describes a state and its rows.
 """
 
 import torch
@@ -8,24 +8,24 @@ import torch
 from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, rescale_
 
 LOWEST = -1e30
-"""Value in place of a logit of -inf."""
+"""Finite value that replaces a logit of -inf."""
 
 
 class TorchRows:
-    """Row operations over blocks of logits, in buffers that all blocks share.
+    """Computes row operations over blocks of logits, in buffers that all blocks share.
 
-    Large new allocations cost page faults on a CPU; autocast also leaves `out=` and in-place calls unchanged.
+    Sharing avoids the page faults of large allocations on a CPU. Autocast does not affect `out=` and in-place calls.
     """
 
     def __init__(self, dtype: torch.dtype):
-        """dtype: type of all computations but matmuls."""
+        """dtype: type of all computations except matmuls."""
         self.dtype = dtype
         self.buffers: dict[str, torch.Tensor] = {}
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Return a copy of logits that must stay, for `add_stats_` and `logit_gradient` to overwrite.
+        """Return a copy of the logits that `add_stats_` and `logit_gradient` may overwrite.
 
-        A logit of -inf, which excludes a token, becomes one so low that its probability is 0, because 0 * -inf is nan.
+        A logit of -inf, which excludes a token, becomes LOWEST, whose probability is 0 too, because 0 * -inf is nan.
         """
         return self._buffer("logits", logits_CV).copy_(logits_CV).clamp_(min=LOWEST)
 
@@ -38,10 +38,10 @@ class TorchRows:
         softcap: float | None,
         second: str,
     ) -> None:
-        """Add a block of columns to the state of its rows; overwrites the logits.
+        """Add a block of columns to the state of its rows; overwrite the logits.
 
-        targets_C: the target's column in this block, or any number outside of [0, V) if the target is elsewhere.
-        scale_C: 1 / temperature. second: `entropy`, `collision` or `` for neither.
+        targets_C: the target's column in this block, or any number outside of [0, V) if the block lacks the target.
+        scale_C: 1 / temperature. second: the number in row SECOND: `entropy`, `collision`, or `` for neither.
         """
         z_CV = self._scaled(logits_CV, scale_C, softcap)
         here_C = (targets_C >= 0) & (targets_C < z_CV.shape[1])
@@ -68,9 +68,9 @@ class TorchRows:
         softcap: float | None,
         second: str,
     ) -> None:
-        """Round a block of logits into kept_CV, and add exact logits to state_4C and rounded ones to kept_4C.
+        """Round a block of logits into kept_CV; add the exact logits to state_4C and the rounded logits to kept_4C.
 
-        The other arguments are those of `add_stats_`. kept_4C may lack the target's logit.
+        The other arguments are as in `add_stats_`. An implementation may leave row TARGET of kept_4C unset.
         """
         kept_CV.copy_(exact_CV)
         for logits_CV, into_4C in ((exact_CV, state_4C), (kept_CV, kept_4C)):
@@ -88,22 +88,21 @@ class TorchRows:
         grad_entropy_C: torch.Tensor | None,
         out_CV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the gradient of a block of logits in `dtype`, in a buffer or in the logits' storage; ignores out_CV.
+        """Return the gradient of a block of logits in `dtype`, in a buffer or in the logits' memory; ignore out_CV.
 
-        norm_2C: see `results_of`.
-        With q = log p: dz = g (onehot - p) - e p (q + H), for g, e the gradients of logp and entropy, times scale and
-        the slope of the softcap.
+        norm_2C: normalisers from `results_of`. The gradient is g (onehot - p) - e p (log p + H), times scale_C and the
+        derivative of the softcap, where g and e are the upstream gradients of logp and of the entropy H.
         """
         z_CV = self._scaled(logits_CV, scale_C, softcap)
         slope_CV = None
-        if softcap is not None:  # 1 - tanh^2, with tanh = z / (softcap * scale)
+        if softcap is not None:  # derivative: 1 - tanh^2, with tanh = z / (softcap * scale)
             slope_CV = torch.div(z_CV, softcap, out=self._buffer("slope", z_CV))
             if scale_C is not None:
                 slope_CV.div_(scale_C[:, None])
             slope_CV.square_().neg_().add_(1)
         g_C1 = (grad_logp_C if scale_C is None else grad_logp_C * scale_C)[:, None]
         z_CV.sub_(norm_2C[0][:, None])
-        share_C1 = norm_2C[1][:, None]  # p is this times e^z; q is z + log share
+        share_C1 = norm_2C[1][:, None]  # p = share * e^z and log p = z + log share
         if grad_entropy_C is None or entropy_C is None:  # either both or none
             z_CV.exp_().mul_(-g_C1 * share_C1)
         else:

@@ -1,9 +1,9 @@
-"""The row operations as two Triton kernels; `reference.py` has the same operations in plain torch, and the formulas.
+"""The row operations as two Triton kernels; `reference.py` has the same operations in plain torch, with the formulas.
 
-A block of logits [C, V] is in memory in the matmul's dtype, row after row. Both kernels read each logit once and
-compute in fp32 (fp64 for fp64). Nothing here is specific to CUDA: no inline assembly, vendor library or warp
-specialization, and only exp, max and sum of tl. There is no autotuning, because a kernel that works in place is wrong
-when run several times. Offsets are int64, because rows * columns may exceed 2^31.
+A block of logits [C, V] is stored row after row in the matmul's dtype. Both kernels read each logit once and compute in
+fp32 (fp64 for fp64). The code is not specific to CUDA: it uses no inline assembly, vendor library or warp
+specialization, and of `tl` only exp, max and sum. There is no autotuning, because a kernel that works in place must not
+run several times on the same data. Offsets are int64, because rows * columns may exceed 2^31.
 """
 
 import os
@@ -18,16 +18,16 @@ from spmdrl_kernels.vocabulary import SECOND
 
 SECONDS: dict[str, Any] = {"": 0, "entropy": 1, "collision": 2}
 GRADIENT_BLOCK = 2048
-"""Columns that one program of the gradient holds at a time."""
+"""Columns that one program of the gradient kernel processes."""
 STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 2, 4
 STATS_LANES_FP64, STATS_STEPS_FP64 = 256, 2
-"""Columns that one program of the states holds at a time are lanes times steps. A lane's steps are in one thread."""
+"""One program of the stats kernel processes lanes * steps columns at a time; the steps of a lane are in one thread."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
 def _distribution_logits(raw, scale, SOFTCAP: tl.constexpr):
-    """Return y = softcap * tanh(raw / softcap) * scale, and this tanh (undefined without a softcap).
+    """Return y = softcap * tanh(raw / softcap) * scale, and the tanh (undefined without a softcap).
 
     tanh(x) = sign(x) (1 - e^(-2|x|)) / (1 + e^(-2|x|)): the exponent is never positive, so nothing overflows.
     """
@@ -44,9 +44,9 @@ def _distribution_logits(raw, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _fold(y, tops, totals, seconds, SECOND: tl.constexpr):
-    """Fold columns y [steps, lanes] into a state for each lane: its maximum m, and sums relative to it.
+    """Fold columns y [steps, lanes] into the state of each lane: its maximum m, and sums relative to m.
 
-    When m rises to m', with a = e^(m - m'):
+    If the maximum rises from m to m', with a = e^(m - m'):
         sum    <- a sum + sum e^(y - m')
         second <- a (second + (m - m') sum) + sum e^(y - m') (y - m')          for the entropy
         second <- a^2 second + sum e^(2 (y - m'))                              for the collision probability
@@ -57,7 +57,7 @@ def _fold(y, tops, totals, seconds, SECOND: tl.constexpr):
     shifted = y - risen[None, :]
     e = tl.exp(shifted)
     if SECOND == 1:
-        # e = 0 where y = -inf, and 0 * -inf is nan.
+        # The bound avoids 0 * -inf = nan, because e = 0 where y = -inf.
         seconds = a * (seconds + gap * totals) + tl.sum(e * tl.maximum(shifted, -1e30), axis=0)
     if SECOND == 2:
         seconds = a * a * seconds + tl.sum(e * e, axis=0)
@@ -66,7 +66,7 @@ def _fold(y, tops, totals, seconds, SECOND: tl.constexpr):
 
 @triton.jit
 def _join(state, state_stride, row, tops, totals, seconds, SECOND: tl.constexpr):
-    """Join the lanes' states with the row's state in memory, which covers earlier columns."""
+    """Merge the lanes' states into the row's state in memory, which covers earlier columns."""
     top = tl.load(state + row)
     total = tl.load(state + state_stride + row)
     second = tl.load(state + 2 * state_stride + row)
@@ -102,13 +102,13 @@ def _stats_kernel(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Fold a row's columns into its state (max, sum, second, target; see `vocabulary.py`); one program for each row.
+    """Fold a row's columns into its state (max, sum, second, target; see `vocabulary.py`); one program per row.
 
-    Each lane has its own state, so that threads communicate once for each row and not for each block: a maximum and
-    sums over a block of threads at every step took half of the time. Lanes start at the maximum of earlier columns, or
-    at a number so low that its e^x is 0; never at -inf, whose difference to itself is nan.
+    Each lane has a separate state, so that threads communicate once per row: reducing over a block of threads at every
+    step took half of the time. Lanes start at the maximum of earlier columns, which `new_state` initializes to a very
+    low number, not to -inf, because -inf - (-inf) is nan.
 
-    With `kept` the logits are also rounded into it, and the rounded ones are folded into `kept_state`.
+    If `kept` is given, the logits are also rounded into it, and the rounded logits are folded into `kept_state`.
     """
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
@@ -167,11 +167,11 @@ def _gradient_kernel(
     FP64: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient of BLOCK columns of a row into out, which may be the logits; one program for each such block.
+    """Write the gradient of BLOCK columns of a row into out, which may be the logits; one program per such block.
 
-    z = y - max, p = share e^z; dy = g (onehot - p) - e p (z + H'), where H' is the entropy + log share;
+    z = y - max; p = share e^z; dy = g (onehot - p) - e p (z + H'), where H' is the entropy + log share;
     draw = dy * scale * (1 - tanh^2).
-    Only one program reads and writes an element, so working in place is safe.
+    Each element is read and written by only one program, so working in place is safe.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -196,24 +196,24 @@ def _gradient_kernel(
 
 
 class TritonRows:
-    """Row operations by Triton, with the interface of `TorchRows`."""
+    """Computes row operations by Triton, with the interface of `TorchRows`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        """Check the device. ValueError: it is a CPU, without Triton's interpreter."""
+        """Check the device. ValueError: the device is a CPU and Triton's interpreter is off."""
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("Triton needs a GPU: use backend='torch', or its interpreter (TRITON_INTERPRET=1)")
         self.fp64 = dtype == torch.float64
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Return the logits themselves: `add_stats_` leaves them unchanged, and `logit_gradient` may overwrite them."""
+        """Return the logits uncopied: `add_stats_` leaves them unchanged, and `logit_gradient` may overwrite them."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, targets_C, scale_C, softcap, second) -> None:
-        """Do as `TorchRows.add_stats_`, but leave the logits unchanged."""
+        """Add a block to a state as `TorchRows.add_stats_` does, but leave the logits unchanged."""
         self._stats(logits_CV, state_4C, None, None, targets_C, scale_C, softcap, second)
 
     def add_rounded_(self, exact_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second) -> None:
-        """Do as `TorchRows.add_rounded_`, in one pass."""
+        """Compute `TorchRows.add_rounded_` in one pass."""
         assert kept_CV.shape == exact_CV.shape and kept_CV.stride(1) == 1 and kept_4C.stride() == state_4C.stride()
         self._stats(exact_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second)
 
@@ -247,7 +247,7 @@ class TritonRows:
     def logit_gradient(
         self, logits_CV, targets_C, scale_C, softcap, norm_2C, entropy_C, grad_logp_C, grad_entropy_C, out_CV=None
     ) -> torch.Tensor:
-        """Do as `TorchRows.logit_gradient`, in out_CV and its dtype; by default over the logits."""
+        """Write `TorchRows.logit_gradient` into out_CV, in its dtype; by default over the logits."""
         rows, columns = logits_CV.shape
         out_CV = logits_CV if out_CV is None else out_CV
         if not rows or not columns:
@@ -278,5 +278,5 @@ class TritonRows:
 
 
 def _on(tensor: torch.Tensor):
-    """Make the tensor's device the current one, on which Triton launches."""
+    """Return a context in which Triton launches on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

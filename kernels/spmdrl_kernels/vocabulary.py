@@ -1,4 +1,4 @@
-"""The part of the vocabulary that a rank holds, and sums over the parts of all ranks."""
+"""Describes the part of the vocabulary on a rank, and sums over the parts of all ranks."""
 
 from dataclasses import dataclass
 
@@ -6,34 +6,35 @@ import torch
 import torch.distributed as dist
 
 MAX, SUM, SECOND, TARGET = range(4)
-"""Rows of a state [4, T], over the columns so far of logits y (capped, over temperature): their maximum m; sum of
-e^(y-m); sum of e^(y-m) (y-m) for the entropy, or of e^(2(y-m)) for the collision probability; y of the target."""
+"""Rows of a state [4, T] over the columns processed so far, where y are logits after softcap and temperature: their
+maximum m; the sum of e^(y-m); the sum of e^(y-m) (y-m) for the entropy, or of e^(2(y-m)) for the collision probability;
+y of the target."""
 GATHERED = 4 * 2**20
-"""Largest number of elements that are gathered at a time."""
+"""Largest number of elements in one all-gather."""
 
 
 def new_state(tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the state [4, tokens] before the first column."""
     state_4T = torch.zeros(4, tokens, dtype=dtype, device=device)
-    # At half of the lowest number differences stay finite, and their exp is 0.
+    # Half of the lowest finite number: differences from it stay finite, and their exp is 0.
     state_4T[MAX] = torch.finfo(dtype).min / 2
     return state_4T
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Columns [start, start + size) of `total`: the first `size` rows of this rank's weight; others do not count."""
+    """This rank's columns [start, start + size) of `total`: the first `size` rows of its weight."""
 
     start: int
     size: int
     total: int
     group: dist.ProcessGroup | None
     ordered: bool = False
-    """True to sum in the order of ranks: with three or more ranks the order of an all-reduce depends on the position in
-    its buffer."""
+    """True to sum in the order of ranks. With three or more ranks, the order in which an all-reduce sums depends on an
+    element's position in the buffer."""
 
     def merge_(self, state_4T: torch.Tensor, second: str) -> None:
-        """Merge the ranks' states into that of the whole vocabulary, by two collectives for any number of tokens."""
+        """Merge the ranks' states into the state of the complete vocabulary, in place, by two collectives."""
         if self.group is None or not state_4T.shape[1]:
             return
         top_T = state_4T[MAX].clone()
@@ -58,7 +59,7 @@ class Vocabulary:
 
 
 def rescale_(state_4T: torch.Tensor, top_T: torch.Tensor, second: str) -> None:
-    """Make the sums of a state relative to another maximum."""
+    """Rescale the sums of a state to another maximum."""
     gap_T = state_4T[MAX] - top_T
     factor_T = gap_T.exp()
     if second == "entropy":
@@ -76,9 +77,9 @@ def open_vocabulary(
     group: dist.ProcessGroup | None,
     ordered: bool = False,
 ) -> Vocabulary:
-    """Return the part of a rank with `rows` rows of the weight; parts are in the order of ranks. Collective.
+    """Return this rank's part of the vocabulary; parts are in the order of ranks. Collective.
 
-    ordered: see `Vocabulary`.
+    rows: number of rows of this rank's weight. ordered: see `Vocabulary`.
 
     Raises:
         ValueError: ranks of the group have different targets, or valid_vocab does not fit.

@@ -1,4 +1,4 @@
-"""Chooses Triton's interpreter on machines without a GPU, before anything imports triton."""
+"""Selects Triton's interpreter on machines without a GPU, before anything imports triton."""
 
 import os
 

@@ -1,6 +1,6 @@
-"""The Triton kernels against fp64 formulas: on a GPU, or in Triton's interpreter where there is none.
+"""Tests the Triton kernels against fp64 formulas: on a GPU, or without one in Triton's interpreter.
 
-Shapes are small because the interpreter is slow; tests/gpu/test_kernels.py has the large ones.
+Shapes are small because the interpreter is slow; tests/gpu/test_kernels.py tests large shapes.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def tokens_of(T, V, seed=0):
 
 
 def plain(logits, targets, temperature=1.0, softcap=None, valid=None):
-    """Returns logp, entropy and collision probability by definition, in fp64."""
+    """Return logp, entropy and collision probability by definition, in fp64."""
     logits = logits.double()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -68,7 +68,8 @@ def test_kernel_triton_every_dtype(dtype):
 
 @pytest.mark.parametrize("way, limit", [("linear_logprob", 0.01), ("chunked_loss", 0.1)])
 def test_kernel_triton_tokens_that_are_nearly_certain(way, limit):
-    """Logits are about 32 in bf16: probabilities whose logits and logsumexp were rounded differently are off by 6%."""
+    """With bf16 logits of about 32, probabilities would be off by 6% if logits and logsumexp were rounded
+    differently."""
     T, D, V = 24, 64, 501
     hidden, weight, targets = draw(T, D), draw(V, D, seed=1) / D**0.5, torch.arange(T, device=DEVICE)
     hidden[:, T], weight[:, T] = 5.0, 4.0
@@ -104,13 +105,14 @@ def test_kernel_triton_temperature_per_token_over_small_blocks():
 
 
 def test_kernel_triton_vocabulary_151936():
-    """The vocabulary is not a multiple of a block: others read past the row's end here."""
+    """The vocabulary is not a multiple of a block, so a kernel without masks would read past the end of a row."""
     check_linear(2, 3, 151_936, torch.float32)
 
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_kernel_triton_all_logits_far_from_zero(shift):
-    """If all are negative, a running maximum that starts at 0 gives nan; if all are large, exp overflows without it."""
+    """With very negative logits, a running maximum that starts at 0 would give nan; with large ones, exp needs a
+    maximum."""
     logits, targets = draw(3, 300) + shift, tokens_of(3, 300)
     got = token_logprob(logits, targets, backend="triton")
     close(got, plain(logits, targets)[:2], 1e-9, "logp entropy")
@@ -118,7 +120,7 @@ def test_kernel_triton_all_logits_far_from_zero(shift):
 
 def test_kernel_triton_ruled_out_tokens():
     logits, targets = draw(4, 5000), tokens_of(4, 40)
-    # More than one block holds -inf alone, too.
+    # Some blocks contain only -inf.
     logits[:, 50:] = -torch.inf
     logits.requires_grad_()
     upstream = list(draw(2, 4, seed=3))
@@ -133,7 +135,7 @@ def test_kernel_triton_ruled_out_tokens():
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 2047, 2048, 2049, 4097])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_triton_writes_every_element_and_no_other(columns, dtype):
-    """The block is a view in a field of nan, and the gradient is written where nan stood in a second one."""
+    """Block and state are views into larger tensors of nan; no kernel may write outside the views."""
     rows, poison = 3, float("nan")
     field = torch.full((rows + 2, columns + 32), poison, dtype=dtype, device=DEVICE)
     block = field[1:-1, 16 : 16 + columns]
@@ -160,7 +162,7 @@ def test_kernel_triton_writes_every_element_and_no_other(columns, dtype):
 
 
 def test_kernel_triton_vocabulary_in_parts_with_empty_ones():
-    """The states of columns taken in turn, as blocks and ranks do it, are those of all at once."""
+    """Adding columns block by block, as blocks and ranks do, gives the same state as adding all columns at once."""
     logits, targets = draw(4, 90), tokens_of(4, 90)
     operations = TritonRows(torch.float64, logits.device)
     for second in ("entropy", "collision"):
@@ -218,7 +220,7 @@ def test_kernel_triton_any_shape(T, D, V, dtype, temperature, softcap, rows, col
 
 @pytest.mark.parametrize("shape, stride", [((6, 40), (0, 1)), ((6, 40), (20, 1)), ((6, 1), (1, 6)), ((6, 40), (1, 6))])
 def test_kernel_triton_given_logits_of_any_stride(shape, stride):
-    """Rows that share memory, columns that are not side by side: the gradient may not go over them."""
+    """The gradient must not overwrite rows that share memory or columns that are not adjacent."""
     base = draw(240)
     logits = base.as_strided(shape, stride).requires_grad_()
     targets, upstream = tokens_of(6, shape[1]), list(draw(2, 6, seed=2))
