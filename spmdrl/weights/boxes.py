@@ -1,4 +1,4 @@
-"""Boxes are parts of named tensors, ranges in every dimension, as Python objects or as rows of integers."""
+"""Boxes: parts of named tensors, given as a range in every dimension, as Python objects or as rows of integers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 Box = tuple[tuple[int, int], ...]
-"""(first index, last index + 1) in every dimension."""
+"""A pair (first index, last index + 1) for every dimension."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Piece:
     box: Box
     tensor: torch.Tensor
     exact: bool = False
-    """True if the tensor is never cast: rounded routing biases would choose other experts."""
+    """True if the tensor is never cast, like routing biases: rounded ones would choose other experts."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """Type of a tensor that is never cast; None for one that is cast."""
+    """Data type of a tensor that is never cast; None if the tensor may be cast."""
 
     @property
     def box(self) -> Box:
@@ -56,7 +56,10 @@ def cut(one: Box, other: Box) -> Box | None:
 
 
 def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
-    """Return the view of a box. origin: the box that `tensor` itself covers; None if it is whole."""
+    """Return the view of a box in `tensor`.
+
+    origin: the box that `tensor` covers in the whole tensor; None if `tensor` is the whole tensor.
+    """
     if box == origin:
         return tensor
     for dim, (a, b) in enumerate(box):
@@ -66,7 +69,7 @@ def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.T
 
 
 def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Merge the boxes of each tensor that overlap or touch into the box around them, until none overlap."""
+    """Replace boxes of a tensor that overlap or touch by the smallest box around them, until no boxes overlap."""
     out: dict[int, list[Box]] = {}
     for i, box in boxes:
         apart = out.setdefault(i, [])
@@ -81,23 +84,23 @@ def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
 
 
 def _joins(one: Box, other: Box) -> bool:
-    """Return True if boxes overlap, or touch and differ in only one dimension."""
+    """Return True if two boxes overlap, or if they touch and differ in only one dimension."""
     apart = [d for d, (x, y) in enumerate(zip(one, other, strict=True)) if x != y]
     overlap = cut(one, other) is not None
     touch = len(apart) <= 1 and all(one[d][0] <= other[d][1] and other[d][0] <= one[d][1] for d in apart)
     return overlap or touch
 
 
-# ── boxes as rows: int64 [n, 1 + 2 D], the tensor's number, D first indices, D last indices + 1 ──
+# ── boxes as rows, int64 [n, 1 + 2 D]: tensor number, D first indices, D last indices + 1 ──
 
 
 def most_dims(entries: Sequence[Entry]) -> int:
-    """Return D, the dimensions of rows for these tensors; at least 1."""
+    """Return D, the largest number of dimensions of these tensors; at least 1."""
     return max([1, *(len(entry.shape) for entry in entries)])
 
 
 def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
-    """Convert (tensor, box) to rows; a dimension that a tensor does not have becomes the range from 0 to 1."""
+    """Convert pairs (tensor number, box) to rows. A dimension that a tensor lacks becomes the range from 0 to 1."""
     rows = np.zeros((len(boxes), 1 + 2 * dims), dtype=np.int64)
     rows[:, 1 + dims :] = 1
     for row, (i, box) in zip(rows, boxes, strict=True):
@@ -108,9 +111,9 @@ def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
 
 
 def to_boxes(rows: np.ndarray, entries: Sequence[Entry]) -> list[tuple[int, Box]]:
-    """Convert rows to (tensor, box)."""
+    """Convert rows to pairs (tensor number, box)."""
     dims = rows.shape[1] // 2
-    # zip stops after the tensor's own dimensions.
+    # zip drops the dimensions that the tensor lacks.
     return [
         (row[0], tuple((a, b) for a, b, _ in zip(row[1 : 1 + dims], row[1 + dims :], entries[row[0]].shape)))  # noqa: B905
         for row in rows.tolist()
@@ -137,9 +140,10 @@ MEETING = 1 << 16
 
 
 def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find all pairs of boxes of the same tensor that overlap: (row of one, row of other, region).
+    """Find all pairs of overlapping boxes of the same tensor.
 
-    other: sorted by tensor. Pairs are in the order of `one`, then of `other`.
+    other: sorted by tensor. Returns arrays with an entry for each pair, in the order of `one`, then of `other`: index
+    into `one`, index into `other`, and the overlap as a row.
     """
     dims = one.shape[1] // 2
     first, last = (np.searchsorted(other[:, 0], one[:, 0], side) for side in ("left", "right"))
@@ -168,7 +172,7 @@ def clashing(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return groups
     dims, count = rows.shape[1] // 2, groups[-1] + 1
-    # Boxes that follow one another along a dimension, as sorted shards do, do not overlap: this avoids n^2 pairs.
+    # Sorted shards follow one another along a dimension, so none overlap. Leaving them out avoids n^2 pairs.
     meets = (groups[1:] == groups[:-1])[:, None] & (rows[1:, 1 : 1 + dims] < rows[:-1, 1 + dims :])
     unsure = np.logical_and.reduce([np.bincount(groups[1:][d], minlength=count) > 0 for d in meets.T])
     chosen = unsure[groups]

@@ -1,9 +1,9 @@
 """Maps parameters of a HF model to the tensors of its checkpoints.
 
-transformers 5 packs the experts of a layer into one parameter, [E, 2I, H] or [E, H, I], but checkpoints (and so vLLM,
-SGLang and every reader of a saved folder) have a tensor for each expert and projection; a few families also have other
-module names. One list serves both directions: the ranges of checkpoint tensors in a shard. The mapping itself is
-transformers' own (`conversion_mapping.py`), which its save_pretrained uses.
+transformers 5 packs the experts of a layer into one parameter, [E, 2I, H] or [E, H, I]. Checkpoints, which vLLM and
+SGLang read as well, have one tensor for each expert and projection, and those of a few families use other module names.
+`Layout` lists the ranges of checkpoint tensors in a shard, for reading and for writing. It takes the mapping from
+transformers (`conversion_mapping.py`), whose save_pretrained uses the same one.
 
 E experts, I their intermediate size, H hidden.
 """
@@ -23,9 +23,9 @@ class Slot:
     name: str
     """Name in a HF checkpoint."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor of that name."""
+    """Shape of the whole checkpoint tensor."""
     box: Box
-    """Range of that tensor in the shard."""
+    """Range of the checkpoint tensor that the shard contains."""
     index: tuple[int | slice, ...]
     """`shard[index]` is a view of the shard with the box's shape, for reading and writing."""
 
@@ -34,13 +34,16 @@ class Layout:
     """The mapping from parameters of one architecture to the tensors of its checkpoints."""
 
     def __init__(self, hf: Any):
-        """hf: a transformers model; only its names are read, so it may be on the meta device or sharded."""
+        """Read the mapping of a model.
+
+        hf: a transformers model; only its names are read, so it may be on the meta device or sharded.
+        """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
-        # The reverse mapping leads from parameters to checkpoints; save_pretrained uses it as well. Parameters with
-        # another conversion keep transformers' name, which its from_pretrained accepts.
+        # save_pretrained uses this reverse mapping from parameters to checkpoints, too. Parameters with any other
+        # conversion keep their names in transformers, which from_pretrained accepts.
         known = [t for t in known if not isinstance(t, WeightConverter) or packs_experts(t)]
         backwards = [t.reverse_transform() for t in known[::-1]]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
@@ -48,12 +51,12 @@ class Layout:
         self.cache: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
 
     def slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
-        """List the slots of the shard `box` of the parameter `name` (whole shape `shape`); empty for an empty box.
+        """List the slots of the shard `box` of parameter `name`, whose whole shape is `shape`; none for an empty box.
 
         A parameter without packed experts has one slot, the whole shard.
         """
         if (name, shape, box) not in self.cache:
-            # Every push needs the same slots.
+            # Every push of weights needs the same slots.
             self.cache[name, shape, box] = self._slots(name, shape, box)
         return self.cache[name, shape, box]
 
@@ -68,13 +71,13 @@ class Layout:
         converter = next(t for t in self.converters if pattern in t.source_patterns)
         endings = [p.rpartition("*")[2] for p in converter.target_patterns]
         before = first.removesuffix(endings[0]).removesuffix("*")
-        assert first == before + "*" + endings[0], f"{name} has no number of an expert in {first}"
+        assert first == before + "*" + endings[0], f"the checkpoint name {first} of {name} has no expert number"
         return _expert_slots(before, endings, tuple(shape), box)
 
     def places(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int | slice, ...]]]:
-        """Return checkpoint name -> (parameter, index into it), for a model that is not sharded.
+        """Return a dict of checkpoint name -> (parameter name, index into it), for a model that is not sharded.
 
-        shapes: name and shape of its parameters.
+        shapes: names and shapes of the model's parameters.
         """
         return {
             slot.name: (name, slot.index) for name, shape in shapes for slot in self.slots(name, shape, full_box(shape))
@@ -82,7 +85,7 @@ class Layout:
 
 
 def packs_experts(converter: Any) -> bool:
-    """Return True if a WeightConverter of transformers packs experts along dim 0, their projections along dim 1."""
+    """Return True if a WeightConverter of transformers packs experts along dim 0 and their projections along dim 1."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     steps = [(type(op), getattr(op, "dim", None)) for op in converter.operations]

@@ -1,7 +1,7 @@
 """Reads boxes of the tensors in a Hugging Face folder directly from its safetensors files.
 
 Files are memory-mapped, and only the bytes of a box are copied, chunk by chunk: a rank that needs a part of a model
-never holds more than that part and one chunk. Weights in fp8 with a scale for each block, as DeepSeek-V3 is published
+never holds more than that part and one chunk. Weights in fp8 with a scale for each block, the format of DeepSeek-V3
 (https://arxiv.org/abs/2412.19437, section 3.3), are dequantised box by box.
 """
 
@@ -16,9 +16,9 @@ import torch
 from spmdrl.weights.boxes import Box, inside, size
 
 CHUNK = 32 << 20
-"""Bytes that are copied at a time, as float32 for fp8 weights."""
+"""Bytes that are copied at a time; fp8 weights count with their size in float32."""
 SCALE = "_scale_inv"
-"""Suffix of the name of a weight's scales."""
+"""Suffix of the name of the tensor with a weight's scales."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,7 +45,7 @@ class Tensors:
         self.slices: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            # Only the file name counts, so that no index leads out of the folder.
+            # Directories in the index are dropped, so that it cannot point to files outside of the folder.
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             self.files: dict[str, str] = {name: Path(file).name for name, file in found.items()}
         else:
@@ -68,12 +68,12 @@ class Tensors:
 
         if name not in self.slices:
             if name not in self.files:
-                raise ValueError(f"{self.folder}: no tensor {name}; the folder is of another model")
+                raise ValueError(f"{self.folder}: no tensor {name}; the folder holds another model")
             try:
                 self.slices[name] = self._open(self.files[name]).get_slice(name)
             except SafetensorError as error:
                 where = f"{self.folder}/{self.files[name]}"
-                raise ValueError(f"{where}: no tensor {name}; the folder is of another model") from error
+                raise ValueError(f"{where}: no tensor {name}; the folder holds another model") from error
         return self.slices[name]
 
     def __contains__(self, name: str) -> bool:
@@ -81,7 +81,7 @@ class Tensors:
         return name in self.files
 
     def names(self) -> list[str]:
-        """List the tensors; scales belong to their weights and are left out."""
+        """List the names of the tensors, without the scales of fp8 weights."""
         return [
             n for n in self.files if not (self.blocks and n.endswith(SCALE) and n.removesuffix(SCALE) in self.files)
         ]
@@ -108,10 +108,10 @@ class Tensors:
         if name + SCALE not in self or len(shape) != 2:
             raise ValueError(
                 f"{self.folder}: the fp8 weight {name} {shape} has no scales ({name + SCALE} {wanted}): copy the "
-                "folder again, or take a dequantised one"
+                "folder again, or use a dequantised one"
             )
         if (found := self.shape(name + SCALE)) != wanted:
-            raise ValueError(f"{self.folder}: {name + SCALE} has shape {found}, the blocks of {name} need {wanted}")
+            raise ValueError(f"{self.folder}: {name + SCALE} has shape {found}, but the blocks of {name} need {wanted}")
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Read a box; fp8 weights are dequantised to float32."""
@@ -130,20 +130,20 @@ class Tensors:
 
     @torch.no_grad()
     def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy a box, chunk by chunk, into a tensor of its shape, of any type and on any device."""
+        """Copy a box, chunk by chunk, into a tensor of the box's shape, of any type and on any device."""
         stored = self.dtype(name)
         width = 8 if stored is None else 4 if stored in FP8 else stored.itemsize
         for part in chunks(box, CHUNK // width):
             inside(into, part, box).copy_(self.read(name, part))
 
     def differs(self, name: str, box: Box, other: torch.Tensor) -> bool:
-        """Return True if a box, cast to the other's type, does not equal it."""
+        """Return True if a box of a stored tensor, cast to the type of `other`, differs from `other`."""
         parts = chunks(box, CHUNK // 8)
         return any(not torch.equal(self.read(name, p).to(other), inside(other, p, box)) for p in parts)
 
 
 def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Cut a box into parts of at most `most` elements, but at least one row of its last dimension."""
+    """Yield parts of a box with at most `most` elements each, cut along the outer dimensions first."""
     if not box or size(box) <= most:
         yield box
         return

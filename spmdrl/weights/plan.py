@@ -1,7 +1,7 @@
 """Plans the regions of tensors that ranks send to each other; every rank computes its plan from all ranks' boxes.
 
-Data whose size is ranks times boxes stays in arrays: a plan holds rows for the regions that its own rank sends and
-receives, and makes Python objects for one bucket at a time. A small plan keeps them for the next push.
+Data that grows with ranks times boxes stays in arrays. A plan holds rows for the regions that its rank sends and
+receives, and makes Python objects for one bucket at a time. A small plan caches these objects for the next push.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import numpy as np
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
 SMALL = 4096
-"""Largest number of regions, sent and received, for which a plan keeps its buckets: a few MiB."""
+"""Largest number of sent and received regions for which a plan caches its buckets, which take a few MiB."""
 
 Regions = list[tuple[int, Box]]
-"""(number of a piece or tensor, region), in the order of a message."""
+"""Pairs (number of a piece or tensor, region), in their order in a message."""
 
 
 @dataclass
@@ -33,11 +33,11 @@ class Bucket:
     """One rank's part in the transfer of one bucket."""
 
     own: Regions = field(default_factory=list)
-    """(own piece, region) that this rank both holds and needs."""
+    """Pairs (number of this rank's piece, region) that this rank both holds and needs."""
     send: list[tuple[list[int], Regions]] = field(default_factory=list)
-    """(ranks that receive the same message, its (own piece, region) pairs)."""
+    """Messages to send: (receiving ranks, pairs (number of this rank's piece, region) in the message)."""
     receive: dict[int, Regions] = field(default_factory=dict)
-    """Sending rank -> (tensor, region) in its message."""
+    """Sending rank -> pairs (number of a tensor, region) in its message."""
 
 
 @dataclass
@@ -49,20 +49,23 @@ class Parcel:
     ranks: list[int]
     """Receiving ranks."""
     piece: np.ndarray
-    """int32 [n]: number of the own piece for each row of `regions`."""
+    """int32 [n]: number of the sending rank's piece for each row of `regions`."""
     regions: np.ndarray
-    """All regions of the needed set that the sending rank holds, sorted."""
+    """All regions of the needed boxes that the sending rank holds, sorted."""
     sent: np.ndarray
-    """int32 [sent]: rows of `regions` that are sent."""
+    """int32 [sent]: indices of the rows of `regions` that are sent."""
     ends: np.ndarray
     """int32 [buckets]: end of each bucket in `sent`."""
 
 
 class Holders:
-    """The distinct boxes that ranks hold; several ranks hold a replicated box."""
+    """The distinct boxes that ranks hold, and the ranks that hold each of them: several for a replicated box."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
-        """wanted: bool [tensors]; boxes of other tensors are omitted."""
+        """Index the boxes by rank.
+
+        held: boxes that ranks hold. wanted: bool [tensors], False for tensors whose boxes are left out.
+        """
         near = [rows[wanted[rows[:, 0]]] for rows in held.rows]
         number = np.repeat(np.arange(len(near), dtype=np.int32), [len(rows) for rows in near])
         rows = np.concatenate(near)
@@ -70,10 +73,10 @@ class Holders:
         self.rows = rows[order[begins]]
         self.sets, self.begins = number[order], begins
         self.counts = np.diff(np.append(begins, len(rows)))
-        """Number of sets that contain each box: `sets[begin : begin + count]`."""
+        """Number of sets that contain each box; these are `sets[begin : begin + count]`."""
         self.by_set = np.argsort(self.sets, kind="stable").astype(np.int32)
         self.places = np.repeat(np.arange(len(begins), dtype=np.int32), self.counts)[self.by_set]
-        """Boxes of the first set, then of the second, and so on."""
+        """Numbers of the boxes of the first set, then of the second, and so on."""
         self.set_ends = np.cumsum(np.bincount(number, minlength=len(near)))
         self.of = held.of
         self.ranks = np.argsort(held.of, kind="stable")
@@ -96,7 +99,7 @@ class Holders:
 
 
 class Routes:
-    """The regions that one rank sends, receives and keeps. Ranks are numbered within the group."""
+    """The regions that one rank sends, receives, or both holds and needs. Ranks are numbered within the group."""
 
     def __init__(
         self,
@@ -110,10 +113,12 @@ class Routes:
         """Compute the plan, without communication.
 
         held: boxes that ranks hold. If several hold the same box, one of them sends it; different boxes do not overlap.
-        wanted: boxes that ranks need, without overlap within a rank. me: this rank. pieces: int64, index of this rank's
-        piece for each box of its own set in `held`. buckets: int64 [tensors], the bucket of each, never decreasing.
+        wanted: boxes that ranks need, without overlap within a rank. me: this rank. pieces: int64, for each box that
+        this rank holds, the number of its piece. buckets: int64 [tensors], the bucket of each tensor, in ascending
+        order.
 
-        Raises ValueError if no rank holds a part that this rank needs, or if overlapping boxes hold it.
+        Raises ValueError if no rank holds a part that this rank needs, or if ranks hold it in different boxes that
+        overlap.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0
@@ -121,7 +126,8 @@ class Routes:
         near = np.zeros(len(entries), dtype=bool)
         near[mine[:, 0]] = near[want[:, 0]] = True
         holders = Holders(held, near)
-        # Ranks with equal needs and holdings take turns; their numbers may be far apart, as the first ranks of engines.
+        # Ranks with equal needs and boxes get consecutive turns, which spreads their requests evenly over the holders.
+        # Their rank numbers would not, as those of the first ranks of engines are multiples of the engine's size.
         self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
         self._receive(holders, want, me, pieces, buckets, count)
         self._send(holders, wanted, me, pieces, buckets, count)
@@ -130,12 +136,12 @@ class Routes:
 
     def _receive(self, holders: Holders, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
         box, source, regions = meet(want, holders.rows)
-        # Overlapping boxes could hide a gap in the sum below, and the last copy to arrive would be random.
+        # Overlapping boxes could hide a gap in the sum below, and of two copies of a region a random one would remain.
         if (twice := clashing(box, regions)).size:
             ((i, part),) = to_boxes(want[twice[:1]], self.entries)
             raise ValueError(
                 f"{self.entries[i].name}: ranks hold different boxes that overlap in {part}; "
-                "let any two boxes of a tensor be equal or disjoint"
+                "any two boxes of a tensor must be equal or disjoint"
             )
         # float64 counts exactly up to 2**53.
         covered = np.bincount(box, sizes(regions), len(want))

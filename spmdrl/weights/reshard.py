@@ -1,8 +1,8 @@
-"""Sends the parts of named tensors that ranks need from ranks that hold them, and no other bytes.
+"""Transfers the parts of named tensors that ranks need from the ranks that hold them, and no other bytes.
 
-Held and needed parts are boxes (`boxes.py`). Each rank intersects its own boxes with those that others need (`plan.py`)
-and sends exactly these regions, a bucket of tensors at a time; the next bucket travels while one is used. This module
-does not know models: `policy/` supplies the held boxes, `engines/` the needed ones.
+Parts are boxes (`boxes.py`). Each rank intersects the boxes that it holds with those that others need (`plan.py`) and
+sends exactly these intersections, one bucket of tensors at a time, while the previous bucket is in use. The module is
+independent of models: `policy/` supplies the boxes that ranks hold, `engines/` those that they need.
 """
 
 import json
@@ -28,7 +28,7 @@ DIGEST = 8
 IN_CACHE = 2 << 20
 """Largest bucket, in bytes, that is cast, checked and loaded within a CPU's cache."""
 NAMED = 3
-"""Number of tensors of a corrupt message that an error names."""
+"""Largest number of tensors of a corrupt message that the error names."""
 
 
 class CorruptWeightsError(RuntimeError):
@@ -36,7 +36,7 @@ class CorruptWeightsError(RuntimeError):
 
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
-    """List all tensors of which a rank of the host-side group holds a part, the same on every rank. Collective."""
+    """List all tensors that ranks of the host-side group hold parts of, the same on every rank. Collective."""
     mine = {p.name: [str(p.tensor.dtype).removeprefix("torch.") if p.exact else "", *p.shape] for p in pieces}
     raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     found: dict[str, list] = {}
@@ -48,7 +48,7 @@ def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
 
 
 def _gather_sets(rows: np.ndarray, group: dist.ProcessGroup) -> Sets:
-    """Gather the boxes of every rank. rows: this rank's, sorted and unique. Collective."""
+    """Gather the boxes of every rank. rows: boxes of this rank, sorted and unique. Collective."""
     parts, of = all_gather_distinct(torch.from_numpy(rows), group)
     return Sets([part.numpy() for part in parts], np.array(of))
 
@@ -61,7 +61,7 @@ class Flight:
     works: list
     inbox: dict[int, torch.Tensor]
     outbox: list[torch.Tensor]
-    """Sent messages, kept until the transfer is complete."""
+    """Outgoing messages, whose memory must stay until the transfer is complete."""
 
 
 class Reshard:
@@ -81,12 +81,12 @@ class Reshard:
         """Make the plan. Collective.
 
         entries: as `catalogue` returns them. pieces: this rank's parts. If several ranks hold the same box, one of them
-        sends it; different boxes may not overlap. needs: (tensor, box) that this rank needs; boxes may overlap.
-        host_group: host-side group of all ranks that take part. device: device of the tensors. dtype: type to which
-        tensors are cast before the transfer, unless they keep their own. bucket_bytes: bytes of whole tensors in a
-        bucket (a larger tensor is a bucket of its own). over: group of the transfer; None for the default group.
+        sends it; different boxes may not overlap. needs: pairs (number of a tensor, box) that this rank needs; they may
+        overlap. host_group: host-side group of all ranks that take part. device: device of the tensors. dtype: type to
+        which tensors are cast before the transfer, unless their entry has a type. bucket_bytes: bytes of whole tensors
+        in a bucket (a larger tensor gets a bucket to itself). over: group of the transfer; None for the default group.
 
-        Raises ValueError if no rank holds a needed part, or if ranks hold overlapping boxes of it.
+        Raises ValueError if no rank holds a needed part, or if ranks hold it in different boxes that overlap.
         """
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]
@@ -110,13 +110,14 @@ class Reshard:
         self.received_bytes = 0
 
     def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors that this rank needs, bucket by bucket: of whole shape, filled in its boxes. Collective.
+        """Yield the tensors that this rank needs, bucket by bucket. Collective.
 
-        Every rank gets the same number of buckets, some of them empty.
+        They have the shape of the whole tensor, with values in the needed boxes only. Every rank yields the same number
+        of buckets, of which some may be empty.
 
-        pieces: those of the plan, with current values. A tensor that this rank holds whole and in the right type is
-        yielded without a copy, so callers must only read it.
-        Raises CorruptWeightsError if received bytes differ from those sent; names the rank, and tensors of its message.
+        pieces: the pieces of the plan, with current values. A tensor that this rank holds whole and in the right type
+        is yielded without a copy, so callers must only read it.
+        Raises CorruptWeightsError, which names the sending rank and tensors, if received bytes differ from those sent.
         """
         flights: deque[Flight] = deque()
         self.received_bytes = 0
@@ -130,7 +131,7 @@ class Reshard:
     @torch.no_grad()
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
         operations, outbox, inbox = [], [], {}
-        # Read once for all receivers, because some pieces are computed at each access.
+        # Read each tensor once for all receivers, because some pieces compute theirs at each access.
         held = {n: pieces[n].tensor for _, regions in bucket.send for n in dict(regions)}
         for places, regions in bucket.send:
             kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
@@ -185,11 +186,11 @@ class Reshard:
             raise CorruptWeightsError(
                 f"weights changed on their way to the engine: a message from rank {self.ranks[place]} with "
                 f"{', '.join(names[:NAMED])}{more} ({len(wrong)} of the {len(sent)} messages of this bucket differ); "
-                "the engine keeps no version and will not sample"
+                "the engine then has no valid weights and refuses to sample"
             )
 
     def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
-        """Return the tensor of an entry, allocated at first use. A CPU's memory costs nothing until it is written."""
+        """Return the tensor of an entry, allocated at first use. On a CPU, memory is not used until it is written."""
         entry = self.entries[i]
         if entry.name not in whole:
             whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
@@ -216,7 +217,7 @@ def _regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]])
 
 
 def _digest_in(message: torch.Tensor) -> torch.Tensor:
-    """Return the sender's digest in a message, a view: int64 scalar."""
+    """Return a view of the sender's digest in a message: int64 scalar."""
     return message[-DIGEST:].view(torch.int64)[0]
 
 

@@ -17,7 +17,7 @@ from spmdrl.weights.shards import local, pieces_of
 from spmdrl.weights.writer import SafetensorsWriter
 
 MASTERS = "masters"
-"""Key in the optimizer state of the float32 weights, by name, of a model that `model/` stores in a narrower type."""
+"""Key of the float32 weights in the optimizer state, which has them if `model/` stores weights in a narrower type."""
 
 BUCKET = 256 << 20
 """Bytes of whole tensors that rank 0 gathers at a time to write a model; a larger tensor is gathered alone."""
@@ -39,7 +39,7 @@ def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str,
 def read_into(
     named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout, least: torch.dtype | None = None
 ) -> None:
-    """Fill this rank's shards of a Shard(0) model; `least` and errors as in `fill`."""
+    """Read this rank's shards of a Shard(0) model from a HF folder; `least` and errors are those of `fill`."""
     fill(pieces_of(named, layout), Tensors(folder), least)
 
 
@@ -56,15 +56,15 @@ def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = 
             raise ValueError(f"{folder}: {name} has shape {list(shape)}, the model needs {piece.shape}")
         if least and stored and stored.itemsize < least.itemsize:
             raise ValueError(
-                f"{folder}: {name} is {stored}, and the checkpoint holds no {least} weights to resume from: take the "
-                "--policy.backend that it was made with, or another --run.dir and start from its model with "
-                "--model.path"
+                f"{folder}: {name} is {stored}, and the checkpoint holds no {least} weights to resume from: resume "
+                "with the --policy.backend that wrote the checkpoint, or choose another --run.dir and start from its "
+                "model with --model.path"
             )
         tensors.copy(name, piece.box, piece.tensor)
 
 
 def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield whole tensors, bucket by bucket, on rank 0; empty buckets elsewhere. Collective over this rank's role."""
+    """Yield whole tensors bucket by bucket on rank 0, and empty buckets on others. Collective over this rank's role."""
     group = world.role_group
     entries = catalogue(pieces, group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
@@ -73,7 +73,7 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
 
 
 def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
-    """Copy pieces with their current values to host memory, in the type of the transfer."""
+    """Copy pieces with their current values to host memory, cast to `dtype` unless they are exact."""
 
     def copied(p: Piece) -> Piece:
         tensor = p.tensor.detach()
@@ -83,19 +83,19 @@ def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
 
 
 def tree_on_host(tree: Any) -> Any:
-    """Copy nested dicts and lists of tensors to host memory; a DTensor stays this rank's shard."""
+    """Copy the tensors in nested dicts and lists to host memory; a DTensor keeps its sharding."""
     if isinstance(tree, dict):
         return {key: tree_on_host(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(tree_on_host(value) for value in tree)
     if isinstance(tree, DTensor):
-        # from_local would move it to the mesh's device.
+        # `DTensor.from_local` would move the shard to the mesh's device.
         return DTensor(local(tree).to("cpu", copy=True), tree._spec, requires_grad=False)  # type: ignore[call-arg]
     return tree.detach().to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
 
 
 Stored = list[tuple[Path, str]]
-"""Tensors in files: (safetensors file, name in it)."""
+"""Tensors in files, as pairs (safetensors file, tensor name)."""
 
 
 def stored(folder: Path) -> Stored:
@@ -105,15 +105,15 @@ def stored(folder: Path) -> Stored:
     out: Stored = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
-            out += [(file, name) for name in handle.keys()]  # noqa: SIM118 (safe_open is no dict)
+            out += [(file, name) for name in handle.keys()]  # noqa: SIM118 (safe_open is not a dict)
     return out
 
 
 def prediction_heads(folder: Path, config: Any) -> Stored:
-    """Find a checkpoint's multi-token prediction heads (MTP), which transformers' models do not have.
+    """Find the tensors of a checkpoint's multi-token prediction heads (MTP), which transformers' models lack.
 
-    They are layers after the last one (DeepSeek-V3), or are named mtp. config: transformers' config.
-    Raises ValueError if there are none.
+    They belong to layers after the model's last one (DeepSeek-V3), or their names begin with mtp. config: transformers'
+    config. Raises ValueError if there are none.
     """
     layers = config.get_text_config().num_hidden_layers
     found = []
@@ -122,7 +122,7 @@ def prediction_heads(folder: Path, config: Any) -> Stored:
         if re.match(r"(model\.)?mtp", name) or (layer and int(layer[1]) >= layers):
             found.append((file, name))
     if not found:
-        raise ValueError(f"--policy.mtp keep: {folder} has no heads for further tokens: take skip")
+        raise ValueError(f"--policy.mtp keep: {folder} has no multi-token prediction heads: use skip")
     return found
 
 
@@ -135,9 +135,9 @@ def save_model(
     more: Stored | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write a HF folder, which exists, on rank 0. Collective over ranks of this rank's role.
+    """Write a HF folder on rank 0; the folder must exist. Collective over the ranks of this rank's role.
 
-    pieces: this rank's parts of the model. dtype: type of the saved weights. fixed: files beside the weights
+    pieces: this rank's parts of the model. dtype: type of the saved weights. fixed: contents of the other files by name
     (`policy/model_files.py`). more: tensors of other folders to copy; fp8 weights are dequantised, because the saved
     model is not quantised. blocks: blocks of the fp8 weights in `more` (as in `weights/folder.py`).
     """

@@ -33,7 +33,7 @@ def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
 
 def local(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard, without gradient."""
-    # The attribute, because `to_local()` adds an autograd node.
+    # `to_local()` would add an autograd node.
     return (param._local_tensor if isinstance(param, DTensor) else param).detach()
 
 

@@ -1,9 +1,9 @@
 """Finds the tensors of a Hugging Face folder from which the parameters of a model are read.
 
 When transformers loads a folder, it renames tensors, adds or drops the prefix of the inner model, packs a layer's
-experts into one parameter, and for a few families splits or transposes tensors. Here its rules
-(`core_model_loading.py`) are applied to names and to the boxes that a rank needs, so that a part of a parameter is read
-without the rest. `experts.py` maps in the opposite direction.
+experts into one parameter, and for a few families splits or transposes tensors. This module applies the same rules
+(`core_model_loading.py`) to names and to the boxes that a rank needs, so that a part of a parameter can be read by
+itself. `experts.py` maps in the opposite direction.
 """
 
 import re
@@ -21,25 +21,25 @@ from spmdrl.weights.folder import Tensors
 
 @dataclass(eq=False)
 class Converted:
-    """Tensors that a conversion of transformers makes into parameters."""
+    """Tensors of a folder that transformers converts together into one or more parameters."""
 
     first: str
-    """The first of the parameters that the conversion makes."""
+    """Name of the first parameter that the conversion returns."""
     converter: Any
     """transformers' WeightConverter."""
     by_pattern: dict[str, list[str]]
-    """Pattern of the converter -> tensors whose names match it, in transformers' order."""
+    """Pattern of the converter -> names of tensors that match it, in transformers' order."""
 
     def packs(self) -> bool:
         """Return True if the conversion only packs experts into one parameter."""
         return len(self.converter.target_patterns) == 1 and packs_experts(self.converter)
 
     def projections(self) -> list[list[str]]:
-        """Return the experts' tensors of each projection, in the order of projections along dim 1."""
+        """Return for each projection the names of its tensors, one per expert; projections in order along dim 1."""
         return [self.by_pattern.get(pattern, []) for pattern in self.converter.source_patterns]
 
     def run(self, hf: Any, tensors: Tensors, meta: bool = False) -> dict[str, torch.Tensor]:
-        """Return the parameters that the conversion makes, by name. meta: on the meta device, without reading."""
+        """Return the converted parameters by name. meta: return them on the meta device, without reading weights."""
         converter = deepcopy(self.converter)
         for pattern, names in self.by_pattern.items():
             for name in names:
@@ -51,7 +51,7 @@ class Converted:
 
 
 class Sources:
-    """The places of a model's parameters in a folder."""
+    """The tensors of a folder from which a model's parameters are read."""
 
     def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
         """Match names, without reading weights.
@@ -64,7 +64,7 @@ class Sources:
         self.converted: dict[str, Converted] = {}
         self.last: tuple[Converted, dict[str, torch.Tensor]] | None = None
         self._match()
-        # A conversion may make several parameters, whose names it alone defines.
+        # A conversion may return several parameters, whose names are known only after it ran.
         for first, each in list(self.converted.items()):
             if not each.packs():
                 for name in self._result_shapes(each):
@@ -93,7 +93,7 @@ class Sources:
             if renamed not in shapes:
                 continue
             if pattern is None:
-                # Of several tensors for one parameter the first counts, as in transformers.
+                # If several tensors match one parameter, the first is used, as in transformers.
                 self.plain.setdefault(renamed, name)
             else:
                 at = self.converted.setdefault(renamed, Converted(renamed, of_pattern[pattern], {}))
@@ -112,7 +112,7 @@ class Sources:
         return name in self.plain or name in self.converted
 
     def fits(self, name: str) -> bool:
-        """Return True if the folder has a parameter, in the right shape."""
+        """Return True if the folder has a parameter in the right shape."""
         shape = self.shapes[name]
         if name in self.plain:
             return self.tensors.shape(self.plain[name]) == shape
@@ -141,7 +141,7 @@ class Sources:
 
     @torch.no_grad()
     def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy a box of a parameter that `fits` into a tensor of the box's shape."""
+        """Copy a box of a parameter, for which `fits` returns True, into a tensor of the box's shape."""
         if name in self.plain:
             self.tensors.copy(self.plain[name], box, into)
             return
@@ -150,12 +150,12 @@ class Sources:
             self._copy_experts(each.projections(), self.shapes[name], box, into)
             return
         if self.last is None or self.last[0] is not each:
-            # The next call probably needs another box, or another parameter, of the same conversion.
+            # Cached, because the next call probably needs another box, or another parameter, of the same conversion.
             self.last = each, each.run(self.hf, self.tensors)
         into.copy_(inside(self.last[1][name], box))
 
     def _copy_experts(self, projections: list[list[str]], shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
-        """Copy a box of packed experts: [experts, projections of each end to end, ...]."""
+        """Copy a box of packed experts, whose shape is [experts, projections of an expert end to end, ...]."""
         (first, last), inner = box[0], box[1:]
         rows = shape[1] // len(projections)
         for expert in range(first, last):

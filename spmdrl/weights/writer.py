@@ -23,11 +23,11 @@ FIRST_HEADER = 8 << 10
 
 
 class SafetensorsWriter:
-    """Writes buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes.
+    """Writes tensors to HF safetensors files of bounded size and their index; only a rank with a folder writes.
 
     A file begins with a header that lists its tensors and may end in spaces
     (https://github.com/huggingface/safetensors#format). Space for the header is reserved at the start of the file, so
-    that tensors are written at once; only tensors that would misalign later ones are held in memory.
+    that tensors can be written immediately. Only tensors that would misalign later ones wait in memory.
     """
 
     def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
@@ -43,7 +43,7 @@ class SafetensorsWriter:
         self.size = self.written = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write one bucket; begin another file when one is full."""
+        """Write the tensors of one bucket, in a further file if the current one is full."""
         if self.folder is None:
             return
         for name, tensor in tensors.items():
@@ -52,7 +52,7 @@ class SafetensorsWriter:
                 self._end()
             self.size += nbytes
             if nbytes % ALIGN:
-                # The next tensor would be misaligned, so this one goes last in the file.
+                # The next tensor would be misaligned, so this one is written last in the file.
                 self.late[name] = tensor.detach().to("cpu", copy=True)
             else:
                 self._write(name, tensor)
@@ -83,7 +83,7 @@ class SafetensorsWriter:
             self.file.close()
             self._grow_header(path, reserved, needed)
             self.file, reserved = path.open("r+b"), needed
-            # Later files have about as many tensors.
+            # Later files have about as many tensors, so they reserve as much.
             self.reserved = needed + needed // 4 // ALIGN * ALIGN
         self.file.seek(0)
         self.file.write(reserved.to_bytes(8, "little") + header.ljust(reserved))

@@ -494,7 +494,7 @@ def test_heads_that_are_not_there_are_refused(folders):
     from spmdrl.weights.safetensors import prediction_heads
 
     folder = Path(folders["dense"]["policy"])
-    with pytest.raises(ValueError, match="--policy.mtp keep: .* has no heads for further tokens: take skip"):
+    with pytest.raises(ValueError, match="--policy.mtp keep: .* has no multi-token prediction heads: use skip"):
         prediction_heads(folder, AutoConfig.from_pretrained(folder))
 
 

@@ -248,7 +248,7 @@ def test_quantised_folders_that_cannot_be_read_are_refused_by_name(tmp_path, fol
     with pytest.raises(ValueError, match=rf"the fp8 weight {weight} \(48, 32\) has no scales \({weight}_scale_inv"):
         filled(tmp_path / "lacks")
     quantized(source, tmp_path / "blocks", weight_block_size=[8, 8])
-    with pytest.raises(ValueError, match=r"_scale_inv has shape \(\d, 3\), the blocks of .* need \(\d, 4\)"):
+    with pytest.raises(ValueError, match=r"_scale_inv has shape \(\d, 3\), but the blocks of .* need \(\d, 4\)"):
         filled(tmp_path / "blocks")
     for name, settings, message in (
         ("gptq", {"quant_method": "gptq"}, "is quantised by gptq: .* take a dequantised folder"),
