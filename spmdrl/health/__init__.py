@@ -2,7 +2,7 @@
 
 status.py         position of this rank: phase, step, file and line
 heartbeat.py      publishes this position to the other ranks from a thread, and notices a rank without progress
-overview.py       positions of all ranks when a job ends, read by a few of them
+overview.py       positions of all ranks when a job ends, read by a few ranks
 failure.py        ends the whole job when one rank fails; one rank prints the cause
 exit_message.py   the last line: an error, its place and advice
 preempt.py        requests by signal to finish the step, save and leave

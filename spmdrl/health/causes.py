@@ -24,7 +24,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Return True if a collective waited longer than `--run.timeout`, by the message of gloo, NCCL or the store."""
+    """Return True if a collective exceeded `--run.timeout`, recognised by the message of gloo, NCCL or the store."""
     words = ("Timed out waiting", "Application timeout caused", "collective operation timeout", "wait timeout after")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
@@ -44,15 +44,15 @@ def disk_full(error: BaseException) -> bool:
 def of_the_machine(error: BaseException) -> bool:
     """Return True for an error of memory, a disk, a device or another rank.
 
-    Such an error may hit one rank alone while the others wait for it in a collective. An error of a model's code, by
-    contrast, hits all ranks, which may continue together.
+    Such an error may hit one rank alone while the others wait for it in a collective. An error in a model's code, by
+    contrast, occurs on all ranks, which may continue together.
     """
     parts = OSError | torch.AcceleratorError | DistError
     return out_of_memory(error) or isinstance(error, parts) or lost_peer(error) or timed_out(error)
 
 
 def requested_bytes(error: BaseException) -> int:
-    """Return the bytes requested of the allocator, read from its message; 0 if the message has no number."""
+    """Return the number of bytes that a failed allocation requested, read from its message; 0 if it has no number."""
     text = str(error)
     if found := re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE):
         return int(found[1])

@@ -1,4 +1,4 @@
-"""Builds the last line of a rank: its error, the place, and advice. Nothing here waits for long."""
+"""Builds the last line of a rank: its error, the place, and advice. No function of this module blocks for long."""
 
 import os
 import re
@@ -20,14 +20,14 @@ T = TypeVar("T")
 USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors whose message says what to change; their traceback goes to the log file only."""
 LONGEST = 1500
-"""Characters of an error's message in the last line."""
+"""Largest number of characters of an error's message in the last line."""
 
 
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
     """Return the result of `work`, or `otherwise` if it fails or takes too long.
 
-    An exiting rank reads and writes files only this way, the log included: the main thread may hold the log's lock in a
-    write to a file system that hangs.
+    An exiting rank accesses files, including the log, only through this function: the main thread may hold the log's
+    lock while its write to a file system hangs.
     """
     done: list[T] = []
 
@@ -42,7 +42,7 @@ def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
 
 
 def advice(error: BaseException) -> str:
-    """Return advice on an error; empty if its own message contains advice, as this program's messages do."""
+    """Return advice on an error; empty for this program's own errors, whose messages contain advice."""
     if timed_out(error):
         missing = briefly(heartbeats[0].missing, "") if heartbeats else ""
         record = f"`python -m spmdrl.tools.flight {rank_status.folder}` compares the last collectives of all ranks, "
@@ -55,7 +55,7 @@ def advice(error: BaseException) -> str:
         lost = briefly(lambda: heartbeats[0].lost() or heartbeats[0].missing(), "") if heartbeats else ""
         return f"another rank ended{f': {lost}' if lost else ''}; see its log, or torchrun's output. {resume()}"
     frames = traceback.extract_tb(error.__traceback__)
-    # A library or a user's function may raise the types of a user's mistake as well.
+    # A library or a user's function may raise these types too, with a message that does not advise the user.
     reported = isinstance(error, USER_MISTAKES) and frames and str(Path(__file__).parents[1]) in frames[-1].filename
     if type(error).__module__.startswith("spmdrl") or reported:
         return ""
@@ -74,9 +74,9 @@ def _less_memory(phase: str) -> str:
     if phase in ("rollout", "push", "wake", "eval"):
         return "lower --rollout.max-sequences or --rollout.kv-cache-gib, or set --policy.offload"
     if phase == "reward":
-        return "lower --reward.workers, or what the reward function holds"
+        return "lower --reward.workers, or use less memory in the reward function"
     if phase == "start":
-        return "take more ranks (--parallel.dp-shard), or --model.dtype bfloat16"
+        return "use more ranks (--parallel.dp-shard), or --model.dtype bfloat16"
     return "lower --policy.max-tokens-per-microbatch, or set --policy.activation-checkpointing full"
 
 
@@ -91,7 +91,7 @@ def resume() -> str:
 
 
 def lost_steps() -> str:
-    """Return the text about the steps lost if the job ends here: all steps since the newest checkpoint."""
+    """Return the text that names the steps lost if the job ends now: all steps since the newest checkpoint."""
     last = max(rank_status.step, rank_status.done)
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved < 0:
@@ -102,12 +102,12 @@ def lost_steps() -> str:
 
 
 def failure_line(error: BaseException) -> str:
-    """Return the one line that a failed job ends with."""
+    """Return the last line of a failed job."""
     text = str(error)
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
         # C++ errors begin with their place in the sources and end with stack frames.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
-    # Bars join the lines, so that all of them are in the last line.
+    # The message may have several lines. Bars join them into one.
     text = " | ".join(line.strip() for line in text.splitlines() if line.strip())[:LONGEST]
     what = advice(error)
     return last_line(f"failed in phase {rank_status.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")

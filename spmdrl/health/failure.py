@@ -34,7 +34,7 @@ exit_lock = threading.Lock()
 
 
 def is_first_to(what: str = "failed") -> bool:
-    """Return True on the first rank that calls this, and if the store does not answer: that rank prints."""
+    """Return True on the first rank that calls this, which then prints, or on any rank if the store does not answer."""
     with suppress(Exception):
         if heartbeats:
             return heartbeats[0].plain.add(what, 1) == 1
@@ -61,7 +61,7 @@ def _print_last_line(message: str, error: BaseException | None) -> None:
     def show() -> bool:
         if error is not None and not isinstance(error, USER_MISTAKES):
             print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        # One write with the line end: under torchrun stderr has no buffer, and the agent writes at the same time.
+        # One write includes the newline, because torchrun's agent may write to the same unbuffered stderr in between.
         print(f"{message}\n", end="", file=sys.stderr, flush=True)
         return True
 
@@ -104,7 +104,7 @@ def _exit_job(
 
 
 def _signalled(number: int, before_exit: Callable[[], None]) -> None:
-    """Handle a signal in a thread: end at once if a rank was lost, else take it as a request to leave.
+    """Handle a signal, in a thread: end the job if a rank is lost, else treat the signal as a request to leave.
 
     torchrun sends SIGTERM to the remaining ranks when a rank is lost, and when it receives SIGTERM itself.
     """
@@ -119,7 +119,7 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
     if number == signal.SIGTERM and lost == "torchrun is gone":
         what += "torchrun, which started it, is gone"
     elif number == signal.SIGTERM and (lost or others_failed):
-        what += "another rank is lost (torchrun names it below; a SIGKILL is often the system's, out of memory)"
+        what += "another rank is lost (torchrun names it below; SIGKILL often means that the system ran out of memory)"
     elif again:
         what = f"a second signal, {name}, in phase {rank_status.name}"
     elif heartbeat is not None and (rank_status.step or rank_status.keeps_partial):
@@ -138,16 +138,16 @@ def _request_to_leave(number: int, heartbeat: Heartbeat) -> None:
     request, partial = preemption.request_for(number), rank_status.keeps_partial
     heartbeat.publish_request(request)
     preemption.accept(request)
-    does = "what is measured so far is reported" if partial else "this step is finished or abandoned"
+    does = "the measurements so far are reported" if partial else "this step is finished or abandoned"
     what = f"{signal.Signals(number).name}: {does} within {request.grace:.0f} s{'' if partial else ', and saved'}"
     briefly(lambda: log.info(what), None, 1.0)
     if number == signal.SIGINT and briefly(lambda: is_first_to("interrupted"), True):
-        # A person who pressed Ctrl-C waits for an answer.
+        # The person who pressed Ctrl-C expects a reaction on the console.
         briefly(lambda: print(f"{what}; Ctrl-C again ends the job at once", file=sys.stderr, flush=True), None)
 
 
 def _grace_over(before_exit: Callable[[], None]) -> None:
-    """End this rank without the step in progress, because the grace is over."""
+    """End this rank in the middle of a step, because the grace period is over."""
     request = preemption.request
     if exiting.is_set() or request is None:
         return
@@ -162,7 +162,10 @@ def _grace_over(before_exit: Callable[[], None]) -> None:
 
 
 def exit_reason() -> str:
-    """Return the request as text. This rank may receive it one beat after the ranks agreed to leave, so wait for it."""
+    """Return the request to leave as text.
+
+    Wait for it at most 3 s, because it may arrive one heartbeat after the ranks agreed to leave.
+    """
     for _ in range(30):
         if preemption.requested:
             break
@@ -171,7 +174,7 @@ def exit_reason() -> str:
 
 
 def write_preempted(request: Request | None, step: int) -> None:
-    """Write RUN/PREEMPTED: the run left on request after this step. The next start removes the file."""
+    """Write RUN/PREEMPTED, which records that the run left on request after `step`. The next start removes the file."""
     assert rank_status.folder is not None
     request = request or Request("a signal", -1, time.time(), 0.0)
     path = rank_status.folder / "PREEMPTED"
@@ -203,10 +206,10 @@ def watch(
     saved: Callable[[], int],
     before_exit: Callable[[], None] = lambda: None,
 ) -> Heartbeat:
-    """Start this rank's heartbeat. From the first step on it also notices a main thread without progress.
+    """Start this rank's heartbeat, which also ends the rank if its main thread makes no progress in a step.
 
-    store: shared by all ranks. timeout, grace: of `--run`. folder: the run folder. saved: returns the step of the
-    newest checkpoint, 0 for none. before_exit: as in `named_exit`.
+    store: shared by all ranks. timeout, grace: settings of `--run`, in seconds. folder: the run folder. saved: returns
+    the step of the newest checkpoint, 0 for none. before_exit: as in `named_exit`.
     """
     rank_status.folder, rank_status.saved, preemption.grace = folder, saved, grace
     preemption.on_grace_over = lambda: _grace_over(before_exit)
@@ -219,7 +222,7 @@ def watch(
 
 @contextmanager
 def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """End the whole job on any exception inside, with rank, host, phase, cause and advice in one last line.
+    """End the whole job on any exception in this context, with rank, host, phase, cause and advice in one last line.
 
     The process exits without cleaning up, because destructors of a broken group may wait for ranks that are gone;
     torchrun then ends the other ranks. Exit codes: 1, 130 after Ctrl-C, 143 after SIGTERM because of a lost rank.
@@ -244,7 +247,7 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
         # Every rank logs its own error; one rank prints on the console.
         _log_to_file(logging.ERROR, f"{message}\n{traceback.format_exc()}")
         if lost_peer(error) or exiting.is_set():
-            # The cause is on another rank. If torchrun noticed it, the handler of its SIGTERM ends this rank; a rank
-            # that exits before that would be named as the root cause.
+            # The cause is on another rank. Once torchrun notices it, its SIGTERM ends this rank through the handler.
+            # torchrun would name a rank that exits before that as the root cause.
             time.sleep(2)
         _exit_job(message, 1, before_exit, error=error)

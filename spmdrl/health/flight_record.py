@@ -1,7 +1,7 @@
 """Writes the flight record, the last collectives of a rank, when a job fails; `tools/flight.py` compares them.
 
-torch's own recorder keeps each collective with its Python frames (switched on in `session/environ.py`); its last
-entries are written to RUN/flight/rank_00000.json. A killed rank leaves no record.
+torch's flight recorder (enabled in `session/environ.py`) keeps each collective with its Python frames; its last entries
+are written to RUN/flight/rank_00000.json. A killed rank leaves no record.
 """
 
 import io
@@ -24,11 +24,11 @@ LAST = 50
 """Number of collectives written for each group."""
 POINT_TO_POINT = ("send", "recv")
 sent: dict[str, int] = defaultdict(int)
-"""Number of sends and receives by group name: gloo counts them as collectives, and ranks differ in them."""
+"""Number of sends and receives by group name. gloo counts them as collectives, but their number differs by rank."""
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler that reads numbers, texts and containers only, so that no code runs."""
+    """Unpickler that reads only numbers, strings and containers, so that no code runs."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong in a flight record")
@@ -63,15 +63,15 @@ def _place(frames: list[dict]) -> str:
 
 
 def warm() -> None:
-    """Make torch import the modules that name frames: 1.5 s of a core, which a failing rank may not have."""
+    """Import the modules with which torch looks up source lines; a failing rank may not have the 1.5 s for this."""
     with suppress(Exception):
         _entries(True)
 
 
 def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
-    """Return by group name its ranks, the number of collectives started, and the last collectives, oldest first.
+    """Return for each group name its ranks, its number of started collectives, and the last of them, oldest first.
 
-    frames: also name the line of each collective; else its place is `?`. last: number of collectives of a group.
+    frames: include the source line of each collective, which is `?` otherwise. last: number of collectives per group.
     """
     groups: dict[str, dict] = {}
     names, members = dist.distributed_c10d._world.pg_names, dist.distributed_c10d._world.pg_group_ranks
@@ -103,9 +103,10 @@ def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
 def write(
     why: str, others: dict[int, dict] | None = None, error: BaseException | None = None, frames: bool = True
 ) -> Path | None:
-    """Write this rank's record into the run folder, in any thread; returns None if that is not possible.
+    """Write this rank's record into the run folder; return its path, or None if that fails. Any thread may call this.
 
-    why: the last line of this rank. others: last beat of every rank, on a few ranks; a killed rank leaves nothing else.
+    why: the last line of this rank. others: last heartbeat of every rank, known to a few ranks; it is the only trace of
+    a killed rank.
     error: error whose stack is written; None for the main thread's. frames: also write the line of each collective.
     """
     folder = rank_status.folder

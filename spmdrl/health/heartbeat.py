@@ -1,7 +1,7 @@
-"""The heartbeat: a thread of every rank that publishes its position, notices a stuck main thread, and reads requests.
+"""The heartbeat: a thread of every rank that publishes its position, notices a stuck main thread, and gets requests.
 
-Once a second it writes one key to the rendezvous store and reads another, over its own connection, whatever the main
-thread does. A rank whose collective timed out can so name the missing rank and its position.
+Once a second it writes one key to the rendezvous store and reads another over a connection of its own, even if the main
+thread hangs. So a rank whose collective timed out can name the missing rank and its position.
 """
 
 import json
@@ -28,19 +28,19 @@ from spmdrl.health.status import IdleClock, place, rank_status
 EVERY = 1.0
 """Seconds between two beats."""
 WARM = 30
-"""Number of beats after the start of the first step at which the flight record is prepared."""
+"""Number of beats after the start of the first step before the flight record is prepared."""
 RETRY = 5.0
 """Seconds until the next try after the store did not answer; doubled after each further failure."""
 LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
-"""Number of own beats that are kept, by which the beats of other ranks are timed."""
+"""Number of beats of this rank that it remembers to compute the age of other ranks' beats."""
 PATIENCE = 3.0
-"""Seconds beyond a collective's time-out until a stuck rank is ended: others may know the cause."""
+"""Seconds after a collective's time-out before a stuck rank is ended, so that others can report the cause first."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, distinct from a later one with the same number."""
+    """Identifies a process, also against a later one with the same PID."""
 
     machine: str
     pid: int
@@ -49,7 +49,7 @@ class Identity:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on; empty if there is no such process."""
+    """Return the fields of /proc/<pid>/stat from the process state on; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -57,7 +57,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def identity() -> Identity:
-    """Return the identity of this process. Its machine stands for one boot and one PID namespace."""
+    """Return the identity of this process. `machine` identifies one boot and one PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = socket.gethostname()
     with suppress(OSError):
@@ -76,13 +76,13 @@ class Heartbeat(threading.Thread):
     """Thread of the heartbeat. `start()` it once the process group exists; it ends with the process."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, stuck: Callable[[float], None]):
-        """Open connections to the store, which all ranks share, and publish this process.
+        """Open connections to the store, which all ranks share, and publish the identity of this process.
 
-        timeout: `--run.timeout`. stuck: called with the seconds without progress of the main thread once they exceed
+        timeout: `--run.timeout`. stuck: called with the seconds since the main thread's last progress once they exceed
         the time-out; does not return.
         """
         super().__init__(daemon=True, name="heartbeat")
-        # Two clones, because the main thread may wait in its connection. `plain` has the keys of `store`.
+        # Two clones, because the main thread may block in its connection. `plain` uses keys without the prefix `beat`.
         self.plain, own = (store.clone() for _ in range(2))  # type: ignore[attr-defined]
         self.store, self.side_store = (dist.PrefixStore("beat", mine) for mine in (own, self.plain))
         for mine in (self.store, self.side_store):
@@ -94,7 +94,7 @@ class Heartbeat(threading.Thread):
         """Number of times in a row that the store did not answer."""
         self.again_at = 0.0
         self.seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        """(count of all ranks' beats, time.monotonic()) at each own beat: a clock that all machines share."""
+        """(number of beats of all ranks, time.monotonic()) at each beat of this rank. All machines share the number."""
         self.siblings: dict[int, Identity] = {}
         self.overview = Overview(self.side_store, self.beats, self.age)
         self.ended = threading.Event()
@@ -160,14 +160,14 @@ class Heartbeat(threading.Thread):
     # ── the other ranks ──────────────────────────────────────────────────────
 
     def lost(self) -> str:
-        """Return why to end at once on SIGTERM: torchrun or a rank of this machine is gone; empty if all live."""
+        """Return why SIGTERM ends this rank at once: torchrun or a rank of this machine is gone; empty if all live."""
         if os.getppid() != self.me.parent:
             return "torchrun is gone"
         gone = [rank for rank, process in sorted(self.siblings.items()) if not state_of(process)]
         return f"rank {', '.join(map(str, gone))} is lost" if gone else ""
 
     def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict]:
-        """Return the last beats of some ranks, by default of all; empty if one of them has not beaten yet."""
+        """Return the last beats of some ranks, by default of all; empty if one of them has not sent any yet."""
         ranks = list(range(self.size) if ranks is None else ranks)
         with suppress(Exception):
             found = self.side_store.multi_get([f"at/{rank}" for rank in ranks]) if ranks else []
@@ -175,18 +175,18 @@ class Heartbeat(threading.Thread):
         return {}
 
     def age(self, beat: dict) -> float:
-        """Return the seconds since a beat of any rank, by this rank's clock, as clocks of machines may differ."""
+        """Return the seconds since a beat of any rank by this rank's clock, as the machines' clocks may differ."""
         at = bisect_left(seen := list(self.seen), (beat["count"], 0.0))
-        # A beat after the last own one counts as 0 s old.
+        # A beat later than this rank's last one counts as 0 s old.
         return time.monotonic() - seen[at][1] if at < len(seen) else 0.0
 
     def missing(self) -> str:
-        """Return the ranks that a collective of this rank waits for, as text; empty if that is not known."""
+        """Return the ranks that a collective of this rank waits for, as text; empty if they are not known."""
         stopped = {rank for rank, process in self.siblings.items() if state_of(process) in ("T", "t")}
         return self.overview.missing(self.rank, place(), self.beats(sorted(stopped)))
 
     def end_stuck_siblings(self) -> None:
-        """Send SIGKILL to ranks of this machine that are stopped or do not beat: they ignore torchrun's SIGTERM.
+        """Send SIGKILL to ranks of this machine that are stopped or silent, because they ignore torchrun's SIGTERM.
 
         torchrun itself would send SIGKILL only after 30 s.
         """

@@ -21,7 +21,7 @@ SHOWN = 4
 PLACES = 32
 """Number of places that are listed; ranks at further places are counted together."""
 LOOKS, PAUSE = 10, 0.1
-"""Number of times that a rank looks for a reader's summary, and the seconds between."""
+"""Number of times that a rank looks for a reader's summary, and the seconds between two looks."""
 
 Age = Callable[[dict], float]
 """Function that returns the seconds since a beat."""
@@ -29,13 +29,13 @@ Age = Callable[[dict], float]
 
 @dataclass
 class Place:
-    """Ranks at the same line."""
+    """A source line and the ranks that are at it."""
 
     place: str
     silent: bool
     count: int = 0
     first: dict[str, dict] = field(default_factory=dict)
-    """Rank -> its last beat, of the first SHOWN + 1 ranks: one of them may be this rank."""
+    """Rank -> its last beat, for the first SHOWN + 1 ranks: a message leaves out the rank that prints it."""
 
 
 def key_of(beat: dict, age: Age) -> tuple[str, bool]:
@@ -59,7 +59,7 @@ def grouped(beats: dict[int, dict], age: Age) -> list[Place]:
 
 
 class Overview:
-    """The positions of all ranks, as far as one rank can find them out when it ends."""
+    """The positions of all ranks, as far as an exiting rank can find them."""
 
     def __init__(self, store: dist.Store, read: Callable[[], dict[int, dict]], age: Age):
         """Start without beats. store: the heartbeat's keys, over its own connection. read: returns all ranks' beats."""
@@ -83,14 +83,14 @@ class Overview:
         for _ in range(0 if self.reader else LOOKS):
             if self.store.check(["overview"]):
                 summary = json.loads(self.store.get("overview"))
-                # An older summary is from a rank that ended alone, long ago.
+                # An old summary is from a rank that ended by itself, earlier.
                 if self.age(summary) <= STALE:
                     return [Place(**place) for place in summary["places"]]
             time.sleep(PAUSE)
         return []
 
     def missing(self, me: int, here: str, stopped: dict[int, dict]) -> str:
-        """Return the ranks that a collective of this rank waits for, as text; empty if that is not known.
+        """Return the ranks that a collective of this rank waits for, as text; empty if they are not known.
 
         here: this rank's place. stopped: last beats of ranks of this machine whose processes are stopped.
         """

@@ -1,8 +1,8 @@
-"""Preemption: on a signal the run finishes its step, or abandons it while it samples, saves and leaves.
+"""Preemption: on a signal the run finishes its step, or abandons it if it still samples, then saves and exits.
 
 SIGUSR1 or SIGINT (Ctrl-C) to any rank is a request to all ranks, and so is a SIGTERM that was not sent because of a
-lost rank. A request that one rank has received decides nothing alone (law 1): `Agreement` and the sampler all-reduce
-it first.
+lost rank. A request that one rank received takes effect only after `Agreement` or the sampler has all-reduced it
+(law 1).
 """
 
 import os
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 AGENT_WAITS = 25.0
-"""Seconds after a SIGTERM or SIGINT under torchrun, which sends SIGKILL after 30."""
+"""Seconds of grace after a SIGTERM or SIGINT under torchrun, which sends SIGKILL after 30 s."""
 FROM_AGENT = (signal.SIGTERM, signal.SIGINT)
 """Signals that torchrun forwards to its ranks by default."""
 SAMPLING = 0.5
-"""Share of the grace in which a step may continue to sample; the rest is for the save."""
+"""Share of the grace period in which a step may continue to sample; the remainder is for the save."""
 ECHO = 3.0
 """Seconds within which a second signal of the same kind counts as forwarded by torchrun: a scheduler may signal all
 processes of a job."""
@@ -30,7 +30,7 @@ class PreemptedError(Exception):
     """Raised on every rank once all ranks agreed to leave."""
 
     def __init__(self, step: int, why: str, abandoned: bool = False):
-        """Report `step` finished steps, which are in the weights. abandoned: True if a further step had begun."""
+        """Create the error after `step` finished steps. abandoned: True if a further step had begun."""
         super().__init__(why)
         self.step, self.abandoned = step, abandoned
 
@@ -47,9 +47,9 @@ class Request:
     rank: int
     """Rank that received the signal."""
     at: float
-    """time.time() of the signal by that rank's clock: for messages only, as clocks of machines differ."""
+    """time.time() of the signal by that rank's clock: for messages only, as the machines' clocks differ."""
     grace: float
-    """Seconds until the job must be gone, which every rank counts from the moment it received the request."""
+    """Seconds until the job must have exited; every rank counts them from the moment it receives the request."""
 
     def __str__(self) -> str:
         return f"{self.signal} at rank {self.rank}"
@@ -67,14 +67,14 @@ class Preemption:
         """Signals to this process, and time.monotonic() of each."""
         self.grace = 60.0
         self.on_grace_over: Callable[[], None] = lambda: None
-        """Called by a thread when the grace is over."""
+        """Function that a thread calls when the grace period is over."""
 
     def is_repeat(self, number: int) -> bool:
-        """Record a signal to this process; returns True for a second one, which ends the job at once.
+        """Record a signal to this process; return True for a second one, which ends the job at once.
 
-        Under torchrun two SIGTERM or two SIGINT within `ECHO` are one: a signal to all processes of a job (SLURM's time
-        limit, systemd, Ctrl-C in a terminal) reaches a rank directly and through torchrun. The same holds for SIGUSR1
-        if torchrun forwards it (`torchrun --signals-to-handle`).
+        Under torchrun two SIGTERM or two SIGINT within `ECHO` seconds count as one: a signal to all processes of a job
+        (SLURM's time limit, systemd, Ctrl-C in a terminal) reaches a rank directly and through torchrun. The same holds
+        for SIGUSR1 if torchrun forwards it (`torchrun --signals-to-handle`).
         """
         self.signals.append((number, time.monotonic()))
         handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
@@ -89,13 +89,13 @@ class Preemption:
         return len(self.signals) > 1 and not echo
 
     def request_for(self, number: int) -> Request:
-        """Return the request that a signal to this process makes."""
+        """Return the request to leave that corresponds to a signal to this process."""
         under_agent = number in FROM_AGENT and "TORCHELASTIC_RUN_ID" in os.environ
         grace = min(self.grace, AGENT_WAITS) if under_agent else self.grace
         return Request(signal.Signals(number).name, int(os.environ.get("RANK", "0")), time.time(), grace)
 
     def accept(self, request: Request) -> bool:
-        """Accept the first request and start its grace; returns False for a further one."""
+        """Accept the first request and start its grace period; return False for a further one."""
         if self.request is not None:
             return False
         self.request, self.received = request, time.monotonic()
@@ -111,7 +111,7 @@ class Preemption:
 
     @property
     def sampling_over(self) -> bool:
-        """True once the sampling share of a request's grace is over."""
+        """True once the share of a request's grace period for sampling is over."""
         return self.request is not None and time.monotonic() > self.received + SAMPLING * self.request.grace
 
 
@@ -126,7 +126,7 @@ def any_rank(mine: bool, group: dist.ProcessGroup) -> bool:
 
 
 def on_signals(handler: Callable[[int], None]) -> Callable[[], None]:
-    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT; returns a function that ends this.
+    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT; return a function that ends this.
 
     An ignored SIGINT stays ignored, as in a background job of a script. The thread is needed because the main thread
     may wait in a collective, where Python runs no handler. Call this in the main thread only; forked processes get

@@ -1,6 +1,6 @@
 """Position of this rank (phase, step, line) for its heartbeat and for the last line of a failed job.
 
-There is one per process. Code that works for long reports progress by `tick()`; a change of phase is progress as well.
+Each process has one `rank_status`. Long-running code reports progress by `tick()`; a change of phase counts as well.
 """
 
 import os
@@ -55,7 +55,7 @@ rank_status = RankStatus()
 
 
 def tick() -> None:
-    """Report progress of this thread; takes 0.1 µs."""
+    """Report progress of this thread; a call takes 0.1 µs."""
     if threading.get_ident() == _MAIN:
         rank_status.count += 1
     else:
@@ -63,7 +63,7 @@ def tick() -> None:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Return the frames of the main thread, innermost first."""
+    """Yield the frames of the main thread, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         yield frame
@@ -100,9 +100,9 @@ def stack(error: BaseException | None = None) -> list[str]:
 
 
 class IdleClock:
-    """Seconds without progress of the main thread, added up by another thread that looks at times.
+    """Measures for how many seconds the main thread made no progress; another thread calls `look` regularly.
 
-    Time in which that thread did not run either (the job was stopped and continued) hardly counts.
+    Time between two calls counts up to `longest_look` seconds, because the whole job may have been stopped.
     """
 
     def __init__(self, longest_look: float):
