@@ -1,8 +1,8 @@
 """Compares, once a step, the ranks' collectives of each group and the values that must be equal on all ranks (law 1).
 
-The comparison is one all-reduce of a few integers over its own group, so that a rank which ran a different collective
-in another group does not disturb it. The error names groups, ranks and counts; the flight record has the lines. The
-same all-reduce tells all ranks whether one has received a request to leave.
+The comparison is one all-reduce of a few integers over a group of its own, which a different collective in another
+group cannot disturb. The error names groups, ranks and counts; the flight record has the source lines. The same
+all-reduce shares whether any rank has received a request to leave.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
     for group in groups:
         if group is not None and dist.get_world_size(group) > 1:
             ranks = dist.get_process_group_ranks(group)
-            # Every rank makes every group, so the names agree.
+            # Every rank creates every group, so a group has the same name on all its ranks.
             found[f"{group.group_name} of ranks {rank_ranges(ranks)}"] = group
     return found
 
 
 def rank_ranges(ranks: list[int], most: int = 8) -> str:
-    """Return ascending ranks as text, `0-7, 9`: at most `most` ranges, then the number of further ranks."""
+    """Return ascending ranks as text such as `0-7, 9`: at most `most` ranges, then the number of further ranks."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:
@@ -56,10 +56,10 @@ def value_hash(value: object) -> int:
 
 
 class Agreement:
-    """Compares the ranks once a step. Every rank makes one, once all groups exist. Collective."""
+    """Compares the ranks once a step. Creating it is collective: every rank does so after all groups exist."""
 
     def __init__(self, world: World, timeout: float):
-        """timeout: seconds that a rank may be later than another."""
+        """Create a group for the comparison. timeout: seconds that a rank may wait for another."""
         self.world, self.own = world, world.host_group
         self.groups = groups_of(world)
         self.names = gather_names(self.groups, world.host_group)
@@ -69,14 +69,14 @@ class Agreement:
             self.own = own
 
     def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
-        """Return True if any rank wants to leave. Collective: all ranks call it at the same point of a step.
+        """Compare the ranks; return True if any has received a request to leave. Collective: all call it at one point.
 
         values: JSON-serialisable, under the same names on every rank; values of one name must be equal. leave: True if
         this rank has received a request to leave. Raises LockstepError, which names the differences, on every rank.
         """
         counts = {name: collectives_of(group) for name, group in self.groups.items()}
         facts = [value_hash(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]
-        # Maxima of the numbers and of their negatives give the largest and the smallest.
+        # The maxima of the numbers and of their negatives give the largest and the smallest value of each.
         least = [-fact if fact != NEVER else NEVER for fact in facts]
         row = torch.tensor([int(leave), *facts, *least])
         all_reduce(row, "max", self.own if self.world.size > 1 else None)

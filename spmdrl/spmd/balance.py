@@ -1,4 +1,4 @@
-"""Divides work evenly over ranks: Karmarkar-Karp number partitioning, with nearly equal counts if that is even enough.
+"""Divides work evenly over ranks: Karmarkar-Karp number partitioning, with nearly equal counts where possible.
 
 Source: N. Karmarkar, R. Karp, The differencing method of set partitioning, 1982 (multiway form: largest differencing).
 """
@@ -34,7 +34,7 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
     while len(heap) > 1:
         _, _, left = heapq.heappop(heap)
         _, _, right = heapq.heappop(heap)
-        # The heaviest part of one solution meets the lightest of the other.
+        # The heaviest part of one solution is merged with the lightest part of the other.
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], ticket, merged))
@@ -42,7 +42,7 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
     even = with_swaps([items for _, items in heap[0][2]], costs)
     if largest(even, costs) * parts * 100 > sum(costs) * 101:
         # With few items in a part and a heavy tail, a part with a very long item must take fewer others. For DAPO's
-        # 8,192 sequences on 1,024 ranks this takes the largest sum from 1.10 of the mean to 1.01 or less.
+        # 8,192 sequences on 1,024 ranks this reduces the largest sum from 1.10 to at most 1.01 times the mean.
         free = with_swaps([items for _, items in longest_first(costs, parts)], costs)
         if largest(free, costs) < largest(even, costs):
             even = free
@@ -50,15 +50,15 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
 
 
 def largest(parts: list[list[int]], costs: list[int]) -> int:
-    """Return the largest cost of a part; 0 without parts."""
+    """Return the largest cost sum of a part; 0 without parts."""
     return max((sum(costs[i] for i in part) for part in parts), default=0)
 
 
 def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
-    """Swap items of the costliest part with items of the cheapest ones while that makes them more even; counts stay.
+    """Swap items of the costliest part with items of the cheapest ones while that evens out the sums; counts stay.
 
-    Differencing is uneven if parts have few items: for SFT's 256 rows on 32 ranks the largest sum is 1.024 of the mean,
-    and 1.001 after swaps. Swapping ends within 0.1% of the mean.
+    Karmarkar-Karp is uneven if parts have few items: for 256 rows of SFT on 32 ranks the largest sum is 1.024 times the
+    mean, and 1.001 times after swaps. Swapping stops once the largest sum is within 0.1% of the mean.
     """
     if len(costs) > FEW * len(parts):
         return parts
@@ -72,7 +72,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
             gap = sums[top] - sums[part]
             for a in parts[top]:
                 for b in parts[part]:
-                    # The best difference of costs is half of the gap; one as large as the gap gains nothing.
+                    # The best swap moves half of the gap; one that moves the whole gap gains nothing.
                     left = abs(gap - 2 * (costs[a] - costs[b]))
                     if left < gap and (best is None or left < best[0]):
                         best = left, part, a, b
@@ -88,7 +88,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
 
 
 def longest_first(costs: list[int], parts: int) -> list[tuple[int, list[int]]]:
-    """Give the costliest remaining item to the lightest part (Graham, 1969); returns (sum, item indices) of each."""
+    """Assign items in order of cost to the part with the smallest sum (Graham, 1969); return (sum, items) of each."""
     bins = [(0, part) for part in range(parts)]
     members: list[list[int]] = [[] for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -101,7 +101,7 @@ def longest_first(costs: list[int], parts: int) -> list[tuple[int, list[int]]]:
 def assign_groups(
     costs_N: torch.Tensor, share_N: torch.Tensor, group_N: torch.Tensor, common_N: torch.Tensor, ranks: int
 ) -> torch.Tensor:
-    """Assign like `assign_balanced`, but items of a group on one rank pay `common_N` (int64 [N]) only once.
+    """Assign like `assign_balanced`, but count `common_N` (int64 [N]) once for all items of a group on one rank.
 
     Either groups stay together, or items are assigned one by one, whichever gives the busiest rank less work.
     """
@@ -111,7 +111,7 @@ def assign_groups(
 
 
 def _busiest(rank_N, costs_N, share_N, group_N, common_N, ranks: int) -> int:
-    """Sum over shares the work of the busiest rank, where each rank pays the common part of a group once."""
+    """Return the work of the busiest rank, summed over shares; each rank pays the common part of a group once."""
     pairs, place_N = torch.unique(torch.stack([share_N * ranks + rank_N, group_N], 1), dim=0, return_inverse=True)
     common = torch.zeros(len(pairs), dtype=torch.int64).scatter_reduce_(0, place_N, common_N, "amax")
     slots = (int(share_N.max()) + 1) * ranks if len(share_N) else 0

@@ -1,4 +1,4 @@
-"""Checksums of tensors: a digest to compare sender and receiver, and a sum that fused tensors do not change."""
+"""Checksums of tensors: a digest to compare sender and receiver, and a sum that stays the same for fused tensors."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -9,7 +9,7 @@ import xxhash
 _LANES = 4096
 """Words in a row of the grid that `weighted_sum` sums over."""
 _ROWS = 4096
-"""Rows that are summed at a time: torch copies them into a wider type, here into at most 128 MiB."""
+"""Rows that are summed at a time. torch copies them into a wider type, which takes at most 128 MiB."""
 _BY_ROW = 2 * 0x9E3779B1
 """Factor of the weights of rows: even, so that the weight of each word, its column's plus its row's, is odd."""
 
@@ -22,9 +22,9 @@ def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
     if widest == 8 and tensor.is_contiguous() and tensor.numel() * tensor.itemsize % 8 == 0 and tensor.dim():
         flat = tensor.detach().view(-1)
         if tensor.numel() > 1 and flat.storage_offset() * tensor.itemsize % 8 == 0:
-            # The common case, fast because a push takes every tensor of a model twice.
+            # The common case is fast, because a push does this twice for every tensor of a model.
             return flat.view(torch.int64)
-    # view(-1) would keep the stride of a single element, whose bytes could then not be viewed.
+    # view(-1) would keep the stride of a single element, and a view of its bytes would then fail.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     for dtype, width in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if width <= widest and flat.numel() % width == 0:
@@ -44,8 +44,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the position-weighted sum of a tensor's bytes modulo 2**64: int64 scalar, on the tensor's device.
 
-    Words of at most 32 bits with odd weights are summed in 64 bits, so any single changed element changes the sum, also
-    in its sign bit alone, and so do two exchanged elements.
+    Words of at most 32 bits are multiplied by odd weights and summed in 64 bits. So a change of a single element, even
+    of its sign bit alone, changes the sum, and so does an exchange of two elements.
     """
     w = words(tensor, 4)
     whole = w.numel() // _LANES * _LANES
@@ -65,10 +65,10 @@ def _odd(n: int, device: torch.device) -> torch.Tensor:
 
 
 def word_sum(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum all words of all tensors modulo 2**64: the same for a model whose engine fuses q, k, v or gate and up.
+    """Sum all words of all tensors modulo 2**64; an engine that fuses q, k, v or gate and up has the same sum.
 
-    This check beside the digests covers the weights that the engine holds, not those it received. It does not notice
-    values that changed places; comparing the engine's logp once shows that tensors are in their places.
+    Digests check the bytes in transfer; this sum checks the weights in the engine's memory. It does not detect values
+    that changed places, but a comparison of the engine's logp does.
     """
     return total_of(word_sums(tensors))
 
@@ -79,5 +79,5 @@ def word_sums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def total_of(sums: list[torch.Tensor]) -> int:
-    """Return the total of sums modulo 2**64, by int64 that wraps. Waits for the device."""
+    """Return the total of sums modulo 2**64, computed in int64 with overflow. Waits for the device."""
     return int(torch.stack(sums).sum()) % (1 << 64) if sums else 0

@@ -10,7 +10,7 @@ STANDS_FOR: dict[str, str] = {"meta": "cuda"}
 
 
 def kind_of(device: torch.device) -> str:
-    """Return the kind of a rank's device, `cpu` or `cuda`, also if a plan computes on a stand-in for it."""
+    """Return the kind of a rank's device, `cpu` or `cuda`; a plan's device counts as the one that it stands for."""
     return STANDS_FOR.get(device.type, device.type)
 
 
@@ -33,23 +33,23 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def without_gpu() -> str:
-    """Return why a torch build for GPUs may find none; empty for a build without GPU support."""
+    """Return why a torch build for GPUs may find no GPU; empty for a build without GPU support."""
     if torch.version.cuda is None and torch.version.hip is None:
         return ""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = f"CUDA_VISIBLE_DEVICES is {seen!r}; " if seen is not None else ""
     return (
         f"torch {torch.__version__} is built for GPUs and finds none: {hidden}`nvidia-smi` shows whether the driver "
-        f"sees them and takes CUDA {torch.version.cuda}"
+        f"sees them and supports CUDA {torch.version.cuda}"
     )
 
 
 def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
     """Check that this rank's device is of the same kind as rank 0's.
 
-    Raises ValueError if it is not; a group of both kinds would never finish a collective.
+    Raises ValueError if it is not, because a group of both kinds would never finish a collective.
     """
-    # One key for all: rank 0 writes it and the others wait for it.
+    # All ranks share one key, which rank 0 writes and the others wait for.
     if rank == 0:
         store.set("device of rank 0", device.type)
     first = device.type if rank == 0 else store.get("device of rank 0").decode()

@@ -1,7 +1,7 @@
 """Exchanges named ragged tensors between ranks by one all_to_all, with a plan that every rank computes by itself.
 
-A `Table` holds n items; each named column has for every item rows of its own number, stored end to end. The module does
-not know episodes: `data/` is above it. Tensors travel as bytes, never as pickled objects (law 4).
+A `Table` holds n items. Each named column holds any number of rows for every item, end to end. The module is
+independent of episodes, which `data/` defines. Tensors travel as bytes, never as pickled objects (law 4).
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def _group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Gather the rows of every rank of the group, which may differ in number: [n_r, K] for each r. Collective.
+    """Gather the rows of every rank r of the group as a list of [n_r, K]; numbers of rows may differ. Collective.
 
     group: None for a world of one, without communication.
     """
@@ -49,7 +49,7 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
 
 
 def all_gather_alike(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Gather equally many rows of every rank of the group: [ranks, n, K]. Collective."""
+    """Gather rows from every rank of the group, equally many from each: [ranks, n, K]. Collective."""
     if group is None or dist.get_world_size(group) == 1:
         return rows_nK[None]
     world = dist.get_world_size(group)
@@ -82,10 +82,10 @@ def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.Proc
 
 
 def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], list[int]]:
-    """Gather the distinct row sets of ranks, on the host; returns them and the index of each rank's set. Collective.
+    """Gather the distinct row sets of all ranks on the host; return them and the index of each rank's set. Collective.
 
-    Of ranks with equal rows only the first sends them, so that a thousand replicas take the memory of one. If all ranks
-    are equal, only 16 bytes of each rank travel.
+    Among ranks with equal rows only the first sends them, so a thousand replicas need the memory of one. If all ranks
+    have equal rows, each sends only 16 bytes.
     """
     facts = torch.tensor([[int(digest(rows_nK)), len(rows_nK)]])
     marks = [(mark, n) for mark, n in all_gather_alike(facts, group)[:, 0].tolist()]
@@ -112,9 +112,9 @@ def _text_of(raw: torch.Tensor) -> str:
 
 
 def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Gather a text of every rank, as bytes over a host-side group. Collective.
+    """Gather one text from every rank, as bytes over a host-side group. Collective.
 
-    A text that several ranks have travels once, with 16 bytes of each rank.
+    A text that several ranks share is sent once, in addition to 16 bytes from each rank.
     """
     parts, of = all_gather_distinct(_bytes_of(text), group)
     texts = [_text_of(part) for part in parts]
@@ -122,7 +122,7 @@ def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
 
 
 def broadcast_text(text: str, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> str:
-    """Broadcast the text of the first rank of a group; the other ranks' texts are ignored. Collective.
+    """Broadcast the text of the first rank of a group; texts of other ranks are ignored. Collective.
 
     device: device of the group's collectives; a host-side group takes the CPU.
     """
@@ -138,7 +138,7 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None, device: torch.dev
 
 
 def gather_names(names: Iterable[str], group: dist.ProcessGroup | None) -> list[str]:
-    """Gather the names of all ranks, each once and sorted. Collective."""
+    """Gather the names of all ranks, sorted and without duplicates. Collective."""
     texts = set(all_gather_text("\n".join(sorted(names)), group))
     return sorted({name for text in texts for name in text.splitlines()})
 
@@ -164,7 +164,7 @@ def _row_bytes(values: torch.Tensor) -> int:
 
 
 def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the positions, among all rows end to end, of the rows of the items `order`."""
+    """Return the positions of the rows that belong to the items `order`, counted over the rows of all items."""
     starts = torch.cumsum(lengths_n, 0) - lengths_n
     picked = lengths_n[order]
     offsets = torch.arange(int(picked.sum())) - torch.repeat_interleave(torch.cumsum(picked, 0) - picked, picked)
@@ -173,7 +173,7 @@ def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def select(table: Table, order: torch.Tensor) -> Table:
     """Return the items `order` (int64 [m]) of a table, in that order."""
-    # Columns that share a tensor of lengths, as a batch's columns do, share their positions.
+    # Columns may share a tensor of lengths, as a batch's columns do; their positions are computed once.
     distinct = {id(lengths): lengths for lengths in table.lengths.values()}
     picked = {key: (lengths[order], _places(lengths, order)) for key, lengths in distinct.items()}
     of = {name: picked[id(lengths)] for name, lengths in table.lengths.items()}
@@ -191,7 +191,7 @@ def redistribute(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Table:
-    """Send each item to its destination; returns the received items, sorted by key. Collective.
+    """Send each item to its destination; return the received items, sorted by key. Collective.
 
     table: this rank's items, on the host. everyone: for each rank its [n_r, K + C] rows: keys, then the length of every
     column in `table.values` order. destinations: for each rank the group ranks that receive its items, int64 [n_r].
@@ -202,7 +202,7 @@ def redistribute(
         return select(table, lexsort(table.keys_nK))
     names, n_keys = list(table.values), table.keys_nK.shape[1]
     widths = [_row_bytes(table.values[name]) for name in names]
-    # The work is proportional to the items, not to the ranks, most of which receive nothing from this one.
+    # The work is proportional to the items, not to the ranks, most of which receive no item from this rank.
     send_sizes, send = [0] * world, [torch.empty(0, dtype=torch.uint8)]
     for rank in torch.unique(destinations[me]).tolist():
         part = select(table, torch.nonzero(destinations[me] == rank).flatten())

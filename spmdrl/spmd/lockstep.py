@@ -1,9 +1,9 @@
-"""Debug mode: ranks compare each collective before they run it, and an error names a rank that would run another.
+"""Debug mode: ranks compare each collective before they run it, and an error names a rank with a different one.
 
 A dispatch mode intercepts every c10d operation. Each rank writes (call site, operation, shapes) of its n-th collective
 of a group to the rendezvous store, counts the ranks with the same entry, and waits for the verdict of the rank that
-comes last. All entries are read only if they differ or a rank does not come. This is slow, but needs no code at call
-sites: collectives inside FSDP are compared as well.
+arrives last. All entries are read only if they differ or a rank does not arrive. This is slow, but needs no code at
+call sites, so that collectives inside FSDP are compared as well.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ _HELPERS = ("spmdrl/spmd/",)
 
 
 class LockstepError(RuntimeError):
-    """Ranks ran different collectives; the message has each rank's file, line, operation and shapes."""
+    """Ranks ran different collectives; the message names the differences between ranks."""
 
 
 def call_site() -> str:
-    """Return the innermost frame outside of torch as file:line, followed by callers of `spmd/` helpers: `a:1 < b:2`."""
+    """Return the innermost frame outside of torch as file:line; after a helper in `spmd/` its callers: `a:1 < b:2`."""
     frame, places = sys._getframe(1), []
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
@@ -62,13 +62,13 @@ class Lockstep(TorchDispatchMode):
     """Compares all collectives inside its context, which wraps the program of every rank."""
 
     def __init__(self, store: dist.Store, timeout: float = 60.0):
-        """store: shared by all ranks. timeout: seconds after which a rank without an entry is named as missing."""
+        """Compare over a store that all ranks share. timeout: seconds after which a rank counts as missing."""
         super().__init__()
         self.store, self.timeout = store, timeout
         self.counts: dict[str, int] = {}
         self.history: list[str] = []
         self.written: dict[str, deque[list[str]]] = {}
-        """Group -> keys of its last turns that this rank will delete."""
+        """Group -> keys in the store of its last collectives, which this rank has to delete."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Compare a collective with the other ranks, then run it."""
@@ -93,13 +93,13 @@ class Lockstep(TorchDispatchMode):
         alike = f"{here}/alike/{hashlib.blake2b(entry.encode(), digest_size=8).hexdigest()}"
         self.store.add(alike, 1)
         if self.store.add(f"{here}/came", 1) == len(ranks):
-            # Every rank has counted its entry before it came.
+            # Every rank counts its entry before it counts itself as arrived.
             self.store.set(f"{here}/verdict", "alike" if self.store.add(alike, 0) == len(ranks) else "differ")
         if self._read(f"{here}/verdict", self.timeout) != "alike":
             late = f"did not come within {self.timeout:.0f} s"
             lines = [f"  rank {r}: {self._read(f'{here}/{r}', 0.0) or late}" for r in sorted(ranks)]
             raise LockstepError(f"ranks differ at collective {turn} of this group:\n" + "\n".join(lines))
-        # All ranks have read a turn once all have come to the next one.
+        # When all ranks have arrived at a collective, all of them have read the keys of the previous one.
         old = self.written.setdefault(name, deque())
         old.append([f"{here}/{me}"])
         if me == ranks[0]:

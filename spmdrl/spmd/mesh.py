@@ -24,7 +24,7 @@ from spmdrl.spmd.world import World
 JOIN = timedelta(seconds=120)
 """Minimum time that ranks wait for each other at the start."""
 LATER = timedelta(seconds=60)
-"""Time after `--run.timeout` at which NCCL ends a job. `failure.watch` ends it before that, and names the rank."""
+"""Time beyond `--run.timeout` after which NCCL ends a job. `failure.watch` ends it earlier and names the rank."""
 JOIN_POLL = 0.02
 """Seconds between two polls of rank 0 while ranks join."""
 
@@ -34,7 +34,7 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
 
     rollout_tp: ranks per engine. device: `auto`, `cpu` or `cuda`. timeout: seconds that a collective may wait.
     """
-    # A world of one, for `python -m spmdrl.train` without torchrun.
+    # Without torchrun, `python -m spmdrl.train` is a world of one rank.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**alone, "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
@@ -50,7 +50,7 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
             store, _, size = next(dist.rendezvous("env://", timeout=max(later, JOIN)))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 store = own_names(store, rank, size, max(later, JOIN))
-            # Without an agent (`srun python -m spmdrl.train`) rank 0 makes the store for this start alone.
+            # Without torchrun's agent (`srun python -m spmdrl.train`), rank 0 creates a store for this start only.
             check_alike(store, rank, where)
         backend = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -67,19 +67,19 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
 
 
 def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.Store:
-    """Return the store under a prefix that no other start has. Collective over all ranks of this start.
+    """Return the store under a prefix that no other start uses. Collective over all ranks of this start.
 
-    torchrun's agent keeps one store through all restarts, and a start must not find keys of an earlier one (addresses
-    of processes that are gone, counters). Ranks have no common number of the start: an agent counts only the restarts
-    that its own node requested.
+    torchrun's agent keeps one store across restarts, but a start must not find keys of an earlier one (addresses of
+    processes that are gone, counters). Ranks have no common restart number: an agent counts only the restarts that its
+    own node requested.
 
-    Rank 0 draws the prefix and answers each rank's request, under a key of this rank alone, until all ranks have
-    the prefix. It also answers requests of processes that are gone, which does no harm: torchrun starts processes only
-    after all processes of the start before have ended. Raises RuntimeError if a rank has not come within `wait`.
+    Rank 0 draws the prefix and answers each rank's request, under a key that only this rank reads, until all ranks have
+    the prefix. It also answers requests of processes that are gone, which is harmless: torchrun starts processes only
+    after all earlier ones have ended. Raises RuntimeError if a rank has not joined within `wait`.
     """
     joining, me = dist.PrefixStore("joining", store), secrets.token_hex(8)
     if rank:
-        # All requests are in one text, so that rank 0 needs one read for all ranks, after their count has risen.
+        # All requests are appended to one value, so that one read gives rank 0 all of them when their count has risen.
         joining.append("requests", f"{me} ")  # type: ignore[attr-defined]
         joining.add("requested", 1)
         try:
@@ -116,7 +116,7 @@ def world_from_group(
     local_rank: int = 0,
     wait: timedelta = timedelta(seconds=600),
 ) -> World:
-    """Make the world on top of the existing default process group. Collective."""
+    """Create the world on top of the existing default process group. Collective."""
     size, rank = dist.get_world_size(), dist.get_rank()
     roles = roles_of(parallel, size)
     sizes = axis_sizes(parallel, len(roles.trainers))
@@ -128,7 +128,7 @@ def world_from_group(
     rollout = _make_mesh(kind, roles.samplers, {"engine": len(roles.samplers) // rollout_tp, "tp": rollout_tp})
     host = dist.new_group(backend="gloo", timeout=wait)
     assert isinstance(host, dist.ProcessGroup)
-    # Every rank makes every group.
+    # Every rank must take part in creating every group.
     rollout_group = _make_side(roles.samplers, host, wait)
     training_group = _make_side(roles.trainers, host, wait)
     role_group = rollout_group if rank in roles.samplers else training_group
@@ -149,7 +149,7 @@ def world_from_group(
 def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> World:
     """Return the world of frozen models: `world` itself, unless they have ranks of their own. Collective.
 
-    Megatron's axes divide frozen models as they divide the policy; over the remaining ranks they are sharded.
+    Megatron's axes divide frozen models like the policy; over the remaining ranks they are sharded.
     """
     ranks = world.roles.scorers
     if ranks == world.roles.trainers:
@@ -176,10 +176,10 @@ def twin(world: World, wait: timedelta) -> World:
 
 @contextmanager
 def apart_from_default() -> Iterator[None]:
-    """Inside this context new groups are not split off the default group's NCCL communicator.
+    """Create new groups in this context without splitting them off the default group's NCCL communicator.
 
-    torch splits it if a device is bound to the default group. Ranks outside of a group then take part in making it, and
-    a rank waits forever if the group itself is on gloo, or if the other ranks do not make the call.
+    torch splits it if a device is bound to the default group. Then ranks outside of the new group must take part in its
+    creation, and ranks wait forever if the new group is on gloo, or if the other ranks do not make the call.
     """
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
@@ -190,13 +190,13 @@ def apart_from_default() -> Iterator[None]:
 
 
 def _make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
-    """Make a host-side group of some ranks and one of the others; returns this rank's. Collective over all ranks."""
+    """Create a host-side group of `ranks` and one of the others; return this rank's. Collective over all ranks."""
     size = dist.get_world_size()
     if len(ranks) == size:
         return host
     sides = [ranks, tuple(r for r in range(size) if r not in ranks)]
     with apart_from_default():
-        # Every rank makes every group.
+        # Every rank must take part in creating every group.
         both = [dist.new_group(side, backend="gloo", timeout=wait) for side in sides]
     mine = both[dist.get_rank() not in ranks]
     assert isinstance(mine, dist.ProcessGroup)
@@ -204,14 +204,14 @@ def _make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta)
 
 
 def _make_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:
-    """Make named axes over some ranks of the job. Collective over all ranks."""
+    """Create named axes over some ranks of the job. Collective over all ranks."""
     if len(ranks) == dist.get_world_size():
         return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return DeviceMesh(kind, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _make_shard_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:
-    """Make `World.shard_mesh`, in which the ranks of one sp group are adjacent inside dp_shard. Collective."""
+    """Create `World.shard_mesh`, in which the ranks of one sp group are adjacent inside dp_shard. Collective."""
     axes = {axis: sizes[axis] for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
     axes["dp_shard"] *= sizes["sp"]
     mesh = _make_mesh(kind, ranks, axes)
@@ -221,7 +221,7 @@ def _make_shard_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -
 
 
 def _make_data_group(mesh: DeviceMesh, wait: timedelta) -> tuple[dist.ProcessGroup | None, torch.Tensor]:
-    """Make `World.data_group` and `World.holders`. Collective."""
+    """Create `World.data_group` and `World.holders`. Collective."""
     places = [AXES.index(axis) for axis in ("dp_replicate", "dp_shard", "pp", "sp", "tp")]
     ordered = mesh.mesh.long().permute(places)
     holders = ordered.reshape(ordered.shape[0] * ordered.shape[1], -1)
@@ -232,7 +232,7 @@ def _make_data_group(mesh: DeviceMesh, wait: timedelta) -> tuple[dist.ProcessGro
         return dist.group.WORLD, holders
     mine = None
     for ranks in holders.T.tolist():
-        # Every rank makes every group.
+        # Every rank must take part in creating every group.
         group = dist.new_group(ranks, timeout=wait)
         mine = group if dist.get_rank() in ranks else mine
     return mine, holders  # type: ignore[return-value]

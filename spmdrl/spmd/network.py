@@ -1,7 +1,7 @@
 """Chooses the network interface between ranks on several nodes.
 
-By default gloo takes the address of the host's own name. On Debian and Ubuntu /etc/hosts gives that name 127.0.1.1, and
-each node would wait for the others at its own loopback interface.
+By default gloo uses the address of the host name. On Debian and Ubuntu /etc/hosts maps the host name to 127.0.1.1, so
+each node would wait for the others on its loopback interface.
 """
 
 import os
@@ -12,11 +12,11 @@ import psutil
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 OUTSIDE = "192.0.2.1"
-"""Address of no machine (RFC 5737), whose route is the default route."""
+"""Address that no machine has (RFC 5737); its route is the default route."""
 
 
 def source_of(address: str) -> str:
-    """Return this node's IPv4 address on the route to another, without sending. Raises OSError without a route."""
+    """Return this node's IPv4 address on the route to another, without sending. Raises OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return probe.getsockname()[0]
@@ -33,9 +33,9 @@ def interface_with(address: str) -> str | None:
 def choose_interface(
     source: Callable[[str], str] = source_of, named: Callable[[str], str | None] = interface_with
 ) -> str:
-    """Set NAMES, unless the user has, to the interface towards the first node of a job on several nodes.
+    """Set the variables NAMES, unless the user has, to the interface towards the first node of a multi-node job.
 
-    Returns a line for the log; empty on a single node, or if no route is IPv4.
+    Returns a line for the log; empty on a single node, or if there is no IPv4 route.
     Raises ValueError if every route leads to this node itself.
     """
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
@@ -45,7 +45,7 @@ def choose_interface(
         return f"network: {chosen} (GLOO_SOCKET_IFNAME)"
     first = os.environ.get("MASTER_ADDR", "")
     routes = 0
-    # On the first node its own name may be a loopback address, so the default route is tried as well.
+    # The first node's own name may resolve to a loopback address, so the default route is tried as well.
     for towards in (first, OUTSIDE):
         try:
             own = source(towards)

@@ -56,7 +56,7 @@ class Tally:
         self.static, self.count, self.poll_at = assignment == "static", 0, 0.0
 
     def reached(self, more: int) -> bool:
-        """Add the work since the last call; returns True once it is enough. Collective over the ranks of an engine."""
+        """Add the work since the last call; return True once it is enough. Collective over the ranks of an engine."""
         if not self.enough:
             return False
         if self.static:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from spmdrl.config.schema import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
-"""Axes of the training mesh, outermost first. `sp` divides a pack's tokens: Ulysses, or context parallelism. Expert
-parallelism is folded out of the other axes inside a policy."""
+"""Axes of the training mesh, outermost first. `sp` divides a pack's tokens: Ulysses, or context parallelism. A policy
+with expert parallelism derives it from the other axes."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Roles:
 
     @property
     def split(self) -> bool:
-        """True if other ranks sample than train."""
+        """True if the ranks that sample do not train."""
         return self.samplers != self.trainers
 
 
@@ -46,7 +46,7 @@ def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
 
 
 def roles_of(parallel: ParallelConfig, world_size: int) -> Roles:
-    """Return the roles of all ranks according to the settings. Raises ValueError if no rank is left to train."""
+    """Return the roles of all ranks according to the settings. Raises ValueError if a role has no rank."""
     everyone = tuple(range(world_size))
     if parallel.placement == "colocated":
         return Roles(everyone, everyone, everyone)

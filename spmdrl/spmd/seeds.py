@@ -44,7 +44,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """Return one number in (0, 1) for each row, float64 [B], from its own seed and token position.
+    """Return one number in (0, 1) for each row, float64 [B], computed from its seed and token position.
 
     seeds_B, position_B: int64 [B].
     """

@@ -17,27 +17,27 @@ import torch
 from spmdrl.spmd.devices import kind_of
 
 Place = Literal["host", "disk", "gone"]
-"""Place of parked bytes. `host`: host memory, pinned beside a GPU. `disk`: a file without a name, which disappears with
-the process. `gone`: nowhere, so that the content is undefined when the tensors come back."""
+"""Place of parked bytes. `host`: host memory, pinned if the device is a GPU. `disk`: a file without a name, which
+disappears with the process. `gone`: nowhere; the content is undefined when the tensors come back."""
 
 PIECE = 64 << 20
 """Bytes of one host buffer: a power of two, to which torch would round up pinned memory anyway."""
 WORTH_TRIMMING = 32 << 20
-"""Bytes below which memory stays with the allocator, which will soon need it again."""
+"""Bytes below which freed memory stays with the allocator, which will soon need it again."""
 
 
 def moves(place: str, device: torch.device) -> bool:
-    """Return True if parking at `place` frees memory of `device`: a CPU's memory is the host's already."""
+    """Return True if parking at `place` frees memory of `device`; a CPU's memory is host memory already."""
     return place in ("disk", "gone") or (place == "host" and kind_of(device) != "cpu")
 
 
 def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> list[torch.UntypedStorage]:
-    """Return each storage on that type of device once, without empty ones; a DTensor stands for its local shard."""
+    """Return the distinct non-empty storages of tensors on a type of device; of a DTensor, that of its local shard."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor is None:
             continue
-        # The attribute, because `to_local()` adds an autograd node, and this runs over every tensor at every phase.
+        # `to_local()` would add an autograd node, and this runs over every tensor in every phase.
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.nbytes() and storage.device.type == device_type:
             found.setdefault(storage._cdata, storage)
@@ -55,13 +55,13 @@ class Parked:
     def __init__(self, tensors: Iterable[torch.Tensor | None], place: Place, device: torch.device):
         """Copy the bytes to `place` and free their memory on the device.
 
-        tensors: those on another type of device and parked ones are skipped. device: device of the tensors.
+        tensors: tensors on another type of device and parked tensors are skipped. device: device of the tensors.
 
-        Raises OSError if the folder for temporary files cannot hold the bytes; the tensors are unchanged.
+        Raises OSError if the folder for temporary files cannot hold the bytes; the tensors are then unchanged.
         """
         self.place, self.device = place, device
         storages = storages_of(tensors, device.type)
-        # Also the list of storages that are still to be brought back, the last one first.
+        # (storage, bytes, offset in the copy) of storages to bring back, which starts with the last one.
         self.waiting: list[tuple[torch.UntypedStorage, int, int]] = []
         total = 0
         for storage in storages:
@@ -88,8 +88,8 @@ class Parked:
     def bring_back(self) -> None:
         """Allocate every storage again and fill it, unless its bytes are gone.
 
-        Raises RuntimeError if the device is out of memory (torch's own error). Restored storages stay; call again for
-        the rest.
+        Raises RuntimeError if the device is out of memory (torch's own error). Restored storages stay; a further call
+        restores the others.
         """
         while self.waiting:
             storage, size, offset = self.waiting[-1]
@@ -109,9 +109,9 @@ class Parked:
 def give_back(device: torch.device, size: int) -> None:
     """Make the allocator return `size` bytes that were just freed to the device.
 
-    glibc keeps freed blocks (see `environ.keep_freed_memory`): 600 MiB in tensors of 1 MiB stay resident without the
-    trim, which takes 0.03 s for them. The page faults afterwards take longer, so a CPU's memory is returned only after
-    parking on disk.
+    glibc keeps freed blocks (see `environ.keep_freed_memory`): without the trim, 600 MiB in tensors of 1 MiB stay
+    resident; trimming them takes 0.03 s. The page faults afterwards take longer, so a CPU's memory is returned only
+    after parking on disk.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -126,12 +126,12 @@ def _raw(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _memory(raw: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU. `numpy()` would make its storage non-resizable for good."""
+    """Return the bytes of a tensor on the CPU. `numpy()` would make its storage permanently non-resizable."""
     return memoryview((ctypes.c_uint8 * len(raw)).from_address(raw.data_ptr())).cast("B")
 
 
 def _pieces(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut [offset, offset + size) at buffer borders; yields (buffer, offset in it, offset in the bytes, length)."""
+    """Cut [offset, offset + size) at buffer borders; yield (buffer, offset in it, offset in the bytes, length)."""
     done = 0
     while done < size:
         buffer, start = divmod(offset + done, PIECE)
@@ -205,11 +205,11 @@ def _tape(place: Place, total: int, device: torch.device) -> _Host | _Disk | Non
 def scratch_folder() -> str:
     """Return $TMPDIR if it is set, else /var/tmp, which unlike /tmp is never in memory, else Python's choice.
 
-    Raises ValueError if TMPDIR is not a writable folder. Python would silently take another one.
+    Raises ValueError if TMPDIR is not a writable folder, for which Python would silently use another one.
     """
     named = os.environ.get("TMPDIR")
     if named:
         if not os.path.isdir(named) or not os.access(named, os.W_OK | os.X_OK):
-            raise ValueError(f"TMPDIR {named} is no folder that can be written to: make it, or set TMPDIR to another")
+            raise ValueError(f"TMPDIR {named} is not a writable folder: create it, or set TMPDIR to another")
         return named
     return "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()

@@ -26,11 +26,11 @@ class World:
     store: dist.Store
     roles: Roles
     rollout_group: dist.ProcessGroup
-    """Host-side group of all ranks that sample (on other ranks: of those that do not)."""
+    """Host-side group of all ranks that sample (on a rank that does not: of all ranks that do not)."""
     training_group: dist.ProcessGroup
-    """Host-side group of all ranks that train (on other ranks: of those that do not)."""
+    """Host-side group of all ranks that train (on a rank that does not: of all ranks that do not)."""
     role_group: dist.ProcessGroup
-    """Host-side group of the ranks with this rank's role: all of them unless the placement is `split`."""
+    """Host-side group of the ranks with this rank's role: all ranks unless the placement is `split`."""
     mesh: DeviceMesh
     """Training axes, over the ranks that train."""
     rollout_mesh: DeviceMesh
@@ -39,7 +39,7 @@ class World:
     """Axes that parameters are sharded over: dp_shard x sp flattened, after dp_replicate if that is above one."""
     data_group: dist.ProcessGroup | None = None
     """Ranks over which samples are divided: one for each data position, all at this rank's position on the other axes.
-    None for a single data position. Group rank = data position."""
+    The rank in the group is the data position. None if there is a single data position."""
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
     """int64 [data positions, copies]: the ranks that hold the samples of each position."""
     is_twin: bool = False

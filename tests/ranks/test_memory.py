@@ -103,7 +103,7 @@ def test_bad_tmpdir_is_named_and_no_other_folder_is_taken(tmp_path, monkeypatch)
     for folder in (tmp_path / "none", file):
         monkeypatch.setenv("TMPDIR", str(folder))
         x = torch.ones(1000)
-        with pytest.raises(ValueError, match=f"TMPDIR {folder} is no folder that can be written to"):
+        with pytest.raises(ValueError, match=f"TMPDIR {folder} is not a writable folder"):
             Parked([x], "disk", CPU)
         assert x.sum() == 1000
     monkeypatch.delenv("TMPDIR")

@@ -306,7 +306,7 @@ def test_bad_settings_of_another_machine_fail_with_exit_code_1(tmp_path):
     [
         (None, None, False, False, "cpu", "ok", "built for CPUs"),
         (None, None, True, False, "cpu", "warn", "./launch/install.sh --gpu"),
-        ("13.0", None, True, False, "gpu", "fail", "the driver sees them and takes CUDA 13.0"),
+        ("13.0", None, True, False, "gpu", "fail", "the driver sees them and supports CUDA 13.0"),
         ("13.0", None, False, False, "gpu", "fail", "no GPU on this machine"),
         ("13.0", None, False, False, "", "warn", "no GPU on this machine"),
         ("13.0", None, False, True, "", "fail", "on AMD's GPUs"),
