@@ -2,9 +2,9 @@
 
     python -m spmdrl.rewards try --config configs/gsm8k_grpo.yaml [--data SOURCE] [--rows 64] [--json]
 
-It grades right answers, none and wrong ones on rows of `--data.train` (or of SOURCE) and shows the share of each that
-gets which score. Other flags are those of `spmdrl.train`. The exit code is 1 where right answers do not score best or
-something else is wrong with the reward, 2 after a mistake in the command line.
+It grades right, empty and wrong answers on rows of `--data.train` (or of SOURCE) and prints the scores of each kind of
+answer. It takes all flags of `spmdrl.train`. The exit code is 1 if right answers do not score best or the reward has
+another problem, and 2 after a mistake in the command line.
 """
 
 import argparse
@@ -28,16 +28,16 @@ from spmdrl.rewards.trial import OTHER, Trial, trial
 
 PROG = "python -m spmdrl.rewards try"
 ROWS = "64"
-"""Rows that are tried without `--rows`."""
+"""Default of `--rows`, the number of rows to try."""
 LONGEST = 1 << 30
 ENOUGH = 0.95
-"""Least share of the rows of a source whose right answers should score best."""
+"""Minimum share of a source's rows in which the right answer should score best."""
 BY_CHANCE = 0.2
-"""Share of the rows for which another row's answer may be right: short truths are often the same in another form."""
+"""Maximum share of rows for which another row's answer may also score as right, since short truths often coincide."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what answers get; return the exit code."""
+    """Print the scores of right and wrong answers; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] != "try" or {"-h", "--help"} & set(words):
         print(__doc__)
@@ -46,12 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         own, rest = _own_flags().parse_known_args(words[1:])
         if not own.rows.isdigit() or not int(own.rows):
-            raise ConfigError(f"--rows {own.rows}: a number above 0 is wanted")
+            raise ConfigError(f"--rows {own.rows}: give a whole number above 0")
         cfg = from_command_line(rest + ["--data.train", own.data] * (own.data is not None), PROG).config
         if wrong := reward_problems(cfg) + judge_file_problems(cfg.reward):
             raise ConfigError("\n".join(wrong))
         if judges := engine_judges(cfg):
-            raise ConfigError(f"{judges[0][0]} judges on the engine of a run, and none runs here: try it with a url")
+            raise ConfigError(f"{judges[0][0]} uses the run's engine, which this command does not start: set a url")
         tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
         prompts = load_prompts(cfg.data.train, cfg.data, tokenizer, LONGEST, int(own.rows))
         grader = load_reward(
@@ -95,7 +95,7 @@ def _own_flags() -> argparse.ArgumentParser:
 
 
 def _problems(found: Trial) -> list[str]:
-    """Return what is wrong with a reward, by the rewards of each kind of answer."""
+    """Return a reward's problems as lines of text, found from the rewards of each kind of answer."""
     out = [*_not_best(found), *_undeserving(found)]
     rewards = [r for _, row in found.rows for r in row.rewards.values()]
     if left_out := [(i, r.ungraded) for _, row in found.rows for i, r in row.rewards.items() if r.ungraded]:
@@ -113,7 +113,7 @@ def _problems(found: Trial) -> list[str]:
 
 
 def _not_best(found: Trial) -> list[str]:
-    """Return a line for each source whose right answers do not score best."""
+    """Return one line of text for each source whose right answers do not score best."""
     best, most, out = found.best(), found.undeserved(), []
     if not best:
         if any(row.rewards for row in found.gold):
@@ -134,13 +134,13 @@ def _not_best(found: Trial) -> list[str]:
 
 
 def _undeserving(found: Trial) -> list[str]:
-    """Return a line about answers that deserve nothing and score as much as right ones, if there are any."""
+    """Return a line of text that lists the kinds of wrong answers that score as much as right ones, if any do."""
     best, least, named = found.best(), {}, []
     for _, row in found.rows:
         least |= {i: min(score, least.get(i, score)) for i, score in row.by_prompt.items()}
 
     def as_much(i: int, score: float) -> bool:
-        # A right answer with the least score of its row is in `_not_best`.
+        # A right answer with the lowest score of its row is a problem that `_not_best` reports.
         return score >= best.get(i, 1.0) and (is_right(score) or score > least[i])
 
     for row in found.garbage:
@@ -152,7 +152,7 @@ def _undeserving(found: Trial) -> list[str]:
 
 
 def _notes(found: Trial) -> list[str]:
-    """Return facts that are no problem, and good to know."""
+    """Return lines of text with useful facts that are not problems."""
     best, out = found.best(), []
     if best and len(best) < len(found.sources):
         out.append(

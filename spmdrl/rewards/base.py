@@ -1,4 +1,4 @@
-"""Types that every reward takes and returns, and what all graders share."""
+"""Input and result types of rewards, and the base class of graders."""
 
 import logging
 import math
@@ -9,62 +9,63 @@ from spmdrl.config.user_code import printable
 from spmdrl.data.scores import as_score, describe
 
 NAMED = 10
-"""Ungraded responses that the log of each rank names."""
+"""Number of ungraded responses that each rank names in its log."""
 log = logging.getLogger("spmdrl")
 
 
 @dataclass
 class RewardInput:
-    """One response to grade. All but `solution` come from the prompt's row and are JSON-able."""
+    """One response to grade. The fields that come from the prompt's row can be written as JSON."""
 
     data_source: str
     solution: str
-    """The response's text, without the prompt, which built-in rewards grade. It begins with the mark of an answer that
-    `--data.prefill` leaves open."""
+    """Text of the response without the prompt; built-in rewards grade it. If `--data.prefill` leaves the mark of an
+    answer open, such as `#### `, the text begins with that mark."""
     ground_truth: object
     extra: dict = field(default_factory=dict)
     prompt: str | list = ""
-    """The prompt as its row has it: text, or chat messages."""
+    """The prompt as given in its row: text, or chat messages."""
     prefill: str = ""
-    """The start of the reply before `solution`, which the prompt gave (`--data.prefill`)."""
+    """Start of the reply, before `solution`, that the prompt contains (`--data.prefill`)."""
     group: int = 1
-    """Responses to this prompt that are graded together, if the grader wants whole groups."""
+    """Number of responses to this prompt that are graded together, if the grader compares responses of a group."""
     given: float | None = None
-    """The rewards that an environment gave the episode, added up; None without an environment (`--env`)."""
+    """Sum of the rewards that the environment gave in the episode; None without an environment (`--env`)."""
     given_parts: dict[str, float] = field(default_factory=dict)
-    """Parts of its final reward."""
+    """Named parts of the environment's final reward."""
     dialogue: list[tuple[bool, str]] = field(default_factory=list)
-    """The conversation with an environment before this response, the last of the policy's turns: for each piece whether
-    the policy wrote it, and its text with the marks of the chat template. The first piece is the prompt. Empty without
-    an environment."""
+    """The conversation with an environment before the policy's last turn, which is `solution`. Each item is a pair:
+    whether the policy wrote it, and its text with the special tokens of the chat template. The first item is the
+    prompt. Empty without an environment."""
     tools: list | None = None
-    """JSON schemas of the tools of the prompt's row, if it has any, as the chat template showed them."""
+    """JSON schemas of the tools of the prompt's row, as passed to the chat template, or None."""
 
     @property
     def reply(self) -> str:
-        """The prefill and the response, as functions in files and judges read them."""
+        """The prefill and the response joined, which user functions and judges read."""
         return self.prefill + self.solution
 
 
 @dataclass
 class Reward:
-    """A finite score and its named parts (for logs and filters)."""
+    """A score and its named parts, which logs and filters use. The score is finite unless `ungraded` is set."""
 
     score: float
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
-    """The grading was stopped: the score is 0, and so is every part that other samples have."""
+    """True if the grading took too long and was stopped. The score is 0, and so is every part that other samples
+    have."""
     applies: bool = True
-    """False: the function does not apply to this row (TRL's None), and the score is 0."""
+    """False if the function does not apply to this row (it returned None in TRL's form); the score is 0."""
     ungraded: str = ""
-    """Why the response could not be graded, for a reason outside of it: the score is nan, and the sample is left out.
-    Empty: it was graded."""
+    """The reason why the response could not be graded, such as a failed sandbox. The score is NaN, and the sample is
+    left out. Empty if the response was graded."""
     shut: bool = False
-    """A gate failed: the score and all rewards of turns are 0."""
+    """True if a gate failed, so that the score and the rewards of all turns are 0."""
 
 
 class RewardError(ValueError):
-    """A grading gave no usable score. The message names the function, the prompt and what to change."""
+    """A grading gave no usable score. The message names the function, the prompt and the setting to change."""
 
 
 class UngradedError(Exception):
@@ -75,18 +76,18 @@ class UngradedError(Exception):
 
 
 def left_out(name: str, key: object, why: str, count: int) -> Reward:
-    """Return the reward of a response that cannot be graded, and name it in the log if it is among the first.
+    """Return the reward of a response that cannot be graded, and warn of the first such responses in the log.
 
-    name: of the reward. key: of the response. count: such responses so far on this rank, this one included.
+    name: name of the reward. key: key of the response. count: ungraded responses of this rank, including this one.
     """
     warn_left_out(f"reward function {name} could not grade {describe(key)}, which is left out", why, count)
     return Reward(math.nan, ungraded=why)
 
 
 def warn_left_out(what: str, why: str, count: int) -> None:
-    """Warn of a sample that is left out, if it is among the first. count: such samples so far, this one included."""
+    """Log a warning for each of the first NAMED samples that are left out. count: their number, including this one."""
     if count <= NAMED:
-        rest = " (more of them are counted, not named)" if count == NAMED else ""
+        rest = " (further ones are counted but not named)" if count == NAMED else ""
         log.warning("%s: %s%s", what, printable(why), rest)
 
 
@@ -94,33 +95,34 @@ class Grader:
     """Grades responses in any order. Use it from one thread; after a RewardError only `close` may be called."""
 
     wants_groups = False
-    """True: the responses of a group are submitted one after another, in the order of samples, when all are there."""
+    """True if the responses of a group must be submitted together, in the order of their samples."""
     on_engine = False
-    """True: the run's engine does a part of the grading, in `drain` alone."""
+    """True if the run's engine does a part of the grading, which happens only in `drain`."""
 
     def __init__(self, name: str):
-        """name: of the reward, in messages."""
+        """Create a grader. name: name of the reward in messages."""
         self.name = name
         self.timeouts = 0
-        """Gradings that ran out of time and were scored 0."""
+        """Number of gradings that ran out of time and scored 0."""
         self.ungraded = 0
-        """Gradings without a score."""
+        """Number of responses that could not be graded."""
         self.pending = 0
-        """Responses submitted and not yet answered."""
+        """Number of submitted responses without a result so far."""
         self._done: list[tuple[object, Reward]] = []
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Take one response to grade, without waiting. key: comes back with its result. Raises RewardError."""
+        """Submit one response for grading without waiting. key: identifies its result. Raises RewardError."""
         raise NotImplementedError
 
     def poll(self) -> list[tuple[object, Reward]]:
-        """Return results since the last call, without waiting. Raises RewardError."""
+        """Return the results since the last call, without waiting. Raises RewardError."""
         self._turn(0.0)
         return self._results()
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """Wait for all that was submitted, or until `stop()`, which is called once a second; return results since the
-        last call. Raises RewardError.
+        """Wait for the results of all submitted responses and return the results since the last call.
+
+        stop: called about once a second; the wait ends early if it returns True. Raises RewardError.
         """
         while self.pending and not (stop and stop()):
             self._turn(1.0)
@@ -130,7 +132,7 @@ class Grader:
         """End all processes and requests. May be called twice."""
 
     def _turn(self, wait: float) -> None:
-        """Take results, waiting up to so many seconds for the first."""
+        """Receive results; wait up to `wait` seconds for the first."""
 
     def _results(self) -> list[tuple[object, Reward]]:
         done, self._done = self._done, []
@@ -141,7 +143,7 @@ class Grader:
         self._done.append((key, reward))
 
     def _leave_out(self, key: object, why: str) -> None:
-        """Answer that a response cannot be graded."""
+        """Record that a response cannot be graded, with the reason."""
         self.ungraded += 1
         self._answer(key, left_out(self.name, key, why, self.ungraded))
 
@@ -156,7 +158,7 @@ def as_reward(value: object, finite: bool = True) -> Reward:
     applies = True
     if isinstance(value, Reward):
         if "score" in value.parts:
-            raise ValueError("it returned a part named 'score', which stands for the score itself: rename the part")
+            raise ValueError("it returned a part named 'score', a name reserved for the score itself: rename the part")
         applies, value = value.applies, {"score": value.score} | value.parts
     score, parts = as_score(value)
     if finite and not math.isfinite(score):

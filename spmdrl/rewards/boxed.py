@@ -1,12 +1,14 @@
-r"""Competition maths, compared as text in a normal form. Nothing is computed; the reward `math` does that.
+r"""Rewards of competition maths that compare the normalised text of answers, without computing their values.
 
-`boxed` compares the last `\boxed{...}` by the test of equality of the MATH data set (Hendrycks et al. 2021,
-https://arxiv.org/abs/2103.03874, `is_equiv` of https://github.com/hendrycks/math), which verl's `math_reward` keeps:
-docs/rewards.md lists its rules, and the differences. `2/4` is not `\frac{1}{2}`, and `1,000` is not `1000`.
+The reward `math` compares values. `boxed` compares the last `\boxed{...}` by the equality test of the MATH data set
+(Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874, `is_equiv` of https://github.com/hendrycks/math), which verl's
+`math_reward` also uses. `2/4` does not equal `\frac{1}{2}`, and `1,000` does not equal `1000`. docs/rewards.md lists
+the rules and the differences from `is_equiv`.
 
-`math_dapo` and `math_dapo_boxed` grade as DAPO does (https://arxiv.org/abs/2503.14476): 1 or -1, from the end of a
-response. The first, verl's default, compares the last `Answer: ...` line after the normalisation of Minerva (Lewkowycz
-et al. 2022, https://arxiv.org/abs/2206.14858, appendix D.1); the second compares a box to the letter.
+`math_dapo` and `math_dapo_boxed` grade the end of a response with 1 or -1, as DAPO does
+(https://arxiv.org/abs/2503.14476). `math_dapo`, verl's default, compares the last `Answer: ...` line after the
+normalisation of Minerva (Lewkowycz et al. 2022, https://arxiv.org/abs/2206.14858, appendix D.1). `math_dapo_boxed`
+compares the content of the last box character by character.
 """
 
 import re
@@ -15,9 +17,9 @@ from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.text import SIGNS, closing, truth_text
 
 LONGEST = 4096
-"""Characters of the longest box that is read."""
+"""Maximum length of a box in characters."""
 TAIL, BOX_TAIL = 300, 100
-"""Characters at the end of a response in which DAPO looks for an answer line, and for a box."""
+"""Characters at the end of a response in which DAPO looks for an answer line (TAIL) and for a box (BOX_TAIL)."""
 _OPEN = re.compile(r"\s{0,9}\{")
 _FORMATTING = (r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$")
 _SLASH = re.compile(r"(-?[1-9][0-9]*|0)/(-?[1-9][0-9]*|0)")
@@ -26,7 +28,7 @@ _REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
     *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
 )
-"""Applied one after the other, before `_REMOVED`."""
+"""Replacements, applied in this order before the texts of `_REMOVED` are deleted."""
 _REMOVED = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
     *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
@@ -41,9 +43,9 @@ class _MalformedError(ValueError):
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`; None where no box is closed.
+    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`; None if that box is not closed.
 
-    An escaped brace is a character of the answer: it neither opens nor closes anything.
+    An escaped brace is a character of the answer and does not count as an opening or closing brace.
     """
     start = text.rfind(r"\boxed")
     if start < 0:
@@ -57,7 +59,7 @@ def last_box(text: str) -> str | None:
 
 
 def _roots(text: str) -> str:
-    r"""Give `\sqrt3` its braces."""
+    r"""Add the braces that `\sqrt3` lacks."""
     first, *rest = text.split(r"\sqrt")
     if "" in rest:
         raise _MalformedError(r"\sqrt of nothing")
@@ -65,7 +67,7 @@ def _roots(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    r"""Give `\frac12` and `\frac1{72}` their braces; a text with a fraction of one character stays as it is."""
+    r"""Add the braces that `\frac12` and `\frac1{72}` lack; return a text with an incomplete fraction unchanged."""
     out, *rest = text.split(r"\frac")
     made = [out]
     for part in rest:
@@ -110,7 +112,9 @@ def _same(answer: str, truth: str) -> bool:
 
 
 def boxed(item: RewardInput) -> Reward:
-    r"""1 if the last `\boxed{...}` has the truth's normal form. Nothing is computed. Part `format`: there is a box."""
+    r"""Return 1 if the last `\boxed{...}` has the truth's normal form, without computing values. Part `format`: whether
+    there is a box.
+    """
     whole = truth_text(item.ground_truth)
     inside = last_box(whole)
     truth = whole if inside is None else truth_text(inside)
@@ -121,13 +125,13 @@ def boxed(item: RewardInput) -> Reward:
 
 
 def _line(text: str) -> str:
-    """Return the inside of the first `$...$` of a line, without boxes and commands around texts."""
+    """Return the content of the first `$...$` of a line, without boxes and commands of `_UNWRAPPED`."""
     dollars = text.split("$", 2)
     if len(dollars) == 3:
-        # The signs stay until braces are given, which they may stand in.
+        # Keep the dollar signs until `_dapo_form` has added braces, because a sign may end up within braces.
         text = f"${dollars[1]}$"
     for command in _UNWRAPPED:
-        end = text.rfind("}") + 1  # beyond it nothing is closed, and a search from each command would be quadratic
+        end = text.rfind("}") + 1  # the text after the last brace matches nothing; searching it would be quadratic
         text = command.sub(r"\1", text[:end]) + text[end:]
     before, box, inside = text.partition(r"\boxed{")
     if box and "}" in inside:
@@ -151,8 +155,8 @@ def _dapo_form(text: str) -> str:
 
 
 def math_dapo(item: RewardInput) -> Reward:
-    """1 if the last line `Answer: ...` within the last 300 characters has the truth's normal form, else -1. Parts:
-    `acc`, 1 or 0; `format`, there is such a line.
+    """Return 1 if the last line `Answer: ...` within the last 300 characters has the truth's normal form, else -1.
+    Parts: `acc`, 1 or 0; `format`, whether there is such a line.
     """
     truth = _dapo_form(truth_text(item.ground_truth))
     answers = _ANSWER.findall(item.solution[-TAIL:])
@@ -161,8 +165,8 @@ def math_dapo(item: RewardInput) -> Reward:
 
 
 def math_dapo_boxed(item: RewardInput) -> Reward:
-    r"""1 if the last `\boxed{...}` within the last 100 characters is the truth to the letter (any minus), else -1.
-    Parts: `acc`, 1 or 0; `format`, there is a box.
+    r"""Return 1 if the last `\boxed{...}` within the last 100 characters is exactly the truth, else -1. The various
+    minus characters of Unicode count as equal. Parts: `acc`, 1 or 0; `format`, whether there is a box.
     """
     truth = truth_text(item.ground_truth).translate(SIGNS)
     answer = last_box(item.solution[-BOX_TAIL:].translate(SIGNS))

@@ -1,7 +1,8 @@
-r"""Multiple choice: one letter, as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or as the whole response.
+r"""The reward of multiple-choice questions, whose answer is one letter.
 
-A marked answer (the first three) counts before a letter in parentheses, and the last of several. An answer that lists
-other letters gives no letter, so that naming all of them does not pay.
+The letter may be written as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or be the complete response. The
+first three forms are marked answers: they take precedence over a letter in parentheses. Of several the last one counts.
+An answer that also lists other letters counts as no letter, so that naming all of them does not pay.
 """
 
 import re
@@ -11,7 +12,7 @@ from spmdrl.rewards.boxed import last_box
 from spmdrl.rewards.text import ADVICE, truth_text
 
 TAIL = 2000
-"""Characters at the end of a response that are read."""
+"""Number of characters at the end of a response in which an answer is searched."""
 _WRAPPING = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|it)?|mbox|left|right)(?![A-Za-z])|\\[()\[\] ,;!]|[$*_`{}]")
 _MARK = re.compile(
     r"(?i)\b(?:answer|option|choice)[*_`]{0,4}\s{0,3}(?:(?:is|(?:would|should|must|will)\s{1,3}be)"
@@ -23,7 +24,7 @@ _GOES_ON = (
     # conjunctions, pronouns and verbs
     "because|since|as|for|so|if|when|where|which|who|that|while|whereas|although|though|but|not|is|was|has|the|this"
     "|these|it|we|they|there"
-    # prepositions, and participles that stand for one
+    # prepositions, and participles used as prepositions
     "|about|above|according|across|after|against|along|among|around|assuming|at|based|before|behind|below|beneath|beside"
     "|besides|between|beyond|by|concerning|considering|despite|due|during|except|following|from|given|having|in|including"
     "|inside|instead|into|knowing|near|of|on|out|outside|over|owing|per|rather|regarding|thanks|through|throughout|to"
@@ -34,8 +35,8 @@ _GOES_ON = (
     "|obviously|once|only|overall|perhaps|precisely|presumably|probably|really|simply|specifically|still|surely|then"
     "|therefore|thus|too|undoubtedly|yet"
 )
-"""Words that may follow a chosen letter. Before other words A may be the article and I the pronoun; the rule is for all
-letters, so that none is graded harder than another."""
+"""Words that may follow a chosen letter. Before other words, A may be the article and I the pronoun. The rule holds for
+all letters, so that they are graded equally."""
 _REFUSED = re.compile(
     r",?\s*\b(?:and |but )?(?:not|rather than|instead of|as opposed to|unlike)\s+(?:option |choice )?\(?[A-Z]\)?"
     r"(?:(?:\s*,\s*(?:or |nor |and )?|\s+(?:or|nor|and)\s+)(?:option |choice )?\(?[A-Z]\)?(?![A-Za-z0-9']))*"
@@ -43,14 +44,14 @@ _REFUSED = re.compile(
 )
 """Letters that an answer excludes, as in `B, not A or C` and `B rather than C`."""
 _ASIDE = re.compile(r",?\s+I (?:think|believe|guess|suppose|assume|would|am|know|feel|say)\b")
-"""Words behind the letter in which the model speaks of itself."""
+"""Words after the letter in which the model refers to itself, as in `B, I think`."""
 _OTHER = re.compile(
     r"(?:(?<![A-Za-z0-9' ])|(?<![A-Za-z0-9'] )(?<= )|(?<=\b[A-Za-z] )|(?<=\bor )|(?<=\band )|(?<=option )|(?<=choice ))"
     r"[A-Z](?![A-Za-z0-9'])"
 )
-"""A letter that stands alone and not behind a word: `Vitamin C` names no choice."""
+"""A single letter that does not follow a word: `Vitamin C` does not name a choice."""
 _WORD = re.compile(r"(?<![A-Za-z])(?<!or )(?<!and )(?<!, )(?<!/ )[A-Z](?= [a-z])(?! (?:or|and)\b)")
-"""A letter as the subject of a clause, as in `because B is wrong`, the article and the pronoun."""
+"""A letter that is the subject of a clause, as in `because B is wrong`, the article `A`, or the pronoun `I`."""
 _LISTED = re.compile(r"(?:[,/&|+;]|\b(?:or|and)\b)\s{0,3}\(?(?!a [a-z]|I [a-z])([A-Za-z])(?![A-Za-z0-9'])")
 _LABELLED = re.compile(r"(?:[,/&|+;]|\b(?:or|and)\b)\s{0,3}\(?([A-Za-z])\s?[):]")
 _PARENTHESISED = re.compile(r"\(([A-Za-z])\)")
@@ -58,12 +59,12 @@ _TRUTH = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 
 
 def _others(text: str, letter: str) -> bool:
-    """Tell whether the text behind a letter names another choice."""
+    """Return whether the text after a letter names another choice."""
     text = _REFUSED.sub("", _ASIDE.sub("", text))
     if re.match(r" (?:because|since|as|for|given|due)\b", text):
         named = []  # `because A and C are wrong`
     elif re.match(r"\)?[.:)]?\s*(?:[-\u2013\u2014]\s+)?[A-Za-z][a-z]+\b(?<!\bor)(?<!\band)", text) and text[:1] != " ":
-        # The text of the choice, as in `B: Vitamins A, C and D`: only what is written as a label names a choice.
+        # The text of the choice follows, as in `B: Vitamins A, C and D`: only a letter written as a label is a choice.
         named = _LABELLED.findall(text)
     else:
         named = _OTHER.findall(_WORD.sub("", text)) + _LISTED.findall(text)
@@ -75,7 +76,7 @@ def _begins(text: str) -> bool:
 
 
 def _letter(text: str) -> str | None:
-    """Return the one letter with which an answer begins; None where it begins otherwise or names several."""
+    """Return the letter with which an answer begins; None if it does not begin with one or names several."""
     text = _WRAPPING.sub("", text).strip()
     head, *rest = _SENTENCE.split(text, maxsplit=1)
     first = _FIRST.match(head)
@@ -90,21 +91,21 @@ def _letter(text: str) -> str | None:
         return None
     if _others(after, letter):
         return None
-    # `A. B. C.` lists choices, `B. A cat is no dog.` explains one.
+    # `A. B. C.` lists choices; `B. A cat is no dog.` explains one choice.
     nearest = re.match(r"\W*([A-Z])(?![A-Za-z0-9'])(?! [a-z])", rest[0]) if rest else None
     return None if bare and nearest and nearest[1] != letter else letter
 
 
 def chosen(solution: str) -> tuple[str | None, bool]:
-    """Return the letter that a response gives, or None, and whether an answer was marked."""
+    """Return the letter that a response chooses, or None, and whether the response has a marked answer."""
     tail = solution[-TAIL:]
-    # `The answer is clear` gives none; `Answer: none` gives none of the letters.
+    # `The answer is clear` is not a mark of an answer; `Answer: none` is one, without a letter.
     marks = [m.end() for m in _MARK.finditer(tail) if ":" in m.group() or _begins(tail[m.end() :][:40])]
     box = last_box(tail)
     if box is not None and (not marks or marks[-1] <= tail.rfind(r"\boxed")):
         return _letter(box), True
     if marks:
-        # The line after it shows whether a list goes on.
+        # The line after the marked one is included because a list of letters may continue there.
         return _letter("\n".join(tail[marks[-1] :].split("\n", 2)[:2])), True
     if re.fullmatch(r"\W{0,9}[A-Za-z]\W{0,9}", solution[:32].strip()) and len(solution) <= 32:
         return _letter(solution), False
@@ -116,12 +117,13 @@ def chosen(solution: str) -> tuple[str | None, bool]:
 
 
 def choice(item: RewardInput) -> Reward:
-    r"""1 if the response gives the letter of the truth, in either case: `Answer: B`, `The answer is B`, `\boxed{B}`,
-    else `(B)`, else `B` as the whole response. Part `format`: it was marked, as in the first three forms.
+    r"""Return 1 if the response chooses the letter of the truth, upper or lower case: by `Answer: B`, `The answer is B`
+    or `\boxed{B}`, else by `(B)`, else by `B` as the complete response. Part `format`: whether the answer is marked, as
+    in the first three forms.
     """
     text = truth_text(item.ground_truth).strip()
     truth = _TRUTH.fullmatch(text)
     if truth is None:
-        raise ValueError(f"choice compares with one letter and the truth is {text[:60]!r}: {ADVICE}")
+        raise ValueError(f"choice compares with one letter, but the truth is {text[:60]!r}: {ADVICE}")
     letter, marked = chosen(item.solution)
     return Reward(float(letter == truth[1].upper()), {"format": float(marked)})

@@ -1,7 +1,7 @@
-"""Programs of a model, graded by tests that they cannot see, in the sandbox (docs/rewards.md, docs/sandbox.md).
+"""Rewards of programs, which run in the sandbox against hidden tests (docs/rewards.md, docs/sandbox.md).
 
-`code` is 1 if all tests pass, `code_partial` the share that passes. Everything hostile runs in the sandbox; this
-process sends inputs, receives outputs, and compares.
+`code` is 1 if all tests pass, and `code_partial` is the share of tests that pass. Untrusted programs run only in the
+sandbox; this process sends inputs, receives outputs, and compares them.
 """
 
 import time
@@ -21,12 +21,12 @@ from spmdrl_sandbox.tests import run_tests
 from spmdrl_sandbox.warm import Warm
 
 RETRIES = 2
-"""Further attempts of a grading, in fresh sandboxes, after a sandbox failed."""
+"""Further attempts of a grading, each in a fresh sandbox, after a sandbox failed."""
 RESTARTS = 30.0
-"""Seconds beyond the time of its programs that a grading may take."""
+"""Seconds that a grading may take in addition to the run time of its programs."""
 LEAST_OUTPUT_KIB = 256
 RESULTS = ("passed", "wrong", "error", "timeout", "memory", "output")
-"""Results of a test; each is a part of the reward, the share of the tests with that result."""
+"""Results of a test. The reward has a part for each: the share of the tests with that result."""
 PRELUDE = """\
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -37,19 +37,20 @@ from itertools import *
 from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
 from typing import *
 """
-"""Imports that a function may leave out, as on the sites that such tasks come from."""
+"""Imports that a graded function may omit, as on the programming sites from which such tasks come."""
 
 
 class CodeGrader:
-    """`code`: 1 if the last Python block, else the response, passes all tests of its row (docs/programs.md);
-    `code_partial`: the share of the tests that it passes. Parts: `passed`, `wrong`, `error`, `timeout`, `memory` and
-    `output`, shares of the tests; `format`, there is a block.
+    """`code`: 1 if the program passes all tests of its row (docs/programs.md), else 0; `code_partial`: the share of the
+    tests that it passes. The program is the last Python block, or the complete response if it has no block. Parts:
+    `passed`, `wrong`, `error`, `timeout`, `memory` and `output`, shares of the tests; `format`, whether there is a
+    block.
 
     Programs are graded one after another, in sandboxes that stay open.
     """
 
     def __init__(self, settings: SandboxConfig, partial_credit: bool):
-        """Open the sandboxes. Raises SandboxError where none works."""
+        """Open the sandboxes. Raises SandboxError if no sandbox works on this machine."""
         self.settings, self.partial_credit = settings, partial_credit
         self.sandboxes: list[Warm] = []
         self.service = Fusion(settings.provider) if is_service(settings.provider) else None
@@ -57,7 +58,7 @@ class CodeGrader:
         self.open()
 
     def open(self) -> None:
-        """Open sandboxes unless they are there: one for programs, one for tests."""
+        """Open the sandboxes that are not open: one for programs and one for tests."""
         while len(self.sandboxes) < 2 and not self.service:
             self.sandboxes.append(open_for(self.settings.provider))
 
@@ -68,11 +69,11 @@ class CodeGrader:
 
     @property
     def note(self) -> str:
-        """The sandbox of its programs, for the log."""
+        """A line for the log with the name of the sandbox."""
         return f"programs run in {self.service.name if self.service else self.sandboxes[0].name}"
 
     def may_take(self, item: RewardInput) -> float:
-        """Return the most seconds of a grading: programs have clocks of their own, and sandboxes may start again."""
+        """Return the maximum seconds of a grading: the time limit of its programs plus restarts of the sandbox."""
         return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)
 
     def __call__(self, item: RewardInput) -> Reward:
@@ -100,13 +101,11 @@ class CodeGrader:
 
     def _graded(self, source: str, tests: Tests) -> list[str]:
         if self.service and (tests.suite or tests.name):
-            raise UngradedError(
-                "SandboxFusion keeps no session: only tests of standard input and output can be run there"
-            )
+            raise UngradedError("SandboxFusion has no sessions: it can only run tests of standard input and output")
         self.output_kib = LEAST_OUTPUT_KIB
         if tests.suite:
             return self._by_suite(source, tests)
-        # The wanted output must fit, and a wrong one of several times its size.
+        # The limit leaves room for a wrong output of up to four times the size of the expected one.
         wanted = sum(len(repr(case.wanted)) for case in tests.cases)
         self.output_kib = LEAST_OUTPUT_KIB + wanted * 4 // 1024
         until = time.monotonic() + self.settings.total_seconds
@@ -119,7 +118,7 @@ class CodeGrader:
         return Limits(seconds=seconds, cpu_seconds=int(seconds) + 1, memory_mib=memory, output_kib=self.output_kib)
 
     def _by_text(self, source: str, case: Case, until: float) -> str:
-        """Run a program on a test's input and compare what it prints."""
+        """Run a program on a test's input and compare its output with the expected one."""
         seconds = min(self.settings.seconds, until - time.monotonic())
         if seconds <= 0:
             return "timeout"
@@ -131,9 +130,9 @@ class CodeGrader:
         return "passed" if same_text(ended.stdout, case.wanted) else "wrong"
 
     def _by_calls(self, source: str, tests: Tests, until: float) -> Iterator[str]:
-        """Call a function with each test's arguments and compare its values.
+        """Call a function with each test's arguments and compare the returned values; yield a result for each test.
 
-        One process answers all calls, and another takes its place when it ends.
+        One process serves all calls; if it dies, a fresh process serves the remaining ones.
         """
         session: Session | None = None
         try:
@@ -188,7 +187,10 @@ def _result(verdict: str) -> str:
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Return the reward of a name with open sandboxes. settings: of `SandboxConfig`. Raises ValueError without any."""
+    """Return the reward `code` or `code_partial` with open sandboxes.
+
+    settings: fields of `SandboxConfig`. Raises ValueError if no sandbox works.
+    """
     try:
         return CodeGrader(SandboxConfig(**settings), name == "code_partial")
     except SandboxError as error:

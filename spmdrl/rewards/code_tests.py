@@ -1,4 +1,4 @@
-"""Tests of programming tasks: read from the forms that data sets have, and compared with what a program gives.
+"""Readers of the tests of programming tasks in the forms of common data sets, and comparison with a program's output.
 
     {"inputs": [...], "outputs": [...], "fn_name": name}     APPS, TACO, PRIME and verl (`fn_name`: tests are calls)
     [{"input": ..., "output": ..., "testtype": "stdin" or "functional"}, ...]     LiveCodeBench
@@ -6,8 +6,8 @@
     {"test_list": ["assert ...", ...], "test_setup_code": text}     MBPP
     {"assert_case": ["assert ...", ...]}     SandboxFusion, as verl takes it
 
-Each is a truth, or the JSON text of one; a truth may also be the Python of `test` itself. What a row's truth lacks may
-stand in its other columns. Sources:
+A row's truth has one of these forms, or is the JSON text of one, or is the Python code of `test` itself. Keys that are
+missing in the truth are taken from the row's other columns. Sources:
 https://arxiv.org/abs/2105.09938 (APPS), https://arxiv.org/abs/2403.07974 (LiveCodeBench),
 https://arxiv.org/abs/2107.03374 (HumanEval), https://arxiv.org/abs/2108.07732 (MBPP),
 https://github.com/volcengine/verl (verl/utils/reward_score).
@@ -30,14 +30,14 @@ KEYS = ("inputs", "outputs", "fn_name", "test", "tests", "entry_point", "prompt"
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 FORM_KEYS = ("inputs", "outputs", "test_list", "test", "tests")
 BAD_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""Errors of the parser."""
+"""Errors that `ast.parse` raises for text that it cannot parse."""
 FORMS = 'inputs and outputs, test_list, assert_case, test with entry_point, or a list of {"input", "output"}'
 TOLERANCE = 1e-6
-"""A number that is not whole may be missed by this, relative to the larger one and to 1."""
+"""Maximum difference from an expected number that is not an integer, relative to the larger of both numbers and 1."""
 _DIGITS = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 LONGEST_NUMBER = 400
-"""Characters of a number that is not whole, at most."""
+"""Maximum length in characters of a number that is not an integer."""
 
 
 @dataclass(frozen=True)
@@ -45,37 +45,38 @@ class Case:
     """One test."""
 
     given: Any
-    """Text of standard input, or a list of arguments."""
+    """Text of standard input, or the list of a call's arguments."""
     wanted: Any
-    """Text of standard output, or the value of a call."""
+    """Expected text of standard output, or expected return value of the call."""
 
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of one task, of one of three styles."""
+    """Tests of one task: on standard input and output, of calls of a function, or as Python code."""
 
     cases: tuple[Case, ...] = ()
-    """Tests of standard input and output; if `name` is set, of calls."""
+    """Tests of calls if `name` is set, otherwise of standard input and output."""
     name: str = ""
-    """The function that is called: a function, or a method of a class `Solution`."""
+    """Name of the function to call, or of the method of a class `Solution`."""
     suite: Suite | None = None
-    """Tests in Python, in place of `cases`."""
+    """Tests as Python code, in place of `cases`."""
     start: str = ""
-    """The beginning of the program, which a completion may go on with."""
+    """Beginning of the program, which the response may continue."""
 
 
 def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
     """Return the tests of a row.
 
-    truth: in one of the module's forms. extra: the row's other columns. Raises UngradedError for a row without tests.
+    truth: the tests, in one of the forms in the module's docstring. extra: the row's other columns. Raises
+    UngradedError for a row without tests.
     """
     if isinstance(truth, str):
         truth = {"test": truth} if _asserts(truth) else _parsed(truth)
     if isinstance(truth, list):
         return _from_list(truth, extra)
     if not isinstance(truth, dict):
-        raise UngradedError(f"tests are {type(truth).__name__}: wanted are {FORMS}, or their JSON text")
-    # The truth's own form counts, whatever other columns are called.
+        raise UngradedError(f"tests are {type(truth).__name__}: give {FORMS}, or their JSON text")
+    # If the truth has a form, other columns that have the same names as keys of forms are ignored.
     forms = set(truth) & {"inputs", "outputs", "test_list", "assert_case", "tests", "test"}
     row = {k: extra[k] for k in KEYS if k in extra and not (forms and k in FORM_KEYS)} | truth
     start = row.get("prompt", "")
@@ -86,7 +87,7 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
         if key in row:
             tests = _texts([row[key]] if key == "test" else row[key], key)
             return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code"), start), start=start)
-    raise UngradedError(f"tests have the keys {', '.join(map(str, truth)) or 'none'}: wanted are {FORMS}")
+    raise UngradedError(f"tests have the keys {', '.join(map(str, truth)) or 'none'}: give {FORMS}")
 
 
 def _asserts(text: str) -> bool:
@@ -102,7 +103,7 @@ def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UngradedError(f"tests are no JSON ({error}): {text[:60]!r}") from None
+        raise UngradedError(f"tests are not valid JSON ({error}): {text[:60]!r}") from None
 
 
 def _from_pairs(row: dict[str, Any]) -> Tests:
@@ -110,7 +111,7 @@ def _from_pairs(row: dict[str, Any]) -> Tests:
     if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted) or not given:
         sizes = [len(x) if isinstance(x, list) else f"a {type(x).__name__}" for x in (given, wanted)]
         raise UngradedError(
-            f"tests have {sizes[0]} inputs and {sizes[1]} outputs: two lists of one length, above 0, are wanted"
+            f"tests have {sizes[0]} inputs and {sizes[1]} outputs: give two lists of equal length above 0"
         )
     if not name:
         return Tests(tuple(Case(_lines(x), _lines(y)) for x, y in zip(given, wanted, strict=True)))
@@ -120,22 +121,22 @@ def _from_pairs(row: dict[str, Any]) -> Tests:
 
 def _from_list(rows: list, extra: dict[str, Any]) -> Tests:
     if not rows:
-        raise UngradedError(f"the list of tests is empty: wanted are {FORMS}")
+        raise UngradedError(f"the list of tests is empty: give {FORMS}")
     if all(isinstance(row, str) for row in rows):
         return Tests(suite=_suite(_texts(rows, "tests"), extra.get("entry_point"), extra.get("test_setup_code")))
     if not all(isinstance(row, dict) and {"input", "output"} <= row.keys() for row in rows):
-        raise UngradedError('a list of tests has rows without "input" and "output"')
+        raise UngradedError('a list of tests has entries without "input" or "output"')
     kinds = {row.get("testtype", "stdin") for row in rows}
     if kinds == {"stdin"}:
         return Tests(tuple(Case(_lines(row["input"]), _lines(row["output"])) for row in rows))
     if kinds != {"functional"}:
-        raise UngradedError(f"tests have testtype {', '.join(sorted(map(str, kinds)))}: one of stdin and functional")
+        raise UngradedError(f"tests have testtype {', '.join(sorted(map(str, kinds)))}: use either stdin or functional")
     about = extra.get("metadata", {})
     about = _parsed(about) if isinstance(about, str) else about
     name = about.get("func_name") if isinstance(about, dict) else None
     name = name or extra.get("func_name") or extra.get("fn_name")
     if not isinstance(name, str) or not name:
-        raise UngradedError("tests are calls, and no column (func_name, fn_name, metadata) names the function")
+        raise UngradedError("tests call a function, but no column (func_name, fn_name, metadata) names it")
     return Tests(tuple(Case(_json_lines(row["input"]), _json_or_text(row["output"])) for row in rows), name)
 
 
@@ -143,7 +144,7 @@ def _suite(tests: tuple[str, ...], entry: object, setup: object, start: str = ""
     before = _texts([setup], "test_setup_code")[0] if setup else ""
     name = entry if isinstance(entry, str) else ""
     if defines(start, name):
-        # Tests call the prompt's helpers, not functions of a program with their names.
+        # Tests must call the prompt's helper functions, not functions of the same names in the graded program.
         helpers = before_function(start, name)
         try:
             ast.parse(helpers)
@@ -153,14 +154,14 @@ def _suite(tests: tuple[str, ...], entry: object, setup: object, start: str = ""
     for text in tests:
         if not _runs(text, name):
             raise UngradedError(
-                "a test asserts nothing when it runs: wanted are assertions outside of functions and classes, or a "
-                f"function check(candidate) and the name of the candidate (entry_point): {text[:60]!r}"
+                "a test asserts nothing when it runs: write assertions outside of functions and classes, or a function "
+                f"check(candidate), and give the name of the candidate (entry_point): {text[:60]!r}"
             )
     return Suite(tests, name, before)
 
 
 def _runs(text: str, entry: str) -> bool:
-    """Tell whether a test asserts something when it is executed, or has a `check` to be called."""
+    """Return whether a test asserts something when it is executed, or has a function `check` to call."""
     silent = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
     body = ast.parse(text).body
     if entry and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
@@ -170,35 +171,35 @@ def _runs(text: str, entry: str) -> bool:
 
 
 def _texts(value: object, key: str) -> tuple[str, ...]:
-    """Return sources of tests, which must be Python."""
+    """Return the source texts of tests. Raises UngradedError for text that is not Python."""
     if not isinstance(value, list) or not value or not all(isinstance(x, str) for x in value):
-        raise UngradedError(f"{key} is no list of Python texts")
+        raise UngradedError(f"{key} must be a list of Python texts")
     for text in value:
         try:
             ast.parse(text)
         except BAD_PYTHON as error:
-            raise UngradedError(f"a test of {key} is no Python ({error}): {text[:60]!r}") from None
+            raise UngradedError(f"a test of {key} is not valid Python ({error}): {text[:60]!r}") from None
     return tuple(value)
 
 
 def _lines(value: object) -> str:
-    """Return a text; APPS has lists of lines, too."""
+    """Return text from text or from a list of lines, as some rows of APPS have."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return value if isinstance(value, str) else str(value)
 
 
 def _arguments(value: object) -> list:
-    """Return a call's arguments: a list of them, or JSON text with one on a line."""
+    """Return the list of a call's arguments from that list, or from text with the JSON of one argument per line."""
     if isinstance(value, str):
         return _json_lines(value)
     if not isinstance(value, list):
-        raise UngradedError(f"the input of a call is {type(value).__name__}: a list of arguments is wanted")
+        raise UngradedError(f"the input of a call is {type(value).__name__}: give a list of arguments")
     return [_whole_keys(each) for each in value]
 
 
 def _whole_keys(value: Any) -> Any:
-    """Return a dict of JSON with whole numbers as its keys, where all of them are: JSON has made them texts."""
+    """Return a dict from JSON with integer keys if all of its keys are texts of integers, which JSON makes of them."""
     if isinstance(value, dict) and value and all(isinstance(key, str) and _WHOLE.fullmatch(key) for key in value):
         return {int(key): each for key, each in value.items()}
     return value
@@ -216,10 +217,10 @@ def _json_or_text(text: object) -> Any:
 
 
 def same_text(printed: str, wanted: str) -> bool:
-    """Tell whether two outputs have the same words on the same lines.
+    """Return whether two outputs have the same words on the same lines.
 
-    A number may be written otherwise, and may differ by TOLERANCE where the wanted one is not whole. Blank lines at the
-    ends and space around words do not count.
+    Numbers are compared by value; if the expected one is not an integer, they may differ by TOLERANCE. Blank lines at
+    the beginning and the end are ignored, and so is whitespace around words.
     """
     mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, wanted))
     if [len(line) for line in mine] != [len(line) for line in theirs]:
@@ -249,18 +250,21 @@ def _close(a: float, b: float) -> bool:
 
 
 def same_answer(found: Any, wanted: Any) -> bool:
-    """Tell whether a call returned the wanted value, or the only item of a wanted list: APPS wraps some values."""
+    """Return whether a call returned the expected value, or the only item of an expected list, as APPS wraps values."""
     return _same_value(found, wanted) or (
         isinstance(wanted, list) and len(wanted) == 1 and _same_value(found, wanted[0])
     )
 
 
 def _same_value(found: Any, wanted: Any) -> bool:
-    """Tell whether two values are equal: tuples as lists, numbers within TOLERANCE if the wanted one is not whole."""
+    """Return whether two values are equal.
+
+    A tuple equals a list of the same items. A number may differ from an expected float by TOLERANCE.
+    """
     if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
         return len(found) == len(wanted) and all(map(_same_value, found, wanted))
     if isinstance(found, dict) and isinstance(wanted, dict):
-        # Keys of JSON are texts.
+        # JSON has only text as keys.
         mine, theirs = ({_key(key): value for key, value in x.items()} for x in (found, wanted))
         return mine.keys() == theirs.keys() and all(_same_value(mine[key], theirs[key]) for key in mine)
     if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):

@@ -1,4 +1,4 @@
-"""Several rewards as one: a weighted sum of scores, and gates that must hold for any of it to count."""
+"""A grader that combines several: a weighted sum of their scores, with gates that can set it to 0."""
 
 import math
 import time
@@ -9,33 +9,34 @@ from spmdrl.data.scores import describe
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, left_out
 
 TURN = 0.02
-"""Seconds between two looks at rewards that are waited for."""
+"""Seconds between two polls of the graders while waiting for results."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """A reward of several."""
+    """One of the combined rewards."""
 
     name: str
-    """The score is the part of this name; parts of the reward are `name/part`, and of the first reward `part`."""
+    """Name of the part that holds this reward's score. Parts of the first reward keep their names, and parts of the
+    other rewards are called `name/part`."""
     grader: Grader
     weight: float
 
 
 class CombinedReward(Grader):
-    """Grader whose score is sum(weight * score) of those of several graders that apply to the row."""
+    """Grader whose score is the weighted sum of the scores of those graders that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
-        """gates: parts that must be above 0, or the score is 0 at most."""
+        """Create the grader. gates: names of parts; if one of them is not above 0, the score is 0 at most."""
         super().__init__(" + ".join(term.name for term in terms))
         self.terms, self.gates = terms, gates
         self.wants_groups = any(term.grader.wants_groups for term in terms)
         self.on_engine = any(term.grader.on_engine for term in terms)
         self._open: dict[object, dict[str, Reward]] = {}
-        self._without = 0  # responses to which no reward applies
+        self._without = 0  # number of responses to which no reward applies
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Have a response graded by each. Raises RewardError."""
+        """Submit a response to each grader. Raises RewardError."""
         self._open[key] = {}
         self.pending += 1
         for term in self.terms:
@@ -56,28 +57,28 @@ class CombinedReward(Grader):
         self.ungraded = self._without + sum(each.grader.ungraded for each in self.terms)
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """See `Grader`."""
+        """Implement `Grader.drain`."""
         self._turn(0.0)
 
         def others() -> bool:
             self._turn(0.0)
             return False
 
-        # The engine works for one at a time, and whatever the others do: all of its ranks come here.
+        # Grading on the engine needs all of its ranks at once, so every rank does it first, one such grader at a time.
         for term in self.terms:
             if term.grader.on_engine:
                 self._take(term, term.grader.drain(others))
                 if term.grader.pending:
-                    # The rollout was abandoned, by all ranks of the engine: none waits for anything else.
+                    # All ranks of the engine abandoned the rollout, so waiting for the other graders is useless.
                     return self._results()
-        # All in turn: to wait for one of them would keep the others from their work.
+        # Poll all graders in turn: a blocking wait for one of them would delay the others.
         while self._open and not (stop and stop()):
             time.sleep(TURN)
             self._turn(0.0)
         return self._results()
 
     def close(self) -> None:
-        """See `Grader`."""
+        """Implement `Grader.close`."""
         for term in self.terms:
             term.grader.close()
 
@@ -87,7 +88,7 @@ class CombinedReward(Grader):
                 return Reward(math.nan, ungraded=f"{name}: {reward.ungraded}")
         applies = [term for term in self.terms if rewards[term.name].applies]
         if not any(term.weight for term in applies):
-            # Rewards of weight 0 are logged only: they give no score.
+            # Rewards of weight 0 are only logged and do not count for the score.
             self._without += 1
             return left_out(self.name, key, "none of the rewards applies to the row", self._without)
         score, parts = 0.0, {}
@@ -97,28 +98,28 @@ class CombinedReward(Grader):
             if twice := sorted(named.keys() & (rewards.keys() | parts.keys())):
                 whose = "the name of a reward" if twice[0] in rewards else "a part of another reward"
                 raise RewardError(
-                    f"the reward {term.name} has a part {twice[0]}, which is {whose}, too: rename one (--reward.more)"
+                    f"the reward {term.name} has a part {twice[0]}, which is also {whose}: rename one (--reward.more)"
                 )
             score += term.weight * reward.score
             parts |= named | {term.name: reward.score}
         timed_out = any(reward.timed_out for reward in rewards.values())
         holds = all([self._holds(gate, parts, rewards, key) for gate in self.gates])
-        # A score below 0 stays, with the rewards of turns that it is made of.
+        # A failed gate keeps a score below 0 and the rewards of turns that add up to it.
         shut = not holds and score >= 0.0
         return Reward(0.0 if shut else score, parts, timed_out=timed_out, shut=shut)
 
     def _holds(self, gate: str, parts: dict[str, float], rewards: dict[str, Reward], key: object) -> bool:
-        """Tell whether a gate holds, or its reward does not apply to the row."""
+        """Return True if a gate's part is above 0, or if the reward with this part does not apply to the row."""
         if gate in parts:
             return parts[gate] > 0.0
         names = [term.name for term in self.terms]
         reward = rewards[next((name for name in names if f"{gate}/".startswith(f"{name}/")), names[0])]
         if reward.timed_out:
-            # A grading that was stopped has no parts, and shuts its gates.
+            # A grading that was stopped has no parts, so its gates fail.
             return False
         if not reward.applies:
             return True
         raise RewardError(
-            f"--reward.gate {gate}: the rewards {self.name} gave no such part for {describe(key)}; there are "
+            f"--reward.gate {gate}: the rewards {self.name} gave no such part for {describe(key)}; the parts are "
             f"{', '.join(sorted(parts))}"
         )

@@ -1,11 +1,11 @@
-"""Reward functions as functions of one response: built-in ones, and those of users in the forms of other trainers.
+"""Converts built-in reward functions and users' functions in the forms of other trainers to functions of one response.
 
 verl:        compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
 verl, batch: compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list
 TRL:         reward(prompts, completions, **columns) -> list, None for a row to which it does not apply
 
-The names of the parameters show the form. Any function may be `async`. Functions of lists get lists of one: each
-response is graded by itself when it ends, so that a score depends on no other response.
+The form is recognised by the names of the parameters. Any function may be `async`. A function of lists receives lists
+of one item, because each response is graded separately as soon as it ends.
 """
 
 import asyncio
@@ -22,20 +22,21 @@ from spmdrl.rewards.base import Reward, RewardInput
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = tuple(f"{name}s" for name in VERL)
 TRUTHS = ("ground_truth", "answer", "solution")
-"""Columns of the truth in data sets of TRL's users; a row's truth stands in those that it lacks."""
+"""Names that data sets for TRL use for the truth; a function receives the row's truth under those that are not columns
+of the row."""
 OF_TRL = ("prompts", "completions", "data_source", *TRUTHS)
-"""Arguments that a function in TRL's form gets of every row."""
+"""Arguments with which a function in TRL's form is called for every row."""
 
 
 def load_builtin(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Any]:
-    """Return the function of a built-in reward. Raises ValueError where it cannot be loaded."""
+    """Return the function of a built-in reward. Raises ValueError if it cannot be loaded."""
     row = REWARDS[name]
     module = import_module(f"spmdrl.rewards.{row.module}")
     return module.load(name, settings) if row.pooled else getattr(module, name)
 
 
 def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput], object]:
-    """Return the function that is named by `builtin:name` or `/path/file.py:name`. Raises ValueError."""
+    """Return the reward function `builtin:name` or `/path/file.py:name`. Raises ValueError if it cannot be loaded."""
     if spec.startswith("builtin:"):
         return load_builtin(spec.removeprefix("builtin:"), settings)
     path, _, name = spec.rpartition(":")
@@ -43,15 +44,17 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
 
 
 def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
-    """Return a function of one response. kwargs: further arguments of every call (`--reward.kwargs`).
+    """Return a function of one response that calls a user's function in its form.
 
-    Raises ValueError if its parameters have none of the forms, or do not take `kwargs`.
+    name: its name in messages. kwargs: further arguments of every call (`--reward.kwargs`). Raises ValueError if the
+    parameters fit none of the forms or do not include `kwargs`.
     """
     parameters = _parameters(function)
     trl = "completions" in parameters and not set(VERL) <= parameters.keys()
     batch = not trl and bool(parameters.keys() & set(BATCH))
     call = _trl(function, name, parameters, kwargs) if trl else _verl(function, name, batch, kwargs)
-    # One loop for all gradings, since clients that a function keeps belong to it; opened for the first that is awaited.
+    # All gradings share one event loop, because HTTP clients that a user's function keeps are bound to their loop.
+    # The runner is created when the function first returns an awaitable.
     runners: list[asyncio.Runner] = []
 
     def grade(item: RewardInput) -> object:
@@ -69,10 +72,10 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters by name; some builtins show none."""
+    """Return the parameters of a function by name; empty for builtins without a signature."""
     try:
         return inspect.signature(function).parameters
-    except ValueError:  # some builtins show no signature
+    except ValueError:
         return {}
 
 
@@ -85,10 +88,10 @@ def _verl(function: Callable[..., Any], name: str, batch: bool, kwargs: dict[str
         more = f" and those of --reward.kwargs ({', '.join(kwargs)})" if kwargs else ""
         raise ValueError(
             f"{name} is called with the keywords {', '.join(keywords)}{more}, unless it takes prompts and completions "
-            f"as TRL's functions do: {e}. Change its parameters; **kwargs takes all that it does not read"
+            f"as TRL's functions do: {e}. Change its parameters; add **kwargs to accept arguments that it does not use"
         ) from e
     except ValueError:
-        pass  # some builtins show no signature
+        pass  # some builtins have no signature
 
     def call(item: RewardInput) -> Any:
         values = (item.data_source, item.reply, item.ground_truth, item.extra)
@@ -99,7 +102,9 @@ def _verl(function: Callable[..., Any], name: str, batch: bool, kwargs: dict[str
 
 def _check_names(name: str, keywords: tuple[str, ...], kwargs: dict[str, Any]) -> None:
     if both := [key for key in kwargs if key in keywords]:
-        raise ValueError(f"--reward.kwargs {both[0]}: {name} gets {both[0]} of each response; give it another name")
+        raise ValueError(
+            f"--reward.kwargs {both[0]}: {name} already receives an argument {both[0]} for each response; rename yours"
+        )
 
 
 def _trl(
@@ -108,29 +113,29 @@ def _trl(
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     nameless = [key for key, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
     if nameless:
-        raise ValueError(f"{name} is called with keywords, and takes {', '.join(nameless)} by position: remove the /")
+        raise ValueError(f"{name} is called with keywords but takes {', '.join(nameless)} by position: remove the /")
     _check_names(name, OF_TRL, kwargs)
     if unknown := [key for key in kwargs if not takes_more and key not in parameters]:
         raise ValueError(
-            f"--reward.kwargs {unknown[0]}: {name} has no such parameter (it has: {', '.join(parameters)}); **kwargs "
-            "takes all that it does not read"
+            f"--reward.kwargs {unknown[0]}: {name} has no such parameter (it has: {', '.join(parameters)}); add "
+            "**kwargs to accept arguments that it does not use"
         )
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     wanted = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in kinds]
 
     def call(item: RewardInput) -> Any:
-        # A conversation is answered by a message, a text by a text.
+        # If the prompt is a list of chat messages, the completion is one too, as in TRL.
         chat = isinstance(item.prompt, list)
         reply: Any = [{"role": "assistant", "content": item.reply}] if chat else item.reply
         columns = dict.fromkeys(TRUTHS, item.ground_truth) | item.extra | {"data_source": item.data_source}
         if both := sorted(kwargs.keys() & columns.keys()):
-            raise ValueError(f"--reward.kwargs {both[0]}: the row has a column of this name; give it another one")
+            raise ValueError(f"--reward.kwargs {both[0]}: the row has a column of this name; rename the argument")
         given = {key: [value] for key, value in columns.items()} | kwargs
         given |= {"prompts": [item.prompt], "completions": [reply]}
         if lacking := [key for key in wanted if key not in given]:
             raise TypeError(
-                f"it wants {', '.join(lacking)}, and the row has {', '.join(map(str, given))}: give that parameter a "
-                "default, the row a column, or --reward.kwargs a value"
+                f"it requires {', '.join(lacking)}, but the row has {', '.join(map(str, given))}: give the parameter a "
+                "default, add a column to the row, or set a value in --reward.kwargs"
             )
         return function(**{key: value for key, value in given.items() if takes_more or key in parameters})
 
@@ -138,12 +143,12 @@ def _trl(
 
 
 def _only(value: Any, none: bool) -> object:
-    """Return the one score of a list. none: None stands for a row to which the function does not apply."""
+    """Return the only score of a list. none: accept None as the score of a row to which the function does not apply."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)) or len(value) != 1:
         what = f"{len(value)} scores" if isinstance(value, (list, tuple)) else f"{type(value).__name__}"
-        raise TypeError(f"it returned {what} where a list of one score is wanted, as it got one response")
+        raise TypeError(f"it returned {what} for one response: return a list of one score")
     if value[0] is None and none:
         return Reward(0.0, applies=False)
     return value[0]

@@ -1,7 +1,8 @@
 """A language model as a judge: `--reward.function judge.yaml` (docs/judge.md).
 
-A grader asks a judge questions about responses, in cases of questions that count only together, and computes rewards
-from the verdicts. An asker has the judge answer: a server (judge_server.py) or the run's own engine (judge_engine.py).
+The grader `Judge` asks questions about responses and computes rewards from the verdicts. A case is a set of questions
+that count only if all are answered. An `Asker` sends the questions to the judge model, which is behind a server
+(judge_server.py) or on the run's own engine (judge_engine.py).
 """
 
 import logging
@@ -16,24 +17,24 @@ from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput
 from spmdrl.rewards.judge_verdict import VALUES, Question, pair_questions, question
 
 Answer = tuple[list[float], ...] | str
-"""The grades of all votes on each question of a case, or why there are none."""
+"""The grades of all votes on each question of a case, or the reason why there are none."""
 log = logging.getLogger("spmdrl")
 
 
 @dataclass(eq=False)
 class Case:
-    """Questions under way that count only if all of them are answered."""
+    """Unanswered questions that count only if all of them are answered."""
 
     key: object
     response: object
-    """Key of the response that messages name."""
+    """Key of the response, for messages."""
     questions: tuple[Question, ...]
     grades: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By (question, vote)."""
+    """Grades received so far, by (index of the question, index of the vote)."""
     failed: bool = False
-    """A vote failed, so no others are worth a request."""
+    """True after a vote failed, so that no further requests are sent for this case."""
     why: str = ""
-    """Why the last attempt that failed did."""
+    """The reason why the latest failed attempt failed."""
 
 
 @dataclass
@@ -41,52 +42,52 @@ class Counters:
     """Costs of a judge so far."""
 
     calls: int = 0
-    """Requests sent, repeated ones too."""
+    """Number of requests sent, including repeated ones."""
     repeated: int = 0
-    """Those of them that were sent because one before failed."""
+    """Number of requests sent because an earlier one failed."""
     bad_verdicts: int = 0
-    """Answers that are no verdict in the form that the question gives."""
+    """Number of answers that are not a verdict in the required form."""
     cached: int = 0
-    """Verdicts from the cache."""
+    """Number of verdicts read from the cache."""
     prompt_tokens: int = 0
-    """Tokens that the server reports to have read."""
+    """Prompt tokens reported by the server."""
     completion_tokens: int = 0
-    """Tokens that it reports to have written."""
+    """Completion tokens reported by the server."""
 
 
 class Asker:
-    """Has a judge answer the questions of cases. Use it from one thread."""
+    """Base class of objects that send the questions of cases to a judge. Use an asker from one thread."""
 
     on_engine = False
-    """True: the run's engine answers, in `drain` alone."""
+    """True if the run's engine answers, which happens only in `drain`."""
 
     def __init__(self, cfg: JudgeConfig, name: str):
-        """name: of the judge, in messages."""
+        """Create an asker. name: name of the judge in messages."""
         self.cfg, self.name = cfg, name
         self.spent = Counters()
         self._open: dict[Case, None] = {}
         self._done: list[tuple[object, Answer]] = []
 
     def submit(self, key: object, *questions: Question, response: object = None) -> None:
-        """Take a case, without waiting.
+        """Submit the questions of a case without waiting.
 
-        key: comes back with the answer. response: key by which messages name it, if that is another.
+        key: identifies the answer. response: key of the response in messages, if it differs from `key`.
         """
         case = Case(key, key if response is None else response, questions)
         self._open[case] = None
         self._begin(case)
 
     def poll(self) -> list[tuple[object, Answer]]:
-        """Return answers since the last call, without waiting. Raises RewardError."""
+        """Return the answers since the last call, without waiting. Raises RewardError."""
         done, self._done = self._done, []
         return done
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Answer]]:
-        """Wait for all answers, or until `stop()`; return those since the last call. Raises RewardError."""
+        """Wait for all answers or until `stop()` is true; return answers since the last call. Raises RewardError."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End all requests. May be called twice."""
+        """Cancel all requests. May be called twice."""
         raise NotImplementedError
 
     def log_costs(self) -> None:
@@ -94,7 +95,7 @@ class Asker:
         log.info("%s: %s", self.name, ", ".join(f"{name} {n:,}" for name, n in vars(self.spent).items()))
 
     def _begin(self, case: Case) -> None:
-        """Start to ask the questions of a case."""
+        """Begin to send the questions of a case."""
 
     def _grades(self, case: Case) -> tuple[list[float], ...] | None:
         """Return the grades of all votes on each question; None while some are missing."""
@@ -113,26 +114,26 @@ class Asker:
 
 @dataclass
 class _Group:
-    """Responses that are judged together: to one prompt if they are compared, else a single one."""
+    """Responses that are judged together: all responses to a prompt if they are compared, else a single one."""
 
     keys: list[object] = field(default_factory=list)
     items: list[RewardInput] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
-    """Responses of each case, by their places in the group."""
+    """Pair of each case, as indices into the group; (0, 0) for a single response."""
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
-    """By the pair: on its two orders, or on a single response."""
+    """Answer by pair: on both orders of a pair, or on the single response."""
 
 
 class Judge(Grader):
-    """Grader that has a judge grade each response, or compare those of a group: the `compare` of its file.
+    """Grader with a judge, which grades each response or compares the responses of a group (`compare` in its file).
 
-    Each response of a group is compared with others in both orders, so that a taste of the judge for the first place or
-    the second cancels. The `RewardInput.group` responses of a group are submitted one after another in the order of
-    their samples, so opponents do not depend on who finished first.
+    Each response of a group is compared with others in both orders, so that a bias of the judge for the first or the
+    second position cancels. The `RewardInput.group` responses of a group are submitted one after another in the order
+    of their samples, so opponents do not depend on which response ended first.
     """
 
     def __init__(self, cfg: JudgeConfig, name: str, asker: Asker):
-        """name: of the judge, in messages."""
+        """Create the grader. name: name of the judge in messages."""
         super().__init__(name)
         self.cfg, self.asker = cfg, asker
         self.wants_groups, self.on_engine = cfg.compare > 0, asker.on_engine
@@ -140,32 +141,32 @@ class Judge(Grader):
         self._begun = _Group()
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Take the next response, of a group if they are compared. Raises RewardError for a group of one."""
+        """Submit the next response. Raises RewardError if responses are compared and the group has only one."""
         if self.cfg.compare and item.group < 2:
             raise RewardError(
-                f"reward function {self.name} failed on {describe(key)}: a response alone cannot be compared; sample "
-                "more of a prompt (--rollout.samples-per-prompt, --eval.samples), or leave compare out of the judge"
+                f"reward function {self.name} failed on {describe(key)}: a single response cannot be compared; sample "
+                "more per prompt (--rollout.samples-per-prompt, --eval.samples), or remove compare in the judge's file"
             )
         group, size = self._begun, item.group if self.cfg.compare else 1
         group.keys.append(key)
         group.items.append(item)
         self.pending += 1
-        assert size == 1 or (group.items[0].group == size and group.items[0].prompt == item.prompt), "groups come whole"
+        assert size == 1 or (group.items[0].group == size and group.items[0].prompt == item.prompt), "incomplete group"
         if len(group.keys) == size:
             self._begun = _Group()
             self._ask(group)
 
     def poll(self) -> list[tuple[object, Reward]]:
-        """See `Grader`."""
+        """Implement `Grader.poll`."""
         return self._rewards(self.asker.poll())
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """See `Grader`."""
-        assert not self._begun.keys, "groups come whole"
+        """Implement `Grader.drain`."""
+        assert not self._begun.keys, "incomplete group"
         return self._rewards(self.asker.drain(stop))
 
     def close(self) -> None:
-        """See `Grader`."""
+        """Implement `Grader.close`."""
         self.asker.close()
 
     def _ask(self, group: _Group) -> None:
@@ -200,8 +201,8 @@ class Judge(Grader):
 def _reward_of(answer: Answer, scale: int) -> Reward:
     """Return the reward of a sample from the grades of its votes.
 
-    The score is their mean over the highest grade. Parts: `grade`, the mean, and `agreement`, 1 less the distance
-    between the highest and the lowest vote over the highest grade.
+    The score is the mean of the grades divided by `scale`, the highest possible grade. Parts: `grade`, the mean;
+    `agreement`, 1 minus (highest vote - lowest vote) / scale.
     """
     if isinstance(answer, str):
         return Reward(math.nan, ungraded=answer)
@@ -211,11 +212,12 @@ def _reward_of(answer: Answer, scale: int) -> Reward:
 
 
 def pairs_of(group: int, compare: int) -> list[tuple[int, int]]:
-    """Return the pairs to compare: places in the group, each pair once, all with as many opponents.
+    """Return the pairs of responses to compare, as indices into the group; every response has equally many opponents.
 
-    All pairs if `compare` is the number of others, or more. Else the responses stand in a ring, in the order of their
-    samples, and each meets its nearest neighbours on both sides, for an odd `compare` also the one opposite. If the
-    group is odd too, nobody is opposite: each meets one fewer, or its two neighbours if `compare` is 1.
+    group: number of responses. compare: desired number of opponents of each. If `compare` is at least `group` - 1, the
+    result has all pairs. Otherwise the responses form a ring in the order of their samples, and each is compared with
+    its nearest neighbours on both sides. For an odd `compare` it is also compared with the response opposite. In a
+    group of odd size nothing is opposite, so each has one opponent fewer, or both neighbours if `compare` is 1.
     """
     if compare >= group - 1:
         steps = list(range(1, group // 2 + 1))
@@ -228,12 +230,12 @@ def pairs_of(group: int, compare: int) -> list[tuple[int, int]]:
 
 
 def _reward_of_pairs(i: int, answers: dict[tuple[int, int], Answer]) -> Reward:
-    """Return the reward of the response at a place in its group.
+    """Return the reward of response `i` of a group.
 
-    A comparison gives it the mean of the votes of both orders: 1 for a win, 0.5 for a tie, 0 for a loss. The score is
-    the mean over comparisons in which both orders have a verdict; without any it is left out. Parts: `wins`, the share
-    of comparisons with more than 0.5; `order_agreement`, 1 less the mean distance between the two orders;
-    `answered`, the share of comparisons that gave a verdict.
+    The value of a comparison is the mean over the votes of both orders, with 1 for a win, 0.5 for a tie, 0 for a loss.
+    The score is the mean over the comparisons that have a verdict in both orders. Without any, the response is
+    ungraded. Parts: `wins`, the share of comparisons with a value above 0.5; `order_agreement`, 1 minus the mean
+    difference between the two orders; `answered`, the share of comparisons that have a verdict.
     """
     got, apart, failed, mine = [], [], "", 0
     for pair, answer in sorted(answers.items(), key=lambda each: each[0]):
@@ -244,7 +246,7 @@ def _reward_of_pairs(i: int, answers: dict[tuple[int, int], Answer]) -> Reward:
             failed = failed or answer
             continue
         first, second = (math.fsum(votes) / len(votes) for votes in answer)
-        # In the second order the other one stood first.
+        # In the second order the judge saw the other response first.
         values = (first, 1.0 - second) if pair[0] == i else (1.0 - first, second)
         got.append(sum(values) / 2)
         apart.append(abs(values[0] - values[1]))

@@ -1,7 +1,7 @@
-"""One request to a server of chat completions, and what its failures mean.
+"""Client of a chat-completions server, which classifies the failures of requests.
 
-The API key is in the header of a request and nowhere else: messages show texts of servers and of errors without it, and
-no redirection is followed, which would take the key elsewhere.
+The API key is sent only in the header of a request. Messages show texts of servers and errors with the key removed, and
+redirections are not followed, because they could send the key to another host.
 """
 
 import email.utils
@@ -22,42 +22,45 @@ from spmdrl.rewards.base import RewardError, UngradedError
 
 PATH = "/chat/completions"
 LONGEST_ANSWER = 4 << 20
-"""Bytes of the longest answer that is read."""
+"""Maximum size of an answer in bytes."""
 LONGEST_WAIT = 120.0
-"""Seconds of the longest `Retry-After` that is followed."""
+"""Maximum seconds of `Retry-After`; longer ones are cut to this."""
 UNKNOWN_FORM = (400, 422)
-"""Status of a server that does not know a way to ask for JSON, or that cannot take the text."""
+"""HTTP status of a server that does not support a `response_format` or rejects the text."""
 _PASSING = {408, 409, 425, 429}
 _FIX = {
     401: "set the API key in the environment variable that the judge's key_env names ({key_env}, which is {is_set})",
     402: "the account of the API key is used up",
     403: "the API key in {key_env} (the judge's key_env; it is {is_set}) may not use its model",
-    404: "there is no such address or model: change the judge's url (it ends before /chat/completions, often in /v1) "
+    404: "there is no such address or model: change the judge's url (without /chat/completions, often ending in /v1) "
     "or its model",
 }
 
 
 class TryAgainError(Exception):
-    """A failure that may pass."""
+    """A temporary failure, after which the request should be repeated."""
 
     def __init__(self, why: str, after: float | None = None):
-        """after: seconds after which the server wants to be asked again."""
+        """Create the error. after: seconds to wait before the next attempt, if the server gave them."""
         super().__init__(why)
         self.after = after
 
 
 class UnknownFormError(Exception):
-    """The server answered 400 or 422; the message is its own."""
+    """The server answered 400 or 422. The message quotes the server."""
 
 
 class Client:
-    """A server of chat completions. May be called from several threads."""
+    """Client of a chat-completions server. May be called from several threads."""
 
     def __init__(self, url: str, key: str, key_env: str, timeout: float):
-        """timeout: seconds of a request, to its last byte. Raises ValueError for a key that cannot be sent."""
+        """Create a client. Raises ValueError for a key that cannot be sent in a header.
+
+        timeout: seconds from the start of a request to the last byte of its answer.
+        """
         if not re.fullmatch(r"[!-~]*", key := key.strip()):
             raise ValueError(
-                f"the judge's key_env {key_env}: its value has characters that no API key has; set it anew"
+                f"the judge's key_env {key_env}: the variable has characters that an API key cannot have; set it again"
             )
         self.key_env, self.timeout = key_env, timeout
         self._key, self._parts = key, urlsplit(url)
@@ -72,11 +75,11 @@ class Client:
         self._closed = False
 
     def ask(self, body: dict[str, Any]) -> bytes:
-        """Return the body of the server's answer.
+        """Send a request and return the body of the server's answer.
 
-        Raises TryAgainError for a rate limit, a time-out, or a fault of the server or the network; UnknownFormError and
-        UngradedError if the server does not take the form of the request, or its length; RewardError, with the setting
-        to change, if no request can succeed.
+        Raises TryAgainError for a rate limit, a timeout, or a fault of the server or the network. Raises
+        UnknownFormError if the server rejects the form of the request, and UngradedError if the request is too long.
+        Raises RewardError with the setting to change if no request can succeed.
         """
         status, after, answer = self._exchange(json.dumps(body).encode())
         if status == 200:
@@ -87,26 +90,26 @@ class Client:
         if status in UNKNOWN_FORM:
             raise UnknownFormError(f"the server answered {status}{text}")
         if status == 413:
-            raise UngradedError(f"the server answered 413{text}; the judge's max_chars bounds the response")
-        fix = _FIX.get(status, "is that a server of chat completions? Change the judge's url")
+            raise UngradedError(f"the server answered 413{text}; lower the judge's max_chars to shorten responses")
+        fix = _FIX.get(status, "this may not be a chat-completions server: change the judge's url")
         if 300 <= status < 400:
-            fix = "it points to another address, where no key is sent: change the judge's url to that"
+            fix = "it redirects to another address, where the key is not sent: change the judge's url to that address"
         fix = fix.format(key_env=self.key_env, is_set="set" if self._key else "not set")
         raise RewardError(f"the judge at {self._address} answered {status}{text}: {fix}")
 
     def close(self) -> None:
-        """Cut the requests that are under way. May be called twice."""
+        """Abort running requests. May be called twice."""
         with self._lock:
             self._closed = True
             for sock in self._under_way:
                 _cut(sock)
 
     def without_key(self, text: str) -> str:
-        """Return text without the key and whatever else looks like a secret."""
+        """Return text without the API key and other text that looks like a secret."""
         return redact_text(text.replace(self._key, REDACTED) if self._key else text)
 
     def _exchange(self, body: bytes) -> tuple[int, str, bytes]:
-        """Return status, `Retry-After` and body of the answer. Raises TryAgainError."""
+        """Send a request and return the status, `Retry-After` and body of the answer. Raises TryAgainError."""
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "spmdrl"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -116,14 +119,14 @@ class Client:
         clock: threading.Timer | None = None
         try:
             connection.connect()
-            # The connection drops its socket if the server closes after the answer, while the answer is read.
+            # Keep the socket: the connection forgets its own while the answer is read if the server closes after it.
             sock = connection.sock
-            assert sock is not None, "it is connected"
+            assert sock is not None, "connected above"
             with self._lock:
                 if self._closed:
                     raise TryAgainError("the judge was closed")
                 self._under_way.add(sock)
-            # A socket's own time-out begins anew with every byte that comes.
+            # A timer is needed because a socket's timeout restarts with every byte that arrives.
             clock = threading.Timer(max(0.0, until - time.monotonic()), _cut, [sock])
             clock.daemon = True
             clock.start()
@@ -144,7 +147,7 @@ class Client:
                     self._under_way.discard(sock)
             connection.close()
         if time.monotonic() >= until:
-            # A part that came before the cut may look whole.
+            # The part of the answer that arrived before the timer cut the connection may look complete.
             raise TryAgainError(late)
         if len(answer) > LONGEST_ANSWER:
             raise TryAgainError(f"the server's answer has more than {LONGEST_ANSWER:,} bytes")
@@ -163,25 +166,25 @@ class Client:
         return connection
 
     def _shown(self, answer: bytes) -> str:
-        """Return the server's own words for a message, in one line."""
-        # JSON may write a slash as \/, and so a key with one.
+        """Return the text of the server's answer for a message, on one line."""
+        # JSON may write a slash as \/, which would hide a key that contains a slash from `without_key`.
         text = answer.decode("utf-8", "replace").replace("\\/", "/")
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             text = str(json.loads(text)["error"]["message"])
-        # Before it is cut, so that no part of a key is left.
+        # Remove the key before the text is shortened, so that no part of a key is left.
         text = " ".join("".join(c if c.isprintable() else " " for c in self.without_key(text)).split())
         return f" ({text[:300]})" if text else ""
 
 
 def _cut(sock: socket.socket) -> None:
-    """End a connection that another thread waits for."""
+    """Shut down a connection from which another thread is reading."""
     with suppress(OSError):
-        # The method of the plain socket: that of TLS would first change the object that the other thread reads from.
+        # Call the plain socket's method: the TLS socket's one would modify the object that the other thread uses.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def seconds_of(after: str) -> float | None:
-    """Return the seconds of a `Retry-After`, a number or a date, within LONGEST_WAIT; None if there is none."""
+    """Return the seconds of a `Retry-After` header, a number or a date, at most LONGEST_WAIT; None for other text."""
     if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", after.strip()):
         return min(float(after), LONGEST_WAIT)
     with suppress(ValueError, TypeError):

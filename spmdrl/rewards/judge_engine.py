@@ -1,7 +1,7 @@
 """A judge on the run's own engine.
 
-All ranks of an engine ask the same questions in the same order and get the same replies. Random words and seeds come
-from the questions and the step, so that neither the ranks nor the order of their work play a part.
+All ranks of an engine ask the same questions in the same order and get the same replies. Nonces and seeds are derived
+from the questions and the step, so that they do not depend on the rank or the order of work.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class Ask:
         self.digest = self.question.digest(self.vote)
 
     def nonce(self, key: tuple[int, ...]) -> str:
-        """Return the word of the lines around the material: a hash of the material, which no response can hold."""
+        """Return the nonce of the delimiter lines: a hash of the material, which no response can therefore contain."""
         return hashlib.sha256(f"{key} {self.digest} {self.attempt}".encode()).hexdigest()[:32]
 
 
@@ -37,32 +37,33 @@ class JudgeReply:
 
     text: str = ""
     why: str = ""
-    """Why it is no verdict, whatever the text; empty: the text decides."""
+    """The reason why the reply is not a verdict, whatever its text; empty if the text has to be parsed."""
     final: bool = False
-    """True: no further attempt would help."""
+    """True if further attempts would fail too."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 Run = Callable[[JudgeConfig, list[Ask], Callable[[], bool] | None], list[JudgeReply] | None]
-"""Function that has the engine answer; its third argument is called meanwhile. None: the rollout was abandoned."""
+"""Function that generates replies with the engine and calls its third argument meanwhile. It returns None if the
+rollout was abandoned."""
 
 
 class EngineAsker(Asker):
-    """Has the run's engine answer, in rounds of attempts. `run` is given by the rollout that asks."""
+    """Asker that has the run's engine answer, in rounds of attempts. The rollout sets `run` before it calls `drain`."""
 
     on_engine = True
 
     def __init__(self, cfg: JudgeConfig, name: str):
-        """See `Asker`."""
+        """Create an asker. name: name of the judge in messages."""
         super().__init__(cfg, name)
         self.run: Run | None = None
         self.quiet = False
-        """True on ranks whose engine has another rank that logs the costs."""
+        """True if another rank of the engine logs the costs."""
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Answer]]:
         """Have the engine answer all cases, unless the rollout is abandoned. stop: called meanwhile."""
-        assert self.run or not self._open, "a rollout asks"
+        assert self.run or not self._open, "`run` is not set"
         for attempt in range(1 + self.cfg.retries):
             if not self._open:
                 break
@@ -73,7 +74,7 @@ class EngineAsker(Asker):
                 for vote in range(self.cfg.votes)
                 if (i, vote) not in case.grades
             ]
-            # In an order that does not depend on which response ended first.
+            # Sort by hash, so that the order does not depend on which response ended first.
             asks.sort(key=lambda each: each[0].digest)
             assert self.run
             replies = self.run(self.cfg, [ask for ask, _, _ in asks], stop)

@@ -1,8 +1,8 @@
-"""A judge behind a URL, and a folder of its answers by a hash of the question, so that none is paid for twice.
+"""A judge behind a URL, with a cache folder that stores its answers by a hash of the question.
 
-Requests only wait for the network, so threads send them. Their verdicts go through a queue to the one thread that asks,
-which alone completes cases. Ranks and jobs may share the folder: a file appears whole or not at all, and holds the
-judge's own words, which are read as strictly as when they came.
+Threads send the requests, which only wait for the network. Verdicts pass through a queue to the thread that uses the
+asker, and only that thread completes cases. Ranks and jobs may share the cache folder: its files are written
+atomically. They contain the judge's raw answers, which are parsed again by the same rules when they are read.
 """
 
 import os
@@ -25,17 +25,17 @@ from spmdrl.rewards.judge_client import Client, TryAgainError, UnknownFormError
 from spmdrl.rewards.judge_verdict import FORMATS, BadVerdictError, Question, content_of, tokens_of
 
 FIRST_PAUSE = 1.0
-"""Seconds before the second attempt, on average; each further pause is twice as long."""
+"""Average seconds before the second attempt; each further pause is twice as long, up to LONGEST_PAUSE."""
 LONGEST_PAUSE = 60.0
 LONGEST_FILE = 1 << 20
-"""Bytes of the longest file of a cache that is read."""
+"""Maximum number of bytes that are read from a file of the cache."""
 
 
 class Server(Asker):
-    """Asks a server of chat completions. After a RewardError only `close` may be called."""
+    """Asker with a chat-completions server. After a RewardError only `close` may be called."""
 
     def __init__(self, cfg: JudgeConfig, name: str):
-        """Raises ValueError with the setting for a cache or a key that cannot be used."""
+        """Create an asker. Raises ValueError with the setting's name for an unusable cache or API key."""
         super().__init__(cfg, name)
         self._client = Client(cfg.url, os.environ.get(cfg.key_env, ""), cfg.key_env, cfg.timeout)
         self._cache = _Cache(cfg.cache) if cfg.cache else None
@@ -44,25 +44,25 @@ class Server(Asker):
         self._found: queue.SimpleQueue[tuple[Case, int, int, float | Exception]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._ended = threading.Event()
-        self._jitter = random.Random()  # pauses must not move the draws of others
-        # Shared by the threads, under the lock: counters, the place in FORMATS, and the time of the next request.
+        self._jitter = random.Random()  # a separate generator, so that pauses do not change other random numbers
+        # The lock protects what the threads share: counters, the index into FORMATS, and the time of the next request.
         self._lock = threading.Lock()
         self._form = 0
         self._not_before = 0.0
 
     def poll(self) -> list[tuple[object, Answer]]:
-        """See `Asker`."""
+        """Implement `Asker.poll`."""
         self._take(0.0)
         return super().poll()
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Answer]]:
-        """See `Asker`. stop: called once a second."""
+        """Implement `Asker.drain`. stop: called about once a second."""
         while self._open and not (stop and stop()):
             self._take(1.0)
         return self.poll()
 
     def close(self) -> None:
-        """Cut all requests and end the threads. May be called twice."""
+        """Abort all requests and end the threads. May be called twice."""
         if self._threads:
             self.log_costs()
         self._ended.set()
@@ -74,8 +74,8 @@ class Server(Asker):
     # -- the caller's thread --------------------------------------------------------------------------------------
 
     def _take(self, patience: float) -> None:
-        """Take verdicts of the threads, waiting up to so many seconds for the first."""
-        # A sign of life: a request that hangs is ended by its own clock.
+        """Receive verdicts from the threads; wait up to `patience` seconds for the first."""
+        # Report progress to the watchdog while waiting: each request has a timeout of its own.
         tick()
         until = time.monotonic() + patience
         while not self._failure:
@@ -91,7 +91,7 @@ class Server(Asker):
             for vote in range(self.cfg.votes):
                 self._work.put((case, i, vote))
                 if len(self._threads) < self.cfg.concurrency:
-                    # A request that hangs must not keep a job from ending.
+                    # Daemon threads, because a hanging request must not prevent the job from ending.
                     self._threads.append(threading.Thread(target=self._serve, name="judge", daemon=True))
                     self._threads[-1].start()
 
@@ -121,13 +121,14 @@ class Server(Asker):
                 found, case.failed = error, True  # `poll` raises it
             self._found.put((case, question, vote, found))
             if not isinstance(found, float | UngradedError):
-                # The job ends: nothing more is to be paid for.
+                # The job will fail, so further requests would only cost money.
                 self._ended.set()
 
     def _grade(self, case: Case, question: Question, vote: int) -> float:
-        """Return a grade from the cache or from several attempts.
+        """Return a grade from the cache, else from the server after up to 1 + `retries` attempts.
 
-        Raises UngradedError if none gave one, RewardError if no request can succeed, or the budget is spent.
+        Raises UngradedError if no attempt gives a grade, and RewardError if no request can succeed or the budget is
+        spent.
         """
         place = question.digest(vote) if self._cache else ""
         if self._cache and (known := self._cache.read(place, question.read)) is not None:
@@ -154,7 +155,7 @@ class Server(Asker):
         raise UngradedError(self._no_verdict(why or "another of its votes failed"))
 
     def _content(self, question: Question, attempt: int) -> str:
-        """Return the judge's own words, by the first of FORMATS that the server takes."""
+        """Return the text of the judge's answer to a request in the first of FORMATS that the server supports."""
         for form in range(self._form, len(FORMATS)):
             self._wait()
             self._spend(repeated=int(attempt > 0 or form > self._form))
@@ -162,21 +163,21 @@ class Server(Asker):
                 answer = self._client.ask(question.body(secrets.token_hex(16), form))
             except UnknownFormError as error:
                 if form == len(FORMATS) - 1:
-                    # The server refuses the text itself, which is too long as a rule.
+                    # The server rejects the text itself, usually because it is too long.
                     raise UngradedError(str(error)) from None
                 continue
             with self._lock:
                 self._form = max(self._form, form)
             self._count(**tokens_of(answer))
             return content_of(answer)
-        raise AssertionError("the last form returns or raises")
+        raise AssertionError("unreachable: the last format returns or raises")
 
     def _spend(self, repeated: int) -> None:
         with self._lock:
             if self.cfg.budget and self.spent.calls >= self.cfg.budget:
                 raise RewardError(
-                    f"the {self.cfg.budget:,} calls of the judge's budget are spent: raise it (0: no bound), lower "
-                    "its votes, or keep answers in its cache; the run goes on from its last checkpoint"
+                    f"the {self.cfg.budget:,} calls of the judge's budget are spent: raise budget (0: no limit), lower "
+                    "votes, or set a cache; a restart resumes from the last checkpoint"
                 )
             self.spent.calls += 1
             self.spent.repeated += repeated
@@ -189,7 +190,7 @@ class Server(Asker):
     def _pause(self, attempt: int, after: float | None) -> None:
         seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * self._jitter.uniform(0.5, 1.5)
         if after is not None:
-            # A rate limit holds for all threads.
+            # A rate limit applies to all threads.
             with self._lock:
                 self._not_before = max(self._not_before, time.monotonic() + after)
             seconds = min(seconds, FIRST_PAUSE) + after
@@ -203,10 +204,10 @@ class Server(Asker):
 
 
 class _Cache:
-    """A folder of answers. May be called from several threads."""
+    """A folder of stored answers. May be called from several threads."""
 
     def __init__(self, folder: str):
-        """Raises ValueError for a folder that cannot be made or written."""
+        """Create the folder if it is missing. Raises ValueError if it cannot be created or written."""
         self._folder = Path(folder).expanduser()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -214,13 +215,13 @@ class _Cache:
                 pass
         except OSError as error:
             raise ValueError(
-                f"the judge's cache {folder}: cannot be written ({error.strerror}); name another"
+                f"the judge's cache {folder}: cannot be written ({error.strerror}); choose another folder"
             ) from None
 
     def read(self, place: str, parse: Callable[[str], float]) -> float | None:
-        """Return the grade of a question that was answered before; a file without one counts as absent.
+        """Return the stored grade of a question; None if there is no readable file with a grade.
 
-        parse: reads an answer, and raises BadVerdictError.
+        place: hash of the question. parse: returns the grade in an answer or raises BadVerdictError.
         """
         with (
             suppress(OSError, UnicodeDecodeError, BadVerdictError),
@@ -230,7 +231,7 @@ class _Cache:
         return None
 
     def write(self, place: str, content: str) -> None:
-        """Write an answer; on a full disk do nothing."""
+        """Write an answer to the cache; ignore errors such as a full disk."""
         file = self._folder / place[:2] / f"{place}.json"
         with suppress(OSError):
             file.parent.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
-r"""LaTeX of an answer, written in the one way that the grammar of math-verify reads right.
+r"""Rewrites the LaTeX of an answer to a form that the grammar of math-verify parses correctly.
 
-`spelled` unites spellings: `\mathrm{e}` and e, `\left(` and (. `named` writes each name that the grammar would read
-otherwise as one symbol: the grammar drops primes and transposes (`y'` is y, and `2^T` is 2), multiplies the letters of
-`\angle ABC` and `HHT`, reads `I` as the imaginary unit, `E` as e, `\Gamma` as Euler's constant and `\mathcal{A}` as
-`\mathbb{A}`, and takes a cross product of vectors for one of numbers.
+`spelled` unifies spellings, such as `\mathrm{e}` and e, or `\left(` and (. `named` replaces each name that the grammar
+would misread by one symbol. The grammar drops primes and transposes (`y'` becomes y, and `2^T` becomes 2). It
+multiplies the letters of `\angle ABC` and `HHT`. It reads `I` as the imaginary unit, `E` as e, `\Gamma` as Euler's
+constant, and `\mathcal{A}` as `\mathbb{A}`. It reads a cross product of vectors as a product of numbers.
 """
 
 import re
@@ -49,9 +49,9 @@ _AS_LATEX = str.maketrans(
 _SCIENTIFIC = re.compile(
     r"(?<![\w.])(?:(\d{1,30}\.\d{1,30})[eE]([+-]?\d{1,3})|(\d{1,30})[eE](\d{1,3}|[+-]\d{2,3}))(?![\w.])"
 )
-"""A number such as `1.6e-19`, but not `2e-3`, a difference with the name e."""
+"""A number such as `1.6e-19`, but not `2e-3`, which means 2 * e - 3."""
 _COUNTED = re.compile(r"(\\(?:text|mathrm|mbox)\s*)\{\s*(-?\d[\d.,]*)(?=[\s~]*[A-Za-z]{2})([^{}\d]*)\}(?![_^])")
-"""A number within the words behind it, as in `\\text{5 apples}`."""
+"""A number inside the text command of its unit, as in `\\text{5 apples}`."""
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,;:]|\{,\}|\s)\d{3}){1,30})(?!\d)")
 _REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{(\d{1,20})\}")
 _INDEX = r"_(?:\{[^{}]*\}|[A-Za-z0-9])"
@@ -107,7 +107,7 @@ def _repeated(m: re.Match) -> str:
 
 
 def spelled(text: str) -> str:
-    """Return an answer in one spelling, without LaTeX that only formats."""
+    """Return an answer in the unified spelling, without LaTeX that only formats."""
     text = CURRENCY.sub("", text.translate(SIGNS).translate(_AS_LATEX))
     for pattern, instead in _SPELLINGS:
         text = pattern.sub(instead, text)
@@ -125,9 +125,9 @@ def _symbol(name: str) -> str:
 
 
 def _crossed(text: str) -> str:
-    r"""Write cross products of letters as one symbol each, and others as a command that the grammar refuses.
+    r"""Write each cross product of letters as one symbol, and other cross products as a command the grammar rejects.
 
-    It reads vectors by their looks, so it comes before `_plain_names`.
+    It recognises vectors by commands such as `\mathbf`, so it must run before `_plain_names` removes these.
     """
     if r"\times" not in text:
         return text
@@ -136,7 +136,7 @@ def _crossed(text: str) -> str:
 
 
 def named(text: str) -> str:
-    """Return a text whose names and marked letters are symbols. Primes behind anything else stay."""
+    """Return text in which names and letters with primes or transposes are symbols; other primes stay unchanged."""
 
     def written(m: re.Match) -> str:
         if m["figure"] or m["points"]:

@@ -1,4 +1,4 @@
-"""Loads the grader of `--reward.function` and checks rewards against rows, samples and costs."""
+"""Loads the grader of `--reward.function`, and checks rewards against the data, results and other settings."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -24,11 +24,11 @@ DEFAULT_FUNCTION = "compute_score"
 QUICK: dict[str, Callable[[RewardInput], Reward]] = {
     name: load_builtin(name, {}) for name, row in REWARDS.items() if not row.pooled
 }
-"""Built-in rewards that are quick and certain to end, whatever a response holds: the rank's own process calls them."""
+"""Built-in rewards that end quickly for every response, so that the rank calls them in its own process."""
 
 
 class Direct(Grader):
-    """Grader that calls a trusted, quick function at submit."""
+    """Grader that calls a trusted, quick function in `submit`."""
 
     def __init__(self, name: str, function: Callable[[RewardInput], object], finite: bool = True):
         super().__init__(name)
@@ -43,13 +43,13 @@ class Direct(Grader):
 
 
 def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, sources: Iterable[str] = ()) -> Grader:
-    """Return the grader that a run's settings name, ready to take work.
+    """Return the grader that a run's settings name, ready for use.
 
-    sandbox: where it runs programs, if it does. finite: False lets scores pass that are not finite, for a caller
-    that leaves such samples out. sources: the `data_source` of rows that will come, as far as they are known.
+    sandbox: settings of the sandbox for rewards that run programs. finite: if False, accept scores that are not finite,
+    for callers that drop such samples. sources: the known values of `data_source` in the data.
 
-    Raises ValueError with the flag for an unknown built-in, a missing file or function, a file that does not import,
-    and two rewards of one name.
+    Raises ValueError with the flag for an unknown built-in reward, a missing file or function, a file that cannot be
+    imported, and two rewards with the same name.
     """
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
@@ -68,7 +68,7 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
 
 
 def on_engine(grader: Grader) -> list[Grader]:
-    """Return the graders among the terms of a grader, or the grader itself, that use the run's engine."""
+    """Return the graders that use the run's engine: of the terms of a combined grader, or the grader itself."""
     each = [term.grader for term in grader.terms] if isinstance(grader, CombinedReward) else [grader]
     return [one for one in each if one.on_engine]
 
@@ -100,32 +100,32 @@ def _load(
 def check_ungraded(
     ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1, env: str = "", why: str = ""
 ) -> None:
-    """Refuse too many samples without a score, which are left out.
+    """Check that not more samples are left out than `--reward.max-ungraded` allows. Raises RewardError otherwise.
 
-    group: samples of a prompt: one unreadable row does not end a small run, unless the setting is 0. env: `--env`; an
-    environment may fail, or begin with a prompt that is too long. why: the reason for which it left out the first
-    sample, where this rank knows one. Raises RewardError for more samples than `--reward.max-ungraded` allows.
+    ungraded: number of samples without a score. group: samples per prompt; so many may always be left out unless the
+    setting is 0, so that one unreadable row does not stop a small run. env: value of `--env`; environments may also
+    fail or begin with a prompt that is too long. why: the environment's reason for the first sample, if known.
     """
     one_row = group if cfg.max_ungraded and group < samples else 0
     if ungraded > max(cfg.max_ungraded * samples, one_row):
         by = " + ".join(functions(cfg))
         problem = f"could not be graded by {by}"
         helps = (
-            "mend their rows, the sandbox (python -m spmdrl.tools.doctor) or the judge, add a reward that applies to "
+            "fix their rows, the sandbox (python -m spmdrl.tools.doctor) or the judge, add a reward that applies to "
         )
         if env:
             causes = f"the environment failed, its first prompt is too long, or {by} could not grade them"
             problem = f"of --env {env} are left out, {f'the first because {why}' if why else f'because {causes}'}"
-            helps = f"mend the environment, raise --rollout.max-prompt-tokens if prompts are too long, {helps}"
+            helps = f"fix the environment, raise --rollout.max-prompt-tokens if prompts are too long, {helps}"
         raise RewardError(
             f"{ungraded} of {samples} samples of {where} {problem}; that is more than --reward.max-ungraded "
-            f"{cfg.max_ungraded:g} allows; the log names the first ones with the reason: {helps}(--reward.more), or "
-            "allow more"
+            f"{cfg.max_ungraded:g} allows; the log names the first ones with the reason: {helps}them "
+            "(--reward.more), or raise that limit"
         )
 
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
-    """Tell whether a grading that takes too long scores 0; else it ends the job, or no grading can take long."""
+    """Return whether a grading that takes too long scores 0. Otherwise it stops the job, or cannot take too long."""
     return any(_scores_timeouts(name, cfg) for name in functions(cfg))
 
 
@@ -137,12 +137,15 @@ def _scores_timeouts(name: str, cfg: RewardConfig) -> bool:
 
 
 def check_cost(cfg: RewardConfig, cost: str) -> None:
-    """Refuse a cost (`--safety.cost`) from the parts of a reward whose stopped gradings have 0 in every part."""
+    """Check that `--safety.cost`, a part of the reward, cannot be 0 just because a grading took too long.
+
+    Raises ValueError if gradings that take too long score 0, because their parts, and so their cost, would be 0.
+    """
     if cost and scores_timeouts(cfg):
         by = " or ".join(functions(cfg))
         raise ValueError(
-            f"--reward.on-timeout {cfg.on_timeout}: a grading by {by} that is stopped has 0 in every part, so"
-            f" --safety.cost {cost} would be free of charge there; take error"
+            f"--reward.on-timeout {cfg.on_timeout}: a grading by {by} that takes too long has 0 in every part, so the"
+            f" cost --safety.cost {cost} would be 0 there; set --reward.on-timeout error"
         )
 
 
@@ -153,25 +156,26 @@ def _file_function(spec: str, flag: str) -> str:
     elif ".py:" in spec:
         file, _, name = spec.rpartition(":")
     elif "/" in spec or ":" in spec:
-        raise ValueError(f"{flag} {spec!r}: a file is given as path/to/file.py[:function]")
+        raise ValueError(f"{flag} {spec!r}: give a file as path/to/file.py[:function]")
     else:
         raise ValueError(f"unknown {flag} {spec!r}: {nearest(spec, REWARDS)}, a judge.yaml, or a file.py[:function]")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"{flag} {spec!r}: there is no file {path}")
     if not name.isidentifier():
-        raise ValueError(f"{flag} {spec!r}: {name!r} is no function name; the form is path/to/file.py[:function]")
+        raise ValueError(f"{flag} {spec!r}: {name!r} is not a function name; give path/to/file.py[:function]")
     return f"{path}:{name}"
 
 
 def check_truths(prompts: PromptSet, reward: RewardConfig) -> None:
-    """Have each quick built-in reward score some response to every row: rewards look at the truth first.
+    """Check that the quick built-in rewards of a run can read the truth of every row.
 
-    Raises ValueError with the first row that a reward cannot grade, the reason, and the number of such rows.
+    It grades a dummy response to each row, as rewards check the truth first. Raises ValueError with the first row that
+    a reward cannot grade, the reason, and the number of such rows.
     """
     checks = QUICK | {"math": lambda item: truth_text(item.ground_truth)}
     for name in functions(reward):
-        # The reward of an environment is known in an episode alone.
+        # The reward of an environment exists only within an episode.
         if name == "environment" or not (score := checks.get(name)):
             continue
         found: list[tuple[int, str]] = []
@@ -182,5 +186,5 @@ def check_truths(prompts: PromptSet, reward: RewardConfig) -> None:
                 found.append((prompt.index, str(error)))
         if found:
             index, why = found[0]
-            more = f" ({len(found)} rows of {len(prompts)} are so)" if len(found) > 1 else ""
+            more = f" ({len(found)} of {len(prompts)} rows have such a problem)" if len(found) > 1 else ""
             raise ValueError(f"{prompts.place(index)}: {name} cannot grade this row: {why}{more}")

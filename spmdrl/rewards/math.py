@@ -1,8 +1,9 @@
-r"""Mathematical answers: found in `\boxed{...}`, in a last line `Answer: ...` or in prose, normalised, and compared.
+r"""The reward `math`, which finds the answer of a response, normalises it and compares it with the truth.
 
-They are compared as text, as numbers, then symbolically by math-verify (https://github.com/huggingface/Math-Verify),
-which can take seconds for `9^{9^{9^9}}`. Its own time limits need the main thread of a process without another alarm:
-they are off, and this runs in the pool, whose processes can be killed.
+The answer is in `\boxed{...}`, in the last line `Answer: ...`, or in prose. It is compared as text, as a number, then
+symbolically by math-verify (https://github.com/huggingface/Math-Verify), which can take seconds for `9^{9^{9^9}}`. The
+time limits of math-verify need the alarm signal of a process's main thread, so they are switched off. Instead, this
+reward runs in the pool, whose processes can be killed.
 """
 
 import logging
@@ -32,9 +33,9 @@ _LOOKS = re.compile(r"\\(?:text|math(?!cal|frak|scr)|operatorname|mbox|bold|bm)[
 _WORD = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Z][a-z]{3,}|[A-Z]{4,}|(?i:yes|no|odd|dne|all|any|one|two|six|ten|red))(?![A-Za-z])"
 )
-"""A word, which is the same in either case: four letters and more, or no product of letters."""
+"""A word, for which case does not matter: four letters or more, or a listed one that is not a product of letters."""
 _TAIL = 1000
-"""Characters at the end of a response without a marked answer in which math-verify looks for one."""
+"""Number of characters at the end of a response in which math-verify searches if no answer is marked."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -47,7 +48,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _extract(solution: str) -> tuple[str, str]:
-    r"""Return the answer in a response and its place: the last `box`, the last answer `line`, or `prose`."""
+    r"""Return the answer in a response and its form: `box` (the last box), `line` (the last answer line) or `prose`."""
     boxed = last_boxed(solution)
     if boxed is not None:
         return boxed, "box"
@@ -58,9 +59,9 @@ def _extract(solution: str) -> tuple[str, str]:
 
 
 def _plain(opened: str, text: str) -> str:
-    """Return an answer line without Markdown emphasis and LaTeX delimiters around the whole of it.
+    """Return the text of an answer line without Markdown emphasis and LaTeX delimiters around it.
 
-    opened: marks that stood before it, as in `**540**` and in `**Answer:** 540`.
+    opened: Markdown characters between the colon and the text, as in `Answer: **540**` and `**Answer:** 540`.
     """
     text = _BOLD_END.sub("", text)
     if set(opened) & {"*", "_"}:
@@ -71,7 +72,7 @@ def _plain(opened: str, text: str) -> str:
 
 
 def _sides(text: str) -> list[str]:
-    """Return the sides of a chain of equations, `x = 2 * 270 = 540`; of another text, or a list, the text alone."""
+    """Return the sides of a chain of equations such as `x = 2 * 270 = 540`; for other texts and lists only the text."""
     depth, parts = 0, [""]
     for before, char, after in zip(" " + text, text, text[1:] + " ", strict=False):
         depth += (char in "{([") - (char in "])}")
@@ -85,9 +86,9 @@ def _sides(text: str) -> list[str]:
 
 
 def _contradicts(text: str) -> bool:
-    """Tell whether sides of a chain of equations differ in value, as in `539 = 540`, which is no answer.
+    """Return whether two neighbouring sides of a chain of equations differ in value, as in `539 = 540`.
 
-    Only sides without names, units and number bases count; a decimal equals a value that rounds to it.
+    Only sides without names, units and number bases are compared. A decimal equals a value that rounds to it.
     """
     values = []
     for side in _sides(text):
@@ -104,9 +105,9 @@ def _contradicts(text: str) -> bool:
 
 
 def _simplify(text: str) -> str:
-    r"""Return the text of an answer without spaces, `$`, `\left`, `\dfrac`, `\text{}` and a final dot.
+    r"""Return the text of an answer without spaces, `$`, `\left`, `\text{}` and a final dot, with `\frac` for `\dfrac`.
 
-    Words are in lower case; letters of algebra keep their case.
+    Words become lower case; letters that are variables keep their case.
     """
     text = text.translate(SIGNS).strip().strip("$").strip()
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", "", text)
@@ -116,13 +117,13 @@ def _simplify(text: str) -> str:
         text = _LOOKS.sub(r"\1", text)
     text = CURRENCY.sub("", text).replace(r"\%", "%").strip()
     text = _WORD.sub(lambda m: m[0].lower(), text)
-    # Space between two digits stays, but for that between thousands: `3 1/2` is not 31/2.
+    # Keep the space between two digits, as `3 1/2` is not 31/2, unless it separates thousands.
     text = re.sub(r"(?<=\d)\s+(?=\d{3}(?!\d))|(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"\s+", " ", text).rstrip(".")
 
 
 def _to_number(text: str) -> Fraction | None:
-    """Return the exact value of a plain number, fraction or mixed number (in simplified text), else None."""
+    """Return the exact value of a simplified text that is a number, fraction or mixed number, else None."""
     if (m := _NUMBER.fullmatch(text)) and (m[2] or m[3]):
         return Fraction(m[1] + (m[2] or "0").replace(",", "") + (m[3] or ""))
     if m := _FRACTION.fullmatch(text):
@@ -135,9 +136,9 @@ def _to_number(text: str) -> Fraction | None:
 
 
 def _equal(truth: str, answer: str, form: str) -> bool:
-    """Tell whether an answer has the value of a truth, or its text where one of them cannot be read whole.
+    """Return whether an answer has the same value as the truth, or the same simplified text.
 
-    form: `box`, `line` (some prose may be in the answer) or `prose`.
+    form: `box`, `line` (the answer may contain some prose) or `prose`.
     """
     gold = symbolic.read(truth)
     found = symbolic.read(answer) if form != "prose" else None
@@ -149,8 +150,9 @@ def _equal(truth: str, answer: str, form: str) -> bool:
 
 
 def math_reward(item: RewardInput) -> Reward:
-    r"""1 if the answer equals the truth as text, as a number, or by math-verify: the last `\boxed{...}`, else the
-    last line `Answer: ...`, else the end of the response. Part `format`: the answer was marked.
+    r"""Return 1 if the answer equals the truth as text, as a number, or by math-verify. The answer is the last
+    `\boxed{...}`, else the last line `Answer: ...`, else the end of the response. Part `format`: whether the answer is
+    in a box or such a line.
     """
     whole = truth_text(item.ground_truth)
     boxed = last_boxed(whole)
@@ -170,13 +172,13 @@ def math_reward(item: RewardInput) -> Reward:
         return Reward(float(abs(a - b) <= (symbolic.DECIMAL * max(abs(a), abs(b)) if rounded else 0)), parts)
     equal = _equal(raw_truth, raw, form)
     if form != "prose" and not equal and "=" not in truth and len(chain := _sides(raw)) > 1:
-        # `45 \text{ ft} = 540 \text{ in}`
+        # Compare the last side of a chain of equations such as `45 \text{ ft} = 540 \text{ in}`.
         equal = _equal(raw_truth, chain[-1], form)
     return Reward(float(equal), parts)
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Return the reward after its imports and first parse, which must not count as time of the first grading."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one warning a call that its limits are off
+    """Return the reward after slow imports and a first parse, which must not count as time of the first grading."""
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns in each call that its time limits are off
     _equal(r"\frac{1}{2}", "x+1", "line")
     return math_reward

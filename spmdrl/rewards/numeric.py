@@ -1,8 +1,9 @@
-r"""A number within a tolerance of the truth: the last one in the last `\boxed{...}`, else the last of the response.
+r"""The reward `numeric`, which compares the last number of a response with the truth within a tolerance.
 
-Numbers are written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`; units behind them are not
-read, `%` included. The row's `extra_info` gives the tolerance: `tolerance` is relative to the truth,
-`absolute_tolerance` is not, and the wider of both counts.
+The last number in the last `\boxed{...}` counts, or the last of the response without a box. Numbers are written as
+`-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number are ignored, including `%`. The
+row's `extra_info` may set `tolerance`, which is relative to the truth, and `absolute_tolerance`; the larger of both
+applies.
 """
 
 import re
@@ -13,11 +14,11 @@ from spmdrl.rewards.boxed import last_box
 from spmdrl.rewards.text import ADVICE, SIGNS, truth_text
 
 TOLERANCE = 1e-6
-"""Relative tolerance of rows that give none."""
+"""Default relative tolerance."""
 TAIL = 1000
-"""Characters at the end of a text that are read."""
+"""Number of characters at the end of a text in which numbers are searched."""
 MOST_DIGITS = 9
-"""Digits of the longest exponent that is read."""
+"""Maximum number of digits of an exponent."""
 _PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>(?:(?<![\d)}}\w])[-+]\s?)?)(?:"
@@ -28,7 +29,7 @@ _NUMBER = re.compile(
 )
 _SPACED = re.compile(r"\\[,!;: ]|(?<=\d)\{,\}(?=\d)")
 _EXACT = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
-"""Decimal context in which overflows and texts that are no number become infinite or nan, not exceptions."""
+"""Decimal context in which overflows and invalid texts give infinity or NaN, not exceptions."""
 
 
 def _clean(text: str) -> str:
@@ -41,7 +42,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _value(m: re.Match) -> Decimal:
-    """Return the value of a match, or nan. The context must be `_EXACT`."""
+    """Return the value of a match of `_NUMBER`, or NaN. The decimal context must be `_EXACT`."""
     if m["over"]:
         value = _decimal(m["over"]) / _decimal(m["under"])
     else:
@@ -55,23 +56,23 @@ def _value(m: re.Match) -> Decimal:
 
 
 def _last_number(solution: str) -> Decimal | None:
-    """Return the number that a response gives; nan if it is too large to be read, None without one."""
+    """Return the last number of a response; NaN if its exponent is too long, None if there is no number."""
     box = last_box(solution)
     text = solution if box is None else box
-    if len(text) > TAIL:  # a number that is cut in two does not count
+    if len(text) > TAIL:  # drop a number whose beginning is cut off
         text = re.sub(r"^[\d.,]+", "", text[-TAIL:])
     found = list(_NUMBER.finditer(_clean(text)))
     return _value(found[-1]) if found else None
 
 
 def _truth_of(ground_truth: object) -> Decimal:
-    """Return the number of a truth, alone, in a box or behind `####`. Raises ValueError for another truth."""
+    """Return the number of a truth, which may be alone, in a box or after `####`. Raises ValueError otherwise."""
     text = truth_text(ground_truth)
     box = last_box(text)
     m = _NUMBER.fullmatch(_clean(text.rpartition("####")[2] if box is None else box).strip(" $").rstrip(" $."))
     value = _value(m) if m else Decimal("nan")
     if not value.is_finite():
-        raise ValueError(f"numeric compares with a number and the truth is {text[:60]!r}: {ADVICE}")
+        raise ValueError(f"numeric compares with a number, but the truth is {text[:60]!r}: {ADVICE}")
     return value
 
 
@@ -79,13 +80,13 @@ def _tolerance(extra: dict, name: str, default: float) -> Decimal:
     given = extra.get(name)
     value = default if given is None else given
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} {str(value)[:60]!r} of the row's extra_info is no number of at least 0")
+        raise ValueError(f"{name} {str(value)[:60]!r} of the row's extra_info must be a finite number of at least 0")
     return Decimal(value)
 
 
 def numeric(item: RewardInput) -> Reward:
-    r"""1 if the last number of the last `\boxed{...}`, else of the response, is within the tolerance of the truth.
-    Part `format`: there is a number.
+    r"""Return 1 if the last number of the last `\boxed{...}`, or of the response without a box, is within the tolerance
+    of the truth. Part `format`: whether there is a number.
     """
     with localcontext(_EXACT):
         truth, given = _truth_of(item.ground_truth), _last_number(item.solution)

@@ -1,7 +1,8 @@
-"""Graders in processes that can be killed: whatever a reward function does, the run goes on or ends with a clear line.
+"""A grader that runs reward functions in processes that can be killed.
 
-Each worker is a plain child process that exchanges JSON lines over pipes which never block the caller. The worker takes
-the time of a grading from its start, so a caller that polls late changes nothing.
+If a reward function hangs or crashes, the run continues or stops with a clear message. Each worker is a plain child
+process that exchanges JSON lines over pipes that never block the caller. The worker measures the time of a grading
+itself, so the result does not depend on how often the caller polls.
 """
 
 import json
@@ -16,7 +17,7 @@ from spmdrl.workers import processes
 from spmdrl.workers.processes import Process, Processes
 
 PREFETCH = 8
-"""Requests that a worker may have, so that it works on while the caller is busy elsewhere."""
+"""Maximum number of requests in a worker's queue, which it works off while the caller is busy with other things."""
 log = logging.getLogger("spmdrl")
 
 
@@ -25,15 +26,15 @@ class Worker(Process):
     """A process that grades, and its requests."""
 
     queue: deque[int] = field(default_factory=deque)
-    """Requests sent and not yet answered, in order: the first may be under way."""
+    """Ids of sent requests without an answer so far, in order; the worker may be grading the first."""
     started: float | None = None
-    """When the first of them started (time.monotonic())."""
+    """Start time of the running grading (time.monotonic()), or None."""
     may_take: float = 0.0
-    """Seconds that it may take, where its reward has clocks of its own."""
+    """Maximum seconds of the running grading if its reward has time limits of its own, else 0."""
 
 
 class Pool(Grader):
-    """Grader over `workers` processes, which die with the thread that started them."""
+    """Grader with `workers` processes, which die with the thread that started them."""
 
     def __init__(
         self,
@@ -46,12 +47,12 @@ class Pool(Grader):
         settings: dict[str, Any] | None = None,
         alone: bool = False,
     ):
-        """Wait until every worker has loaded the function.
+        """Start the workers and wait until each has loaded the function.
 
-        function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`. finite: a score that is
-        not finite is an error. settings: of a built-in reward, or further arguments of a function in a file, as JSON.
-        alone: no other reward grades a row to which this one does not apply. Raises ValueError where a worker cannot
-        load the function.
+        function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`. finite: if True, a score
+        that is not finite is an error. settings: settings of a built-in reward or further arguments of a function in a
+        file; they must be valid JSON. alone: True if this is the run's only reward. Raises ValueError if a worker
+        cannot load the function.
         """
         assert on_timeout in ("error", "zero"), on_timeout
         if workers < 1 or not timeout > 0:
@@ -60,8 +61,8 @@ class Pool(Grader):
         self._timeout, self._on_timeout = timeout, on_timeout
         self._note, self._alone = "", alone
         self._next = 0
-        self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all unanswered requests
-        self._waiting: deque[int] = deque()  # ids no worker has
+        self._items: dict[int, tuple[object, bytes]] = {}  # all unanswered requests: id -> (key, request line)
+        self._waiting: deque[int] = deque()  # ids of requests that were not sent to a worker so far
         hello = {"function": function, "settings": settings or {}, "finite": finite}
         self._processes = Processes(workers, Worker, "spmdrl.rewards.worker", hello, self)
         try:
@@ -72,7 +73,7 @@ class Pool(Grader):
             raise ValueError(str(e)) from None
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Take one response to grade. Raises RewardError when truth or extra cannot be written as JSON."""
+        """Submit one response. Raises RewardError if its truth or extra columns cannot be written as JSON."""
         values = [item.data_source, item.solution, item.ground_truth, item.extra, item.prompt, item.prefill]
         try:
             line = (json.dumps({"id": self._next, "item": values}) + "\n").encode()
@@ -87,7 +88,7 @@ class Pool(Grader):
         self._hand_out()
 
     def close(self) -> None:
-        """End the workers; kill those that work. May be called twice."""
+        """Stop the workers and kill busy ones. May be called twice."""
         for worker in self._processes.all:
             if worker.queue:
                 worker.kill()
@@ -98,7 +99,7 @@ class Pool(Grader):
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give waiting requests to the workers that have the fewest."""
+        """Send waiting requests to the workers with the shortest queues."""
         while self._waiting:
             open_to = [w for w in self._processes.all if w.ready and len(w.queue) < PREFETCH]
             if not open_to:
@@ -114,7 +115,7 @@ class Pool(Grader):
     # -- events of workers ------------------------------------------------------------------------------------------
 
     def on_message(self, worker: Worker, message: dict) -> None:
-        """Take a line of a worker."""
+        """Handle a message from a worker."""
         if "note" in message:
             if message["note"] and message["note"] != self._note:
                 self._note = message["note"]
@@ -122,20 +123,20 @@ class Pool(Grader):
         elif "failed" in message:
             raise RewardError(f"--reward.function {self.name}: {message['failed']}")
         elif "start" in message:
-            assert worker.queue[0] == message["id"], "a worker answers in order"
+            assert worker.queue[0] == message["id"], "a worker must answer in order"
             worker.started, worker.may_take = message["start"], message["may_take"]
         else:
             request = worker.queue.popleft()
-            assert request == message["id"], "a worker answers in order"
+            assert request == message["id"], "a worker must answer in order"
             worker.started = None
-            if message["seconds"] > (worker.may_take or self._timeout):  # as if it had been killed in time
+            if message["seconds"] > (worker.may_take or self._timeout):  # too slow, although the caller polled too late
                 return self._timed_out(request, worker.may_take)
             if "error" in message:
                 error = RewardError(
                     f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
-                    "Mend it (--reward.function), or the row's truth if it cannot read that"
+                    "Fix the function (--reward.function), or the row's truth if the function cannot read it"
                 )
-                error.add_note(message["trace"])  # shown with the traceback; the message stays one line
+                error.add_note(message["trace"])  # printed with the traceback, so that the message is one line
                 raise error
             key, _ = self._items.pop(request)
             if "ungraded" in message:
@@ -146,11 +147,11 @@ class Pool(Grader):
                 self._answer(key, Reward(message["score"], message["parts"], applies=message["applies"]))
 
     def deadline(self, worker: Worker) -> float:
-        """Return when a worker should have ended the grading under way (time.monotonic())."""
+        """Return the time (time.monotonic()) by which a worker must end its running grading; infinity without one."""
         return float("inf") if worker.started is None else worker.started + (worker.may_take or self._timeout)
 
     def on_timeout(self, worker: Worker) -> None:
-        """Replace a worker whose grading does not end, and hand out its untouched requests again."""
+        """Replace a worker whose grading takes too long, and put its other requests back to the waiting ones."""
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name} did not load within {processes.START_SECONDS:.0f} s")
         request = worker.queue.popleft()
@@ -159,20 +160,20 @@ class Pool(Grader):
         self._timed_out(request, worker.may_take)
 
     def on_exit(self, worker: Worker, how: str) -> None:
-        """End the run: a reward function must not end its process."""
+        """Raise RewardError, because a reward function must not end its process."""
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name}: its process ended {how} while loading")
         under_way = worker.started is not None
         when = f"while grading {describe(self._items[worker.queue[0]][0])}" if under_way else "between two gradings"
         raise RewardError(
             f"the process of reward function {self.name} ended {how} {when}: a reward function must return, not "
-            "exit (--reward.function); its own output stands above, in this rank's log"
+            "exit (--reward.function); its output is above, in this rank's log"
         )
 
     def _timed_out(self, request: int, may_take: float) -> None:
         key = self._items[request][0]
         if may_take:
-            # Its own clocks should have ended it, so the response is not the cause.
+            # The reward's own time limits should have ended the grading, so the response is not the cause.
             self._items.pop(request)
             return self._leave_out(key, f"its grading did not end within {may_take:g} s")
         if self._on_timeout == "error":

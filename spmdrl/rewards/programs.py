@@ -1,4 +1,4 @@
-"""The program in a response: in a fenced block, the response itself, or the continuation of a program in the prompt."""
+"""Finds the program in a response: a fenced block, the response itself, or the continuation of the prompt's program."""
 
 import re
 
@@ -7,16 +7,17 @@ _FENCE = re.compile(
     r"(?P<item>(?:(?:[-*+]|\d{1,9}[.)])[ \t]{1,9}){0,9})(?P<mark>`{3,}|~{3,})"
     r"[ \t]*(?P<language>[\w+-]{0,20})"
 )
-"""A line that opens or closes a block, also in an item of a list and in a quote."""
+"""A line that opens or closes a fenced block, which may be in a list item or a quote."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
-"""Beginnings of a program that has the function itself."""
+"""Beginnings of a response without a block that is a complete program, not a continuation."""
 _PYTHON = ("python", "python3", "py")
 
 
 def program_of(text: str) -> tuple[str, bool]:
-    """Return the program in a response and whether it stands in a fenced block.
+    """Return the program in a response and whether it is in a fenced block.
 
-    The last block that says Python, else the last block without a language, else the text itself.
+    The program is the last block with the language Python, else the last block without a language. It is the complete
+    text if the text has no block, and empty if all blocks have other languages.
     """
     blocks = fenced_blocks(text)
     for wanted in (_PYTHON, ("",)):
@@ -27,11 +28,11 @@ def program_of(text: str) -> tuple[str, bool]:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Return language and content of each fenced block; the last one may lack its end.
+    """Return language and content of each fenced block; the closing fence of the last block may be missing.
 
     As in CommonMark (https://spec.commonmark.org, fenced code blocks), a block opened by tildes is not closed by
-    backticks or by fewer tildes, and its lines lose the indentation of the line that opened it. A block in a quote ends
-    with it.
+    backticks or by fewer tildes. The indentation of the opening fence is removed from the lines of the block. A block
+    in a quote ends with the quote.
     """
     blocks: list[tuple[str, list[str]]] = []
     mark, indent, quotes = "", 0, 0
@@ -55,13 +56,13 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def completed(prompt: str, name: str, text: str) -> str:
-    """Return the program of a response to a prompt that begins a function.
+    """Return the program that a prompt begins and a response completes.
 
-    A response with the function itself gets the imports and helpers before it in the prompt. Another one goes on where
-    the prompt ends (it may be inside of a fence), and ends at a fence or at the next line that begins at the margin, as
-    HumanEval's completions do.
+    If the response defines the function, the prompt's imports and helper functions are put before it. Otherwise the
+    response continues the text of the prompt, and may do so inside a fence. As for HumanEval's completions, the
+    continuation ends at a fence or at the next line without indentation.
 
-    prompt: Python that ends in the middle of the function. name: of the function. text: the response.
+    prompt: Python code that ends in the middle of the function. name: name of the function. text: the response.
     """
     source, fenced = program_of(text)
     if defines(source, name) and (fenced or source.lstrip().startswith(BEGINNINGS)):
@@ -73,10 +74,10 @@ def completed(prompt: str, name: str, text: str) -> str:
 
 
 def before_function(prompt: str, name: str) -> str:
-    """Return what precedes a function in a prompt that begins it: imports and helpers."""
+    """Return the part of a prompt before the function `name`: imports and helper functions."""
     return re.split(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def defines(source: str, name: str) -> bool:
-    """Tell whether a program, or the beginning of one, defines a function of the name."""
+    """Return whether a program, or the beginning of one, defines the function `name`."""
     return bool(name) and bool(re.search(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", source, re.MULTILINE))

@@ -1,11 +1,12 @@
-"""Rewards of the text in the last `<answer>` tags: short answers to questions, and tasks of reasoning-gym.
+"""Rewards that grade the text in the last `<answer>` tags: short answers to questions, and tasks of reasoning-gym.
 
 Short answers are compared after the normalisation of SQuAD (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250):
-lower case, no punctuation, no articles, single spaces. Numbers keep their minus and a point in front of them, which
-SQuAD leaves out, and numbers of one value are equal. A point between digits is left out as SQuAD and verl do: 4.2 is
-42. The form of the response, and the quarter for many tags, are those of Search-R1 (https://arxiv.org/abs/2503.09516).
+lower case, no punctuation, no articles, single spaces. Unlike in SQuAD, a number keeps its minus sign and a leading
+decimal point, and numbers of equal value are equal. A point between digits is removed as in SQuAD and verl, so 4.2
+becomes 42. The form of the response, and the score of 0.25 for many tags, follow Search-R1
+(https://arxiv.org/abs/2503.09516).
 
-Each task of reasoning-gym (https://github.com/open-thought/reasoning-gym) has its own scorer.
+Each task of reasoning-gym (https://github.com/open-thought/reasoning-gym) is scored by the scorer of that package.
 """
 
 import re
@@ -23,7 +24,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _MINUS = re.compile(r"(?<![\w)])-(?=\$?\.?\d)")
 _POINT = re.compile(r"(?<!\w)\.(?=\d)")
 _KEPT = "\u2212", "\u00b7"
-"""Characters for the minus and the first point of a number, which are no punctuation."""
+"""Characters that replace the minus and the leading point of a number, as they are not removed as punctuation."""
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -36,12 +37,12 @@ def _same(answer: str, truth: str) -> bool:
     value = to_decimal(truth)
     if value is not None and to_decimal(answer) == value:
         return True
-    # A truth of articles and punctuation alone has no such form.
+    # The normal form of a text that has only articles and punctuation is empty: compare the text itself.
     return (_normal_form(truth) or truth.strip()) == (_normal_form(answer) or answer.strip())
 
 
 def _tagged(text: str) -> str | None:
-    """Return the text in the last pair of tags, pairs taken from the left; None where there is none."""
+    """Return the text in the last pair of tags, with pairs matched from the left; None without a pair."""
     answer, start = None, text.find(OPEN)
     while start >= 0:
         end = text.find(CLOSE, start)
@@ -53,7 +54,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _truths_of(ground_truth: object) -> list[str]:
-    """Return all right answers: of a text, a list of texts, or a dict with them in `target`, as Search-R1's rows."""
+    """Return all right answers from a text, a list of texts, or (as in Search-R1) a dict with either in `target`."""
     found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
     if not isinstance(found, list):
         return [truth_text(found)]
@@ -62,8 +63,9 @@ def _truths_of(ground_truth: object) -> list[str]:
 
 
 def exact_match_qa(item: RewardInput) -> Reward:
-    """1 if the text in the last `<answer>...</answer>` is one of the truths after the normalisation of SQuAD; 0.25 if
-    there are more than 10 tags of a kind, so that writing many does not pay. Part `format`: there are tags.
+    """Return 1 if the text in the last `<answer>...</answer>` equals one of the truths after the normalisation of
+    SQuAD; 0.25 if it does but there are more than 10 opening or closing tags, so that guessing often does not pay. Part
+    `format`: whether there are tags.
     """
     truths = _truths_of(item.ground_truth)
     answer = _tagged(item.solution)
@@ -75,20 +77,20 @@ def exact_match_qa(item: RewardInput) -> Reward:
 
 
 def reasoning_reward(item: RewardInput) -> Reward:
-    """The task's own score of the text in `<answer>` tags, else of the response; 0 for an answer that its scorer
-    cannot read. Part `format`: there are tags.
+    """Return the score that the task's scorer gives to the text in `<answer>` tags, or to the response without tags; 0
+    for an answer that the scorer cannot read. Part `format`: whether there are tags.
 
-    `extra` holds the columns of prompts from `reasoning-gym:<task>`: task, config, entry.
+    `extra` has the columns of prompts from `reasoning-gym:<task>`: task, config, entry.
     """
     if not {"task", "config", "entry"} <= item.extra.keys():
-        raise ValueError("the reward reasoning_gym grades prompts of --data.train reasoning-gym:<task> only")
+        raise ValueError("the reward reasoning_gym only grades prompts of --data.train reasoning-gym:<task>")
     answer, tagged = answer_of(item.solution)
     value = puzzle_score(item.extra["task"], item.extra["config"], item.extra["entry"], answer)
     return Reward(value, {"format": float(tagged)})
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Return the reward `reasoning_gym` after its import. Raises ValueError when the package is not installed."""
+    """Return the reward `reasoning_gym` after its import. Raises ValueError if the package is not installed."""
     try:
         import reasoning_gym  # noqa: F401
     except ImportError as e:

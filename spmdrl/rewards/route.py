@@ -1,7 +1,7 @@
-"""The reward `auto`: each row is graded by the built-in reward that its `data_source` names, as verl does.
+"""The reward `auto`, which grades each row by the built-in reward for its `data_source`, as verl does.
 
 The table follows verl's `default_compute_score` (verl/utils/reward_score/__init__.py of
-https://github.com/volcengine/verl), whose `prime_math` is here the symbolic `math`. Geometry3K has no grader here.
+https://github.com/volcengine/verl), with the symbolic `math` for `prime_math`. It lacks a reward for Geometry3K.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ ROUTE = {
     "codeforces": "code_partial",
     "taco": "code_partial",
 }
-"""data_source -> built-in reward."""
+"""Built-in reward by data_source."""
 PREFIXES = {"aime": "math_dapo", "numina_": "math", "searchR1_": "exact_match_qa"}
-"""Beginnings of a data_source -> built-in reward."""
+"""Built-in reward by the beginning of a data_source."""
 
 
 def reward_of(data_source: str) -> str:
@@ -38,22 +38,22 @@ def reward_of(data_source: str) -> str:
             return reward
     known = ", ".join([*ROUTE, *(f"{prefix}*" for prefix in PREFIXES)])
     raise ValueError(
-        f"auto knows no reward for data_source {data_source[:100]!r}; it knows {known}: "
+        f"auto has no reward for data_source {data_source[:100]!r}; it has rewards for {known}: "
         "name one with --reward.function, or change the rows' data_source"
     )
 
 
 class Route:
-    """The score and parts of the reward that the row's `data_source` names
+    """The score and parts of the built-in reward for the row's `data_source`
     (docs/rewards.md#auto-one-run-several-data-sets).
 
-    Each reward is loaded when its first row comes.
+    Each reward is loaded when it grades its first row, unless the setting `sources` includes its source.
     """
 
     def __init__(self, settings: dict[str, Any]):
-        """Load the rewards of the sources that will come: the setting `sources`. Others are settings of the rewards.
+        """Load the rewards of the sources in the setting `sources`; other settings are passed to the rewards.
 
-        Raises ValueError for a source without a reward, and for a reward that does not load.
+        Raises ValueError for a source without a reward, and for a reward that cannot be loaded.
         """
         self._settings = {name: value for name, value in settings.items() if name != "sources"}
         self._loaded: dict[str, Callable[[RewardInput], object]] = {}
@@ -63,23 +63,23 @@ class Route:
 
     @property
     def note(self) -> str:
-        """Notes of its rewards for the log."""
+        """Notes of the loaded rewards, for the log."""
         return "; ".join(filter(None, (getattr(each, "note", "") for each in self._loaded.values())))
 
     def needs(self, item: RewardInput) -> bool:
-        """Tell whether the row's reward is still to load, which takes time that is not the grading's."""
+        """Return whether the row's reward has to be loaded first; this time does not count as time of the grading."""
         name = self._name(item)
         return bool(name) and name not in self._loaded
 
     def load(self, item: RewardInput) -> None:
-        """Load the row's reward. Raises ValueError when it cannot be loaded."""
+        """Load the row's reward. Raises ValueError if it cannot be loaded."""
         name = reward_of(item.data_source)
         if name not in REWARDS:
-            raise ValueError(f"there is no reward {name} here, which grades data_source {item.data_source!r}")
+            raise ValueError(f"data_source {item.data_source!r} needs the reward {name}, which is not built in")
         self._loaded[name] = load_builtin(name, self._settings)
 
     def may_take(self, item: RewardInput) -> float:
-        """Return seconds that a grading may take where its reward has clocks of its own, else 0."""
+        """Return the maximum seconds of a grading if its reward has time limits of its own, else 0."""
         own = getattr(self._loaded.get(self._name(item)), "may_take", None)
         return own(item) if own else 0.0
 
@@ -90,12 +90,12 @@ class Route:
             return ""
 
     def __call__(self, item: RewardInput) -> object:
-        """Grade one response by its row's reward."""
+        """Grade one response by the reward for its row."""
         if self.needs(item):
             self.load(item)
         return self._loaded[reward_of(item.data_source)](item)
 
 
 def load(name: str, settings: dict[str, Any]) -> Route:
-    """Return the reward `auto`, which loads the rewards of rows as they come."""
+    """Return the reward `auto`."""
     return Route(settings)

@@ -1,11 +1,11 @@
-r"""Mathematical answers as expressions, read and compared by math-verify and latex2sympy2-extended.
+r"""Parses mathematical answers to expressions and compares them, by math-verify and latex2sympy2-extended.
 
-An answer is read whole or not at all: a reading that leaves out a part, as the end of `1-\mathrm{e}^{-2}`, could make
-two answers equal. So commands that only change the looks of a name are removed first, a unit and a number base are
-read apart, and an answer that the grammar then refuses has no value.
+An answer is parsed completely or not at all: if a part were ignored, such as the end of `1-\mathrm{e}^{-2}`, different
+answers could become equal. So commands that only change the font of a name are removed first, a unit and a number base
+are parsed separately, and an answer that the grammar rejects after that has no value.
 
-math-verify (https://github.com/huggingface/Math-Verify) compares by absolute differences, by which all small values are
-equal. Here two equal values must also be near relative to their size.
+math-verify (https://github.com/huggingface/Math-Verify) compares by absolute differences, so that it treats all small
+values as equal. This module also requires that the difference is small relative to the values.
 """
 
 import re
@@ -19,11 +19,12 @@ from spmdrl.rewards.text import SIGNS
 from spmdrl.rewards.units import changes_value, differ, known, money, split_unit
 
 LONGEST = 2000
-"""Characters of the longest answer that is read."""
+"""Maximum length of an answer in characters."""
 EXACT, DECIMAL = 1e-9, 2e-6
-"""Relative differences up to which values are equal: of exact ones, and of a decimal and what it is rounded from."""
+"""Relative differences up to which values are equal: EXACT for exact ones, DECIMAL for a decimal, which may be
+rounded."""
 NOTHING = 1e-25
-"""Absolute difference up to which a value is 0 but for rounding."""
+"""Absolute difference up to which a value equals 0, to allow for rounding errors."""
 _MARKED = re.compile(r"\$[^$\n]{1,2000}\$|\\\([^\n]{1,2000}?\\\)|\\\[[^\n]{1,2000}?\\\]")
 _NUMBERS = re.compile(r"(?<![\w.])\.?\d[\d,.]*")
 _BASED = re.compile(r"\(?(-?[0-9]+)\)?_\s*\{?\s*(?:(\d+)|\\text\{ ?([a-z]+)\})\s*\}?")
@@ -46,10 +47,10 @@ _LIMITED = re.compile(
     r"(?:\s+(?:of|a|an|the|about|exactly|equal|to))*|[<>\u2264\u2265\u2260]=?|!=|\\(?:neq?|[lg](?:t|eq?|eqslant)))[\s$({\\]*$",
     re.IGNORECASE,
 )
-"""Words and signs in front of a number that change what is meant, as in `at most 5`."""
+"""Words and signs before a number that change its meaning, as in `at most 5`."""
 _PER_CENT = re.compile(r"(-?(?:[\d.,{}/\s]|\\[dtc]?frac)*\d[}\s]*)\\?%")
 _UNREADABLE = re.compile(
-    r"\d\s*_"  # a base within an expression
+    r"\d\s*_"  # a number base within an expression
     r"|(?<![_\d.])\d[\d.]*\s+\.?\d"  # two numbers side by side
     r"|\\text\{[^{}]*\}\s*[A-Za-z0-9({\\]"  # words between other things
     r"|(?<![\d.])(?:\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4})(?![\d.])"  # a date
@@ -59,23 +60,23 @@ _UNREADABLE = re.compile(
 
 @dataclass(frozen=True)
 class Value:
-    """An answer that was read whole."""
+    """The parsed value of an answer."""
 
     expression: Any
-    """An expression of sympy."""
+    """SymPy expression."""
     unit: str | None
-    """Normal form of its unit, if it has one."""
+    """Normal form of the unit, if the answer has one."""
     base: str | None
-    """Base of the number system that stands behind it, if one does."""
+    """Base of the number system, if the answer states one, as in `12_7`."""
     words: frozenset[str]
-    """Words of four letters and more, in lower case, which sympy reads as products of their letters."""
+    """Words of four letters and more, in lower case; SymPy reads them as products of their letters."""
     per_cent: bool = False
-    """It is a number in per cents, whose hundredth is a value of it, too."""
+    """True for a percentage, such as 50%, which equals both 50 and 0.5."""
 
 
-@lru_cache(maxsize=1024)  # the samples of a prompt share their truth, and often their answers
+@lru_cache(maxsize=1024)  # the samples of a prompt have the same truth and often the same answer
 def read(text: str) -> Value | None:
-    """Return the value of an answer; None where it cannot be read whole."""
+    """Return the value of an answer; None if it cannot be parsed completely."""
     if len(text) > LONGEST:
         return None
     currency = money(text)
@@ -101,7 +102,7 @@ def read(text: str) -> Value | None:
 
 
 def _expression(text: str) -> Any:
-    """Return the whole of a text as an expression of sympy; None where the grammar refuses it."""
+    """Return a complete text as a SymPy expression; None if the grammar rejects it."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify.grader import should_treat_as_complex
@@ -111,16 +112,16 @@ def _expression(text: str) -> Any:
         latex = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
         real, cased = not should_treat_as_complex(latex), ConversionConfig(lowercase_symbols=False)
         found = latex2sympy(latex, is_real=real, normalization_config=None, conversion_config=cased)
-    except Exception:  # the grammar and sympy raise many kinds, RecursionError too
+    except Exception:  # the grammar and SymPy raise many types of exceptions, including RecursionError
         return None
     return found if isinstance(found, Basic | MatrixBase) else None
 
 
 @lru_cache(maxsize=1024)
 def mentioned(text: str, numbers: bool, alone: bool) -> str:
-    """Return the answer in prose: the last formula between LaTeX's marks, else the last number, else an empty text.
+    """Return the answer in prose: the last formula in LaTeX delimiters, else the last number, else an empty text.
 
-    numbers: a number without marks counts. alone: prose with several formulas or numbers has no answer.
+    numbers: accept a number without delimiters. alone: return an empty text for several formulas or numbers.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import parse
@@ -135,7 +136,7 @@ def mentioned(text: str, numbers: bool, alone: bool) -> str:
     found = parse(text, ways, extraction_mode="first_match", parsing_timeout=0)
     written = found[-1] if found and isinstance(found[-1], str) else ""
     if not marked and re.search(rf"{re.escape(written)}\s?[\\_^]", text):
-        return ""  # a part of what stands there without marks, as of `12_7`
+        return ""  # only a part of a formula without delimiters, such as the 12 of `12_7`
     before, _, behind = text.rpartition(written) if written else ("", "", "")
     if changes_value(behind) or _LIMITED.search(before[-80:]):
         return ""  # `5 million` and `half of 5` are not 5
@@ -143,7 +144,7 @@ def mentioned(text: str, numbers: bool, alone: bool) -> str:
 
 
 def same(truth: Value | None, answer: Value | None) -> bool:
-    """Tell whether two answers have one value."""
+    """Return whether two answers have the same value."""
     if truth is None or answer is None:
         return False
     if differ(truth.unit, answer.unit) or any(
@@ -163,14 +164,14 @@ def _same(a: Any, b: Any) -> bool:
     from sympy import Expr
 
     try:
-        if _names(a) != _names(b) and _names(a, True) == _names(b, True):  # math-verify folds the case of long names
+        if _names(a) != _names(b) and _names(a, True) == _names(b, True):  # math-verify ignores the case of long names
             return False
-        if _apart(a, b):  # quicker than to simplify their difference
+        if _apart(a, b):  # faster than simplifying the difference
             return False
         if isinstance(a, Expr) and isinstance(b, Expr) and a.doit() == b.doit():
             return True
         return bool(verify(a, b, timeout_seconds=None)) or _near(a, b)
-    except Exception:  # sympy on an odd answer may raise anything, RecursionError too
+    except Exception:  # SymPy may raise any exception on unusual answers, including RecursionError
         return False
 
 
@@ -179,7 +180,10 @@ def _names(expression: Any, folded: bool = False) -> set[str]:
 
 
 def _near(a: Any, b: Any) -> bool:
-    """Tell whether two values, one of them a decimal, or the entries of two tuples, are equal but for rounding."""
+    """Return whether two numbers, of which at least one is a decimal, are equal except for rounding.
+
+    Tuples are compared entry by entry.
+    """
     from sympy import Expr, Float, Tuple
 
     if isinstance(a, Tuple) and isinstance(b, Tuple):
@@ -193,7 +197,7 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def _allowance(a: Any, b: Any) -> float:
-    """Return EXACT if both are written as numbers, else DECIMAL, as a decimal may be a rounded value."""
+    """Return the allowed relative difference: DECIMAL if one value is a decimal that may be rounded, else EXACT."""
     from sympy import Float, Integer
 
     if not (a.has(Float) or b.has(Float)):
@@ -204,7 +208,10 @@ def _allowance(a: Any, b: Any) -> float:
 
 
 def _numbers(expression: Any) -> list[complex] | None:
-    """Return the values of an expression's entries at odd values of its names; None for a relation but `x = ...`."""
+    """Return the values of an expression's entries at fixed arbitrary values of its symbols.
+
+    Of an equation `x = ...` the right side is used; for other relations the result is None.
+    """
     from sympy import Eq, Float, Interval, MatrixBase, Set, Symbol, Tuple
 
     if isinstance(expression, Eq):
@@ -225,7 +232,7 @@ def _numbers(expression: Any) -> list[complex] | None:
 
 
 def _per_cent(expression: Any) -> Any:
-    """Return an expression whose per cents are whole numbers: 50% is 0.5, and 50 too."""
+    """Return an expression in which 50% is replaced by 50."""
     from sympy import Basic, Integer, Rational, UnevaluatedExpr
 
     if not isinstance(expression, Basic):
@@ -234,8 +241,8 @@ def _per_cent(expression: Any) -> Any:
 
 
 def _apart(a: Any, b: Any) -> bool:
-    """Tell whether two expressions of the same names differ in value, relative to its size."""
-    if a.free_symbols != b.free_symbols:  # they may be equal all the same: sympy reads words as products of letters
+    """Return whether two expressions with the same symbols certainly differ in value, by evaluating them."""
+    if a.free_symbols != b.free_symbols:  # they may still be equal, as SymPy reads words as products of letters
         return False
     ways = product([a, _per_cent(a)], [b, _per_cent(b)])
     return all(_apart_as_they_are(x, y) for x, y in ways)
@@ -244,7 +251,7 @@ def _apart(a: Any, b: Any) -> bool:
 def _apart_as_they_are(a: Any, b: Any) -> bool:
     try:
         mine, theirs = _numbers(a), _numbers(b)
-    except (TypeError, ValueError, AttributeError, OverflowError):  # no number comes out
+    except (TypeError, ValueError, AttributeError, OverflowError):  # an expression has no numerical value
         return False
     if mine is None or theirs is None or len(mine) != len(theirs):
         return False

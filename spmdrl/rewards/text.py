@@ -1,6 +1,6 @@
-"""Rewards that compare a text or a number with the truth, and what graders of text share.
+"""Rewards that compare a text or a number with the truth, and helper functions of all text rewards.
 
-They are quick and certain to end, so the rank's own process calls them. `gsm8k` and `gsm8k_flexible` grade the
+They end quickly for every response, so a rank calls them in its own process. `gsm8k` and `gsm8k_flexible` grade the
 grade-school maths of Cobbe et al. 2021 (https://arxiv.org/abs/2110.14168), whose truths end in `#### n`.
 """
 
@@ -11,13 +11,13 @@ from decimal import Decimal, InvalidOperation
 from spmdrl.rewards.base import Reward, RewardInput
 
 SIGNS = str.maketrans(dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\ufe63\uff0d", "-"))
-"""Characters that stand for a minus, such as U+2212 and the en dash -> `-`, for `str.translate`."""
+"""Table for `str.translate` that replaces Unicode minus signs and dashes, such as U+2212 and the en dash, by `-`."""
 CURRENCY = re.compile(
     r"\\?\$|[\u20ac\u00a3\u00a5\u00a2]|\\(?:euro|pounds|yen|cent|text(?:euro|sterling|yen|cent))(?![A-Za-z])(?:\{\})?"
 )
 """Signs of currencies: dollar, euro, pound, yen and cent."""
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)")
-"""A decimal number, with an optional minus, dollar sign and thousands commas. `10-3` holds 10 and 3, not -3."""
+"""A decimal number with an optional minus, dollar sign and thousands commas. In `10-3` it matches 10 and 3, not -3."""
 ADVICE = "change --data.answer-column or --reward.function"
 _MARKED = re.compile(rf"####\s*({NUMBER.pattern})")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -25,11 +25,11 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _OPEN_MARK = re.compile(
     r"####[^\n]*$|<answer>(?:(?!</answer>).)*$|```[^`]*$|answer[*_]*\s*(?:is)?\s*:[^\n]*$", re.IGNORECASE | re.DOTALL
 )
-"""A mark of an answer, other than a box, that is open at the end of a text: `####`, `<answer>`, a fence, `Answer:`."""
+"""A mark that begins an answer at the end of a text and is not closed: `####`, `<answer>`, a fence, `Answer:`."""
 
 
 def to_decimal(text: str) -> Decimal | None:
-    """Return the value of a number as written (`$1,080.50`), or None."""
+    """Return the value of a number as written in text (`$1,080.50`), or None if the text is not a finite number."""
     try:
         value = Decimal(re.sub(r"[\s$,]", "", text.translate(SIGNS)))
     except InvalidOperation:
@@ -38,16 +38,16 @@ def to_decimal(text: str) -> Decimal | None:
 
 
 def truth_text(ground_truth: object, may_be_empty: bool = False) -> str:
-    """Return a truth as the text that graders compare: 3.0, a whole number in a column of floats, is `3`.
+    """Return a truth as the text that graders compare. A float such as 3.0 becomes `3`.
 
-    Raises ValueError for null, NaN, an infinite number, a list, an object, and, unless `may_be_empty`, an empty text,
-    which a response without an answer could equal.
+    Raises ValueError for null, NaN, an infinite number, a list or an object. Unless `may_be_empty`, it also raises for
+    an empty text, because an empty response would be right.
     """
     if isinstance(ground_truth, float) and math.isfinite(ground_truth):
         text = format(Decimal(repr(ground_truth)), "f")
         return text.rstrip("0").rstrip(".") if "." in text else text
     if ground_truth is None or isinstance(ground_truth, float | list | dict):
-        kind = "empty (null)" if ground_truth is None else f"{str(ground_truth)[:60]}, which is no answer"
+        kind = "empty (null)" if ground_truth is None else f"{str(ground_truth)[:60]}, which is not an answer"
         raise ValueError(f"the truth is {kind}: change --data.answer-column, or drop such rows")
     text = str(ground_truth)
     if not text.strip() and not may_be_empty:
@@ -56,10 +56,10 @@ def truth_text(ground_truth: object, may_be_empty: bool = False) -> str:
 
 
 def divided(prefill: str) -> tuple[str, str]:
-    """Divide the start of a reply (`--data.prefill`) where it opens the mark of an answer.
+    """Split the prefill of a reply (`--data.prefill`) before a mark of an answer that it leaves open.
 
-    Graders look for marks in a response. They read the open mark with it, so that the text after an open box is an
-    answer; of the part before, which may repeat the numbers of a task, they read nothing.
+    Graders search the response for marks. The second part is graded together with the response, so that the mark is
+    complete. The first part is not graded, because it may repeat numbers of the task.
     """
     fences = [found.start() for found in re.finditer("```", prefill)]
     found = next((m for m in _OPEN_MARK.finditer(prefill) if m.group()[0] != "`" or len(fences) % 2), None)
@@ -71,9 +71,9 @@ def divided(prefill: str) -> tuple[str, str]:
 
 
 def closing(text: str, start: int = 0, braces: re.Pattern = _BRACES) -> int | None:
-    """Return the place of the brace that closes one before `start`; None: it stays open.
+    """Return the index of the brace that closes a brace opened before `start`; None if it is not closed.
 
-    Escaped braces are characters of the answer: they neither open nor close anything.
+    An escaped brace is a character of the answer and does not count as an opening or closing brace.
     """
     depth = 1
     for found in braces.finditer(text, start):
@@ -84,33 +84,33 @@ def closing(text: str, start: int = 0, braces: re.Pattern = _BRACES) -> int | No
 
 
 def none(item: RewardInput) -> Reward:
-    """0 for every response, for runs in which a model or a teacher scores it."""
+    """Return 0 for every response. For runs in which only a reward model or a teacher scores responses."""
     return Reward(0.0)
 
 
 def environment(item: RewardInput) -> Reward:
-    """The rewards that the environment of `--env` gave, turn by turn and at the end, with the parts of the final one
-    (docs/agents.md#rewards).
+    """Return the sum of the rewards that the environment of `--env` gave for turns and at the end, with the parts of
+    its final reward (docs/agents.md#rewards).
 
-    Raises ValueError where no environment was there.
+    Raises ValueError without an environment.
     """
     if item.given is None:
-        raise ValueError("no environment gave a reward: name one by --env")
+        raise ValueError("there is no reward from an environment: set --env")
     return Reward(item.given, dict(item.given_parts))
 
 
 def exact_match(item: RewardInput) -> Reward:
-    """1 if the whole response is the truth, spaces around it apart."""
+    """Return 1 if the complete response equals the truth, ignoring whitespace at both ends."""
     truth = truth_text(item.ground_truth, may_be_empty=True)
     return Reward(float(item.solution.translate(SIGNS).strip() == truth.translate(SIGNS).strip()))
 
 
 def first_integer(item: RewardInput) -> Reward:
-    """1 if the first number equals the truth, an integer. Part `format`: there is a number."""
+    """Return 1 if the first number equals the truth, an integer. Part `format`: whether there is a number."""
     truth = to_decimal(truth_text(item.ground_truth))
     if truth is None or truth != truth.to_integral_value():
         wrong = str(item.ground_truth)[:60]
-        raise ValueError(f"first_integer compares with an integer and the truth is {wrong!r}: {ADVICE}")
+        raise ValueError(f"first_integer compares with an integer, but the truth is {wrong!r}: {ADVICE}")
     found = NUMBER.search(item.solution.translate(SIGNS))
     value = to_decimal(found.group()) if found else None
     return Reward(float(value == truth), {"format": float(found is not None)})
@@ -119,7 +119,7 @@ def first_integer(item: RewardInput) -> Reward:
 def _gsm8k(item: RewardInput) -> dict[str, float]:
     truth = to_decimal(truth_text(item.ground_truth).rsplit("####", 1)[-1].strip().rstrip("."))
     if truth is None:
-        raise ValueError(f"no number to compare with in the truth {str(item.ground_truth)[-60:]!r}: {ADVICE}")
+        raise ValueError(f"there is no number in the truth {str(item.ground_truth)[-60:]!r}: {ADVICE}")
     solution = item.solution.translate(SIGNS)
     marked, numbers = _MARKED.findall(solution), [m.group() for m in NUMBER.finditer(solution)]
     strict, flexible = (bool(found) and to_decimal(found[-1]) == truth for found in (marked, numbers))
@@ -127,16 +127,16 @@ def _gsm8k(item: RewardInput) -> dict[str, float]:
 
 
 def gsm8k(item: RewardInput) -> Reward:
-    """1 if the number behind the last `####` equals the truth: a number, or GSM8K's answer that ends in `#### n`.
-    Parts: `flexible`, the score of `gsm8k_flexible`; `format`, there is a `#### n`.
+    """Return 1 if the number after the last `####` equals the truth, which is a number or an answer of GSM8K that ends
+    in `#### n`. Parts: `flexible`, the score of `gsm8k_flexible`; `format`, whether there is a `#### n`.
     """
     found = _gsm8k(item)
     return Reward(found.pop("strict"), found)
 
 
 def gsm8k_flexible(item: RewardInput) -> Reward:
-    """1 if the last number equals the truth, which is as for `gsm8k`. Parts: `strict`, the score of `gsm8k`;
-    `format`, there is a `#### n`.
+    """Return 1 if the last number equals the truth, which has the same forms as for `gsm8k`. Parts: `strict`, the score
+    of `gsm8k`; `format`, whether there is a `#### n`.
     """
     found = _gsm8k(item)
     return Reward(found.pop("flexible"), found)

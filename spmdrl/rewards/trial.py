@@ -1,8 +1,8 @@
-"""Tries a reward on the rows of a data set before a run: right answers, none at all, and wrong ones.
+"""Tries a reward on right, empty and wrong answers to the rows of a data set before a run.
 
-A right answer is the truth itself, in each of the forms that graders look for; for programs a row's own solution. Of
-each row the form with the highest score counts. A reward that does not score it above every wrong answer trains the
-wrong behaviour, whatever its scale.
+A right answer is the row's truth, written in each of the forms that graders look for, or the row's solution if the
+reward runs programs. The form with the highest score counts for the row. A reward that does not score it above every
+wrong answer trains the wrong behaviour.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ FORMS = {
     "in <answer>": "So it is. <answer>{}</answer>",
     "in a code block": "```python\n{}\n```",
 }
-"""Ways to write an answer down."""
+"""Templates that write an answer in a form that graders look for."""
 SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "solutions", "code")
 """Columns of programming tasks that hold a right program."""
 GARBAGE = {
@@ -37,11 +37,11 @@ GARBAGE = {
     "a program that does nothing": "```python\npass\n```",
     "a program that leaves": "```python\nimport os\nos._exit(0)\n```",
 }
-"""Answers that deserve nothing."""
+"""Answers that should not be rewarded, by kind."""
 RIVAL = GARBAGE["words"]
-"""The answer that a right one is compared with, if answers are compared."""
+"""The wrong answer with which a right one is compared, if the grader compares answers."""
 OTHER = "another row's"
-"""Beginning of the kinds of answers that are right for another row."""
+"""Beginning of the `Row.kind` of answers that are right for another row."""
 
 
 @dataclass
@@ -50,45 +50,45 @@ class Row:
 
     kind: str
     rewards: dict[int, Reward]
-    """By the index of the prompt."""
+    """Rewards by the index of the prompt."""
 
     @property
     def by_prompt(self) -> dict[int, float]:
-        """Scores of the answers that were graded."""
+        """Scores of the graded answers by the index of the prompt."""
         usable = {i: r for i, r in self.rewards.items() if not r.ungraded and r.applies}
         return {i: r.score for i, r in usable.items() if math.isfinite(r.score)}
 
     @property
     def right(self) -> float:
-        """Share of the graded answers that count as right; nan where there are none."""
+        """Share of the graded answers that count as right; NaN without graded answers."""
         scores = self.by_prompt.values()
         return sum(map(is_right, scores)) / len(scores) if scores else math.nan
 
 
 @dataclass
 class Trial:
-    """Rewards of answers of every kind."""
+    """Rewards of right answers (`gold`) and of wrong and empty ones (`garbage`)."""
 
     gold: list[Row]
     garbage: list[Row]
     sources: dict[int, str]
-    """`data_source` of each prompt by its index."""
+    """The `data_source` of each prompt by its index."""
 
     @property
     def rows(self) -> list[tuple[str, Row]]:
-        """All kinds, with `gold` or `garbage`."""
+        """Rows of all kinds, each with the word `gold` or `garbage`."""
         return [("gold", row) for row in self.gold] + [("garbage", row) for row in self.garbage]
 
     def best(self) -> dict[int, float]:
-        """Return the score of each prompt's right answer in its best form."""
+        """Return the score of the right answer of each prompt in its best form, by the index of the prompt."""
         return _most(self.gold)
 
     def undeserved(self) -> dict[int, float]:
-        """Return the highest score of each prompt's answers that deserve nothing."""
+        """Return the highest score of the answers of `GARBAGE` for each prompt, by the index of the prompt."""
         return _most([row for row in self.garbage if not row.kind.startswith(OTHER)])
 
     def best_shares(self) -> dict[str, tuple[int, float]]:
-        """Return for each source its rows with a right answer that was graded, and the share where it is best."""
+        """Return a pair by source: the number of rows whose right answer was graded, and the share where it is best."""
         best, most = self.best(), self.undeserved()
         out = {}
         for source in dict.fromkeys(self.sources.values()):
@@ -105,10 +105,10 @@ def _most(rows: list[Row]) -> dict[int, float]:
 
 
 def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) -> Trial:
-    """Grade answers of all kinds on the rows. It ends early where nothing can be graded.
+    """Grade answers of all kinds on the rows; return early if no answer can be graded.
 
-    programs: the reward grades programs, or may. A grader that compares the answers of a group gets groups of two: a
-    right answer and RIVAL, or an answer that deserves nothing and a right one.
+    programs: True if the reward can grade programs. A grader that compares answers receives groups of two: a right
+    answer and RIVAL, or a wrong answer and a right one.
     """
     answers: dict[tuple[str, str], list[tuple[Prompt, str]]] = {}
     for prompt in prompts:
@@ -127,13 +127,13 @@ def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) 
         getattr(out, sort).append(_grade(kind, these, rivals, grader))
         count += len(these)
         if count >= len(prompts) and not any(row.by_prompt for _, row in out.rows):
-            # A judge that does not answer takes its time over each.
+            # Stop, because a judge that does not answer would take long for each of the other answers.
             break
     return out
 
 
 def _right(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
-    """Yield right answers of a row: the form and the text. programs: the reward may grade programs."""
+    """Yield the form and the text of each right answer of a row. programs: True if the reward can grade programs."""
     truth = prompt.ground_truth
     try:
         read_tests(truth, prompt.extra)
@@ -147,7 +147,7 @@ def _right(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
             if "```" not in found:
                 yield f"column {column}, in a code block", FORMS["in a code block"].format(found)
     if holds_tests:
-        # Tests are no answer.
+        # The truth consists of tests, which are not an answer.
         return
     truth = truth.get("target") if isinstance(truth, dict) and "target" in truth else truth
     truth = truth[0] if isinstance(truth, list) and truth else truth
@@ -157,7 +157,7 @@ def _right(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
 
 
 def _first(value: object) -> str:
-    """Return a solution: a text, the first of a list, or of the JSON text of one, as APPS has them."""
+    """Return a solution from a text, a list (the first item), or the JSON text of a list, as in APPS."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
@@ -166,7 +166,7 @@ def _first(value: object) -> str:
 
 
 def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
-    """Return each prompt and another one of its source, or itself where that has no other."""
+    """Return each prompt with another prompt of its source, or with itself if the source has only one."""
     by: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by.setdefault(prompt.data_source, []).append(prompt)
@@ -177,7 +177,7 @@ def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
 
 
 def _grade(kind: str, answers: list[tuple[Prompt, str]], rivals: list[list[str]], grader: Grader) -> Row:
-    """Grade answers, each with its rival if the grader compares; without one it is left out."""
+    """Grade answers, each together with its rival if the grader compares; then answers without a rival are skipped."""
     for (prompt, text), rival in zip(answers, rivals, strict=True):
         if grader.wants_groups and not rival:
             continue

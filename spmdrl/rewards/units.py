@@ -1,7 +1,8 @@
-r"""Units behind the number of an answer, as `540 \text{ cm}`, `5\,\mathrm{m}/\mathrm{s}^2` or `12 square feet`.
+r"""Splits off the unit of an answer, such as `540 \text{ cm}`, `5\,\mathrm{m}/\mathrm{s}^2` or `12 square feet`.
 
-An answer without a unit is compared by its number alone. Two answers differ by their units if both units are known
-here, as `5\text{ cm}` and `5\text{ km}`, or both unknown, as `5\text{ red}` and `5\text{ blue}`. Nothing is converted.
+If one answer has no unit, only the numbers are compared. Two answers with different units differ if both units are
+known, as `5\text{ cm}` and `5\text{ km}`, or both unknown, as `5\text{ red}` and `5\text{ blue}`. Units are not
+converted.
 """
 
 import re
@@ -17,10 +18,10 @@ _NAMES = (
     "|euro eur|sterling gbp|yen jpy|celsius|fahrenheit"
 )
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
-"""Name of a unit in lower case, in the singular -> the name by which it is compared."""
+"""Canonical name of a unit by each of its names, in lower case and singular."""
 _SPEEDS = re.compile(r"\b(?:(mph)|kph|kmph|kmh)\b")
 _SIGN_OF = {"degree1": "celsius1 fahrenheit1", "prime1": "ft1 min1", "doubleprime1": "in1 s1", "sterling1": "lb1"}
-"""A unit that is written as a sign -> the units that the sign may stand for."""
+"""Units that a unit sign can mean, by the sign's normal form: a prime can mean feet or minutes."""
 _CHANGING = re.compile(
     r"^[^A-Za-z]*(?:squared|cubed|factorial|root)(?![A-Za-z])"
     r"|(?<![A-Za-z\\])(?:hundred|thousand|million|billion|trillion|dozen|below|above"
@@ -42,7 +43,7 @@ _DEGREES = re.compile(
 _PRIMES = re.compile(r"(-?[\d.,]+)\s*(?:\^\s*)?\{?\s*(?:('')|'|(\\prime\s*\\prime)|\\prime)\s*\}?\s*")
 _NO_OPERATOR = re.compile(r"[\w})\]!'%]\s*(?:\\[,;:! ]\s*)*$")
 _LISTED = re.compile(r"\s*[,;]\s+(?![^()\[\]]*[)\]])")
-"""A comma between the entries of a list, outside of brackets."""
+"""A comma or semicolon between the entries of a list, outside of brackets."""
 _LONE = frozenset("mgshL")
 _SIGNS = {"\u00b0": "degree", "\u00b0c": "celsius", "\u00b0f": "fahrenheit", "c": "celsius", "f": "fahrenheit"}
 _MONEY = {
@@ -57,14 +58,14 @@ _NO_UNITS = {"infinity", "percent", "percentage", "sqrt"}
 
 
 def changes_value(words: str) -> bool:
-    """Tell whether words behind a number change its value, as in `5 million` and `3 squared`."""
+    """Return whether words after a number change its value, as in `5 million` and `3 squared`."""
     return _CHANGING.search(re.sub(r"\\(?:text|mathrm)", " ", words)) is not None
 
 
 def money(text: str) -> str | None:
-    """Return the normal form of the currencies whose signs stand in an answer; None: there are none.
+    """Return the normal form of the currencies whose signs are in an answer; None if there are none.
 
-    Dollars without a backslash count only if their number is odd: pairs are LaTeX's marks around formulas.
+    Dollar signs without a backslash count only if their number is odd, because pairs are LaTeX delimiters.
     """
     marks = len(re.findall(r"(?<!\\)\$", text)) % 2 == 0
     signs = {
@@ -76,21 +77,21 @@ def money(text: str) -> str | None:
 
 
 def differ(a: str | None, b: str | None) -> bool:
-    """Tell whether two units from `split_unit`, both known or both unknown, are not the same."""
+    """Return whether two units from `split_unit` differ and are both known or both unknown."""
     if a is None or b is None or a == b or a in _SIGN_OF.get(b, "").split() or b in _SIGN_OF.get(a, "").split():
         return False
     return known(a) == known(b)
 
 
 def known(unit: str | None) -> bool:
-    """Tell whether a unit from `split_unit` is one of `_UNITS`."""
+    """Return whether a unit from `split_unit` is built from the units of `_UNITS`."""
     return unit is not None and not unit.startswith("?")
 
 
 def unit_of(words: str, listed: bool = True) -> str | None:
     """Return the normal form of a unit such as `square meters`, `m^2` or `miles per hour`.
 
-    None where a word is no known unit; listed False takes such words for units, too.
+    It returns None if a word is not a known unit. listed: if False, accept unknown words as units.
     """
     words = _SPEEDS.sub(lambda m: "mi/h" if m[1] else "km/h", words.lower().replace("~", " "))
     parts: dict[str, int] = {}
@@ -120,13 +121,13 @@ def unit_of(words: str, listed: bool = True) -> str | None:
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""Return an answer without the unit at its end, and the unit's normal form: `?...` if unknown, None without one.
+    r"""Return an answer without the unit at its end, and the normal form of the unit.
 
-    Words in `\text{...}` at the end are a unit, and so are plain words of four letters and more behind a number and a
-    space, unless they change its value (`5\text{ million}`). Shorter plain words are letters of algebra, as in `2ab`,
-    unless they are a known unit; and so are single letters, but for m, g, s, h and L behind a space. The words of a
-    list, as in `5\text{ red}, 4\text{ blue}`, are a unit only where all entries have the same words, or the last entry
-    alone has any.
+    The normal form begins with `?` for an unknown unit and is None without one. Words in `\text{...}` at the end are a
+    unit, unless they change the value (`5\text{ million}`). The same holds for plain words of four letters and more
+    after a number and a space. Shorter plain words are variables, as in `2ab`, unless they are a known unit. Single
+    letters are variables, except m, g, s, h and L after a space. In a list, as in `5\text{ red}, 4\text{ blue}`, words
+    are a unit only if all entries have the same words or if only the last entry has words.
     """
     entries = _LISTED.split(text)
     found = [_split(entry) for entry in entries]
@@ -139,7 +140,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Return the rest and the words of the unit of an entry of a list."""
+    """Return an entry of a list without its unit, and the words of the unit."""
     if m := _DEGREES.search(text):
         degree = (m[1] or m[2] or "").lower()
         return text[: m.start()], f"degree {_SIGNS.get(degree, degree)}"

@@ -1,18 +1,22 @@
-"""One grading process: `python -m spmdrl.rewards.worker <parent pid>`, JSON lines in on stdin and out on stdout.
+"""A grading process: `python -m spmdrl.rewards.worker <parent pid>`, which reads and writes JSON lines.
 
-In:  {"function": f, "settings": {...}, "finite": b}
-                                           first line: what to load (`builtin:math`, or `/path/file.py:name`), settings
-                                           of a built-in reward or arguments of a user's, whether scores must be finite
-     {"id": n, "item": [data_source, solution, ground_truth, extra, prompt, prefill]}
-Out: {"note": text} and {"ready": true}, or {"failed": text}     after loading; the note is for the log
-     {"loading": b}                        before and after a load of what a grading needs, which is not its time
-     {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), one clock for all processes; s is
-                                           how long it may take where the reward has clocks of its own, else 0
-     {"id": n, "seconds": s, "score": x, "parts": {...}, "applies": b}
-     {"id": n, "seconds": s, "error": text, "trace": text}
+It reads from stdin:
+     {"function": f, "settings": {...}, "finite": b}
+                                           first line: function to load (`builtin:math`, or `/path/file.py:name`),
+                                           settings of a built-in reward or further arguments of a user's function,
+                                           whether scores must be finite
+     {"id": n, "item": [data_source, solution, ground_truth, extra, prompt, prefill]}     a request
+It writes to stdout:
+     {"note": text} and {"ready": true}, or {"failed": text}     after loading; the note is for the log
+     {"loading": b}                        true before and false after a reward is loaded for a grading; this time does
+                                           not count as time of the grading
+     {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), which all processes share; s is the
+                                           maximum seconds if the reward has time limits of its own, else 0
+     {"id": n, "seconds": s, "score": x, "parts": {...}, "applies": b}     a result
+     {"id": n, "seconds": s, "error": text, "trace": text}                 the function raised an exception
      {"id": n, "seconds": s, "ungraded": text}     the response cannot be graded (UngradedError)
 
-It imports nothing heavy of its own, so that a killed process is back at once.
+It imports only light modules, so that a killed process is replaced quickly.
 """
 
 import json
@@ -35,7 +39,7 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
         return {"score": reward.score, "parts": reward.parts, "applies": reward.applies}
     except UngradedError as e:
         return {"ungraded": str(e)[:2000]}
-    except BaseException as e:  # exit() in user code is an error of that code
+    except BaseException as e:  # includes exit() in user code, which counts as an error
         return _error(e)
 
 
@@ -82,7 +86,7 @@ def main() -> None:
         send({"id": message["id"], "start": start, "may_take": own})
         answer = _grade(function, message["item"], finite)
         send({"id": message["id"], "seconds": time.monotonic() - start, **answer})
-        sys.stdout.flush()  # prints of user code, in order with the rest of the log
+        sys.stdout.flush()  # keeps the prints of user code in order with other lines of the log
 
 
 if __name__ == "__main__":

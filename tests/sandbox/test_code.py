@@ -296,9 +296,9 @@ def test_a_row_that_cannot_be_read_is_left_out_and_named_in_the_pool(caplog):
     finally:
         grader.close()
     assert rewards[4, 0, 0].score == 1.0 and not rewards[4, 0, 0].ungraded
-    assert math.isnan(rewards[3, 1, 0].score) and "no JSON" in rewards[3, 1, 0].ungraded
+    assert math.isnan(rewards[3, 1, 0].score) and "not valid JSON" in rewards[3, 1, 0].ungraded
     assert grader.ungraded == 1 and grader.timeouts == 0
-    assert "could not grade prompt 3, sample 1, which is left out: tests are no JSON" in caplog.text
+    assert "could not grade prompt 3, sample 1, which is left out: tests are not valid JSON" in caplog.text
 
 
 def test_more_ungraded_samples_than_allowed_end_the_job():

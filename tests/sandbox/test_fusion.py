@@ -230,5 +230,5 @@ def test_the_reward_for_programs_asks_it_for_tests_of_standard_input_alone(servi
     pairs = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
     assert grader(RewardInput("", "x = int(input())\nprint(2 * x if x < 2 else 0)", pairs)).score == 0.5
     for tests in (pairs | {"fn_name": "f"}, {"test_list": ["assert f(1)"]}):
-        with pytest.raises(UngradedError, match="only tests of standard input and output"):
+        with pytest.raises(UngradedError, match="only run tests of standard input and output"):
             grader(RewardInput("", "def f(x): return 1", tests))

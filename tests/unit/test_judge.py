@@ -366,7 +366,7 @@ def test_server_that_is_not_there_is_ungraded(start):
         (403, "key_env"),
         (404, "change the judge's url .* or its model"),
         (405, "the judge's url"),
-        (307, "points to another address"),
+        (307, "redirects to another address"),
     ],
 )
 def test_what_no_repetition_mends_ends_the_job_at_once(start, status, change):
@@ -383,7 +383,7 @@ def test_what_no_repetition_mends_ends_the_job_at_once(start, status, change):
 
 def test_budget_ends_the_job_with_the_setting_to_change(start):
     grader, server = start(graded(5), budget=3, concurrency=1)
-    with pytest.raises(RewardError, match="3 calls of the judge's budget are spent: raise it"):
+    with pytest.raises(RewardError, match="3 calls of the judge's budget are spent: raise budget"):
         grade(grader, *(item(str(i)) for i in range(5)))
     assert len(server.requests) == 3
     grader, server = start(lambda number, asked: Answer(verdict(5), seconds=0.05), budget=5, concurrency=4)
@@ -500,7 +500,7 @@ def test_no_key_is_sent_where_none_is_set(start):
 @pytest.mark.parametrize("key", ["two words", "line\nbreak", "ümlaut"])
 def test_key_that_cannot_be_sent_is_refused_without_being_shown(start, monkeypatch, key):
     monkeypatch.setenv(VARIABLE, key)
-    with pytest.raises(ValueError, match=f"the judge's key_env {VARIABLE}: its value") as raised:
+    with pytest.raises(ValueError, match=f"the judge's key_env {VARIABLE}: the variable") as raised:
         start(graded(1))
     assert key not in str(raised.value)
 

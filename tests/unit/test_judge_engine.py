@@ -97,7 +97,7 @@ def test_what_is_no_verdict_is_left_out_and_never_scores():
         judge.submit((i, 0, i), item(text))
     rewards = {key[0]: reward for key, reward in judge.drain()}
     assert rewards[3].score == 0.5 and all(math.isnan(rewards[i].score) for i in range(3)) and judge.ungraded == 3
-    assert "no verdict in 3 attempts, at last because the judge's answer is not one JSON" in rewards[0].ungraded
+    assert "no verdict in 3 attempts, at last because the judge's answer must be one JSON" in rewards[0].ungraded
     assert "because its answer did not end within" in rewards[1].ungraded
     assert rewards[2].ungraded == "the question has 9 tokens"
     assert [len(asks) for asks in engine.rounds] == [4, 2, 2], "no attempt helps a text that is too long"
@@ -334,7 +334,7 @@ def test_resume_settings_that_decide_verdicts_are_a_change(tmp_path):
 def test_trial_says_why_it_cannot_ask(tmp_path, capsys):
     assert main(["try", "--model.path", "tiny", "--reward.function", written(tmp_path, engine="policy")]) == 2
     error = capsys.readouterr().err
-    assert "judge.yaml judges on the engine of a run, and none runs here" in error and error.count("\n") == 1
+    assert "judge.yaml uses the run's engine, which this command does not start" in error and error.count("\n") == 1
 
 
 def test_a_judge_on_the_engine_is_loaded_without_one(tmp_path):

@@ -194,7 +194,7 @@ def test_a_comparison_without_a_verdict_counts_for_neither(start):
 
 def test_a_response_alone_cannot_be_compared(start):
     grader, _ = start(by_length, compare=1)
-    with pytest.raises(RewardError, match="prompt 3, sample 0: a response alone cannot be compared.*--eval.samples"):
+    with pytest.raises(RewardError, match="prompt 3, sample 0: a single response cannot be compared.*--eval.samples"):
         grader.submit((3, 0, 3), item())
 
 

@@ -124,9 +124,9 @@ def test_further_arguments_reach_functions_of_every_form(file, start):
         ("everything", '{"solution_str": 1}', "--reward.kwargs solution_str: everything in"),
         ("batch_some", '{"extra_infos": 1}', "--reward.kwargs extra_infos: batch_some in"),
         ("trl_everything", '{"completions": 1}', "--reward.kwargs completions: trl_everything in"),
-        ("trl_everything", '{"answer": 1}', "gets answer of each response; give it another name"),
+        ("trl_everything", '{"answer": 1}', "already receives an argument answer for each response; rename yours"),
         ("trl_keywords", '{"bonos": 1}', "has no such parameter (it has: completions, level, bonus)"),
-        ("only_keywords", "", "missing a required argument: 'bonus'. Change its parameters; **kwargs takes"),
+        ("only_keywords", "", "missing a required argument: 'bonus'. Change its parameters; add **kwargs"),
         ("batch_more", "", "called with the keywords data_sources, solution_strs, ground_truths, extra_infos, unless"),
         ("verl_batch", '{"x": 1}', "and those of --reward.kwargs (x)"),
         ("trl_placed", "", "takes prompts, completions by position: remove the /"),
@@ -141,7 +141,7 @@ def test_functions_that_do_not_take_their_arguments_are_named_before_the_first_r
 def test_rows_that_do_not_fit_the_parameters_of_trls_functions_are_named(file, start):
     with pytest.raises(RewardError, match="prompt 0: ValueError: --reward.kwargs level: the row has a column of this"):
         graded(start(f"{file}:trl_everything", kwargs='{"level": 1}'), "x", level=1)
-    words = "it wants completion_ids, and the row has ground_truth, answer, solution, level, data_source, prompts"
+    words = "it requires completion_ids, but the row has ground_truth, answer, solution, level, data_source, prompts"
     with pytest.raises(RewardError, match=words):
         graded(start(f"{file}:trl_ids"), "x", level=1)
 
@@ -174,7 +174,11 @@ def test_async_functions_are_awaited_in_one_loop(file, start):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("two", "2 scores where a list of one"), ("number", "float where a list of one"), ("none", "NoneType where")],
+    [
+        ("two", "2 scores for one response: return a list of one"),
+        ("number", "float for one response: return a list of one"),
+        ("none", "NoneType where"),
+    ],
 )
 def test_another_number_of_scores_is_an_error(file, start, name, words):
     with pytest.raises(RewardError, match=words):
@@ -245,7 +249,7 @@ def test_a_gate_that_does_not_hold_leaves_no_reward(file, start):
     assert below.score == 0.5 - 3 and not below.shut, "a gate does not lift what is below 0"
     nothing = graded(start(f"{file}:tagged", gate=("format",)), "abc")[0]
     assert nothing.score == 0.0 and nothing.shut
-    with pytest.raises(RewardError, match="--reward.gate shape: .* gave no such part .* there are format, tagged"):
+    with pytest.raises(RewardError, match="--reward.gate shape: .* gave no such part .* the parts are format, tagged"):
         graded(start(f"{file}:tagged", gate=("shape",)), "abc")
 
 
@@ -323,7 +327,7 @@ def test_a_gate_is_left_out_only_if_its_own_reward_does_not_apply():
         assert graded_by(gsm8k, ("tagged", SILENT, 1.0), gates=(gate,)).score == 1.0
     assert graded_by(("gsm8k", SILENT, 1.0), ("short", Reward(0.5), 1.0), gates=("format",)).score == 0.5
     for gate in ("fromat", "tagged_too", "gsm8k/format"):
-        with pytest.raises(RewardError, match=f"--reward.gate {gate}: .* there are format, gsm8k$"):
+        with pytest.raises(RewardError, match=f"--reward.gate {gate}: .* the parts are format, gsm8k$"):
             graded_by(gsm8k, ("tagged", SILENT, 1.0), gates=(gate,))
     # Also behind a gate that is shut.
     shut = ("gsm8k", Reward(1.0, {"format": 0.0}), 1.0)

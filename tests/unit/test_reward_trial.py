@@ -71,8 +71,8 @@ def test_a_reward_that_fails_names_the_answer(rows, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--rows", "0"], "--rows 0: a number above 0"),
-        (["--rows"], "--rows : a number above 0"),
+        (["--rows", "0"], "--rows 0: give a whole number above 0"),
+        (["--rows"], "--rows : give a whole number above 0"),
         (["--reward.function", "gsm9k"], "did you mean gsm8k?"),
         (["--reward.kwargs", '{"bonus": 1}'], "--reward.kwargs: no function in a file takes bonus"),
         (["--reward.more", "gsm8k"], "2 rewards are named gsm8k"),

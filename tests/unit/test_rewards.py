@@ -330,7 +330,7 @@ def test_reasoning_gym_grades_its_own_answers(started, tmp_path):
         wrong = [RewardInput(p.data_source, "hm", None, p.extra) for p in prompts]
         scores = [r.score for r in grade(grader, *right, *wrong)]
         assert scores[:2] == [1.0, 1.0] and max(scores[2:]) < 0.5, task
-    with pytest.raises(RewardError, match="reasoning-gym:<task> only"):
+    with pytest.raises(RewardError, match="only grades prompts of --data.train reasoning-gym:<task>"):
         grade(grader, item("x"))
 
 
@@ -358,14 +358,16 @@ def test_auto_grades_each_row_by_its_source(started):
 def test_auto_names_a_source_that_it_does_not_know(started):
     grader = started(function="auto")
     grader.submit((3, 1), of("my/sums", "1", "1"))
-    says = "auto failed on prompt 3, sample 1: .*'my/sums'; it knows openai/gsm8k, .*numina_.*--reward.function"
+    says = (
+        "auto failed on prompt 3, sample 1: .*'my/sums'; it has rewards for openai/gsm8k, .*numina_.*--reward.function"
+    )
     with pytest.raises(RewardError, match=says):
         grader.drain()
 
 
 def test_auto_looks_at_all_sources_before_the_first_row():
     cfg = RewardConfig(function="auto")
-    with pytest.raises(ValueError, match="auto knows no reward for data_source 'my/sums'"):
+    with pytest.raises(ValueError, match="auto has no reward for data_source 'my/sums'"):
         load_reward(cfg, SandboxConfig(), True, {"openai/gsm8k", "my/sums"})
     with pytest.raises(ValueError, match="--sandbox.provider docker"):
         load_reward(cfg, SandboxConfig(provider="docker"), True, {"openai/gsm8k", "taco"})
@@ -379,10 +381,10 @@ def test_every_source_of_auto_has_a_reward_that_its_name_says(monkeypatch):
         *("math_dapo", "math_dapo", "math", "exact_match_qa", "code_partial")
     ]
     for name in ("", "Math", "openai/gsm8k2", "xaime"):
-        with pytest.raises(ValueError, match="auto knows no reward for data_source"):
+        with pytest.raises(ValueError, match="auto has no reward for data_source"):
             route.reward_of(name)
     monkeypatch.setitem(route.ROUTE, "odd", "nowhere")
-    with pytest.raises(ValueError, match="no reward nowhere here, which grades data_source 'odd'"):
+    with pytest.raises(ValueError, match="data_source 'odd' needs the reward nowhere, which is not built in"):
         route.load("auto", {})(of("odd", "1", "1"))
 
 
@@ -446,12 +448,15 @@ def test_user_file_has_verls_signature(user_file, started, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("solution", "says"),
     [
-        ("escapes", r"failed on prompt 41, sample 2: ValueError:  \[2Jgone and a second line. Mend it"),
+        ("escapes", r"failed on prompt 41, sample 2: ValueError:  \[2Jgone and a second line. Fix the function"),
         ("raise", r"mine.py failed on prompt 41, sample 2: KeyError: 'the row has no such thing'(?s:.*)mine.py"),
         ("nan", "failed on prompt 41, sample 2: ValueError: it returned the score nan"),
         ("none", "failed on prompt 41, sample 2: TypeError: it returned NoneType"),
         ("exit", "failed on prompt 41, sample 2: SystemExit"),
-        ("mute", r"failed on prompt 41, sample 2: Mute, whose text could not be made \(RuntimeError\). Mend it"),
+        (
+            "mute",
+            r"failed on prompt 41, sample 2: Mute, whose text could not be made \(RuntimeError\). Fix the function",
+        ),
         ("die", "ended with exit code 7 while grading prompt 41, sample 2"),
         ("kill", "ended by signal SIGKILL .often: out of memory. while grading prompt 41, sample 2"),
     ],
@@ -653,7 +658,7 @@ def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says, m
         ("exact_mach", "--reward.function 'exact_mach': did you mean 'exact_match'"),
         ("nosuch.py", "--reward.function.*no file"),
         ("nosuch.py:f", "--reward.function.*no file"),
-        (f"{__file__}:", "no function name"),
+        (f"{__file__}:", "not a function name"),
         ("some/where", "path/to/file.py"),
     ],
 )
@@ -671,7 +676,9 @@ def test_auto_on_timeout_is_zero_for_ours_and_an_error_for_files(user_file, star
 
 @pytest.mark.parametrize("on_timeout", ["auto", "zero"])
 def test_cost_that_a_stopped_grading_would_not_have_is_refused(on_timeout):
-    with pytest.raises(ValueError, match=f"--reward.on-timeout {on_timeout}: .* --safety.cost price .* take error"):
+    with pytest.raises(
+        ValueError, match=f"--reward.on-timeout {on_timeout}: .* --safety.cost price .* set --reward.on-timeout error"
+    ):
         check_cost(RewardConfig(function="math", on_timeout=on_timeout), "price")
     check_cost(RewardConfig(function="math", on_timeout="error"), "price")
     check_cost(RewardConfig(function="math"), "")

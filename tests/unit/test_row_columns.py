@@ -270,7 +270,7 @@ def test_a_dry_run_of_reinforcement_learning_opens_the_data(tmp_path, capsys):
     file.write_text("".join(json.dumps({"prompt": "q", "answer": a}) + "\n" for a in ("7", None, math.nan, 3.0)))
     cfg.reward.function = "math"
     why = "rows.jsonl:2: math cannot grade this row: the truth is empty (null)"
-    assert why in (said := refused(cfg, capsys)) and "(2 rows of 4 are so)" in said
+    assert why in (said := refused(cfg, capsys)) and "(2 of 4 rows have such a problem)" in said
     cfg.reward.function, cfg.reward.more = "none", ("gsm8k=0.5",)
     assert "rows.jsonl:2: gsm8k cannot grade this row" in refused(cfg, capsys)
     cfg.reward.more, cfg.rollout.max_new_tokens = (), 1 << 20
