@@ -293,10 +293,10 @@ def test_parts_are_told_apart_and_gates_of_absent_rewards_are_left_out():
         return dict(grader.drain())[1]
 
     tagged = of(a=Reward(0.5, {"format": 0.0}))
-    with pytest.raises(RewardError, match="tagged has a part format, which is the name of a reward"):
+    with pytest.raises(RewardError, match="tagged has a part format, which is also the name of a reward"):
         one(("tagged", tagged), ("format", of(a=Reward(1.0))))
     first = of(a=Reward(0.5, {"tagged/format": 0.0}))
-    with pytest.raises(RewardError, match="tagged has a part tagged/format, which is a part of another reward"):
+    with pytest.raises(RewardError, match="tagged has a part tagged/format, which is also a part of another reward"):
         one(("first", first), ("tagged", tagged))
     silent = of(a=Reward(0.0, applies=False))
     assert one(("gsm8k", of(a=Reward(1.0))), ("tagged", silent), gates=("tagged/format",)).score == 1.0
