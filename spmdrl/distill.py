@@ -1,9 +1,9 @@
 """Distil a teacher into a student on the student's own samples: `torchrun --nproc-per-node 8 -m spmdrl.distill ...`.
 
-The loop is that of `train.py`, with a method of its own (`rl/distillation.py`): the teacher's log-probabilities of the
-student's tokens take the place of scores, there are no advantages, and the update draws the student's distributions
-towards the teacher's. Left out of this page: the divergences (`kernels/spmdrl_kernels/divergence.py`), and everything
-that `train.py` leaves out.
+The loop is that of `train.py` with another method (`rl/distillation.py`): it uses the teacher's log-probabilities of
+the student's tokens instead of scores, computes no advantages, and moves the student's distributions towards the
+teacher's.
+This file leaves out the divergences (`kernels/spmdrl_kernels/divergence.py`) and everything that `train.py` leaves out.
 """
 
 from dataclasses import replace

@@ -2,11 +2,11 @@
 
     python -m spmdrl.evaluate --config configs/gsm8k_grpo.yaml --model.path runs/gsm8k/checkpoints/latest/model
 
-It reads files of a training run too, and ignores settings that only concern training. It measures all prompts of
-`--data.eval`, unless a flag or a file written by hand sets `--eval.prompts`. The last line on stdout is one JSON
-object: model, data, numbers of prompts and samples, and the results, which are null without a graded sample. Its log
-goes to a folder of its own, `<run folder>-eval`; with `--env` some conversations stand there in `samples.jsonl`. After
-Ctrl-C, SIGTERM or SIGUSR1 the line has the results until then, and under `stopped` the reason.
+The command also reads config files of a training run, and ignores settings that only concern training. It measures all
+prompts of `--data.eval`, unless a flag or a hand-written file sets `--eval.prompts`. The last line on stdout is one
+JSON object: model, data, numbers of prompts and samples, and the results, which are null if no sample was graded. The
+log is written to the folder `<run folder>-eval`, with `--env` also some conversations (`samples.jsonl`). After Ctrl-C,
+SIGTERM or SIGUSR1 the line has the results so far, and the reason under `stopped`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from spmdrl.session.launch import launch
 
 
 def evaluate(run) -> None:
-    """Sample and grade, then print the numbers."""
+    """Sample and grade all prompts, then print the results."""
     evaluation = run.evaluation
     evaluation.keep_graded()
     with run.memory.rollout_phase():
@@ -34,8 +34,8 @@ def evaluate(run) -> None:
 
 
 def settle(job: Job, loaded: Loaded[EvaluationConfig]) -> Loaded[Any]:
-    """Return the run that only evaluates; for a dry run the settings as they were given."""
-    # The number in a run folder's config.yaml is that of the evaluations during training.
+    """Return the settings of a run that only evaluates; for a dry run return the user's settings unchanged."""
+    # `eval.prompts` in a run folder's config.yaml concerns the evaluations during training.
     prompts = loaded.config.eval.prompts if "eval.prompts" in loaded.given else 0
     config = dataclasses.replace(loaded.config, eval=dataclasses.replace(loaded.config.eval, prompts=prompts))
     return dataclasses.replace(loaded, config=config if loaded.dry_run else as_run(config, prompts))
@@ -53,7 +53,7 @@ JOB = Job(
     page="docs/usage.md",
     settings=EvaluationConfig,
     check=check_config,
-    # Files of all jobs that sample are read.
+    # Config files of every job that samples are accepted.
     reads=lambda: tuple(job.settings for job in jobs().values() if issubclass(job.settings, Config)),
     lines=evaluation_lines,
     settle=settle,

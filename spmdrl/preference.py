@@ -1,9 +1,9 @@
 """Learn from preferences between responses: `torchrun --nproc-per-node 8 -m spmdrl.preference --config dpo.yaml`.
 
-The loop is that of `sft.py`: pairs or labelled responses, the reference's view of them, one optimizer step, and the
-reference moves where that is due. Left out of this page: the losses (`algos/preference.py`), how they are summed over
-ranks (`policy/objectives/pairs.py`), how rows become tokens (`data/preferences.py`,
-`supervised/pair_encoder.py`) and how the parts are built (`supervised/build.py`, `supervised/preference.py`).
+The loop is that of `sft.py`: read pairs or labelled responses, compute the reference's logp of them, take one optimizer
+step, and move the reference if that is due. This file leaves out the losses (`algos/preference.py`), their sums over
+ranks (`policy/objectives/pairs.py`), the encoding of rows (`data/preferences.py`, `supervised/pair_encoder.py`) and the
+construction of the parts (`supervised/build.py`, `supervised/preference.py`).
 """
 
 from dataclasses import replace

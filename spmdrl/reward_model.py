@@ -1,9 +1,9 @@
 """Train a reward model on preferences or labelled steps: `torchrun --nproc-per-node 8 -m spmdrl.reward_model ...`.
 
-The loop is that of `sft.py`, without a frozen model and without answers. Left out of this page: the loss and what is
-reported of the scores (`policy/objectives/scores.py`), how rows become tokens
-(`data/preferences.py`, `supervised/pair_encoder.py`; `data/steps.py`, `supervised/steps.py`) and how the parts are
-built (`supervised/reward_model.py`).
+The loop is that of `sft.py`, without a frozen model and without sampled answers. This file leaves out the loss and the
+metrics of scores (`policy/objectives/scores.py`), the encoding of rows (`data/preferences.py`,
+`supervised/pair_encoder.py`; `data/steps.py`, `supervised/steps.py`) and the construction of the parts
+(`supervised/reward_model.py`).
 """
 
 from dataclasses import replace

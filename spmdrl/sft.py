@@ -1,10 +1,10 @@
 """Fine-tune a language model on given dialogues or text: `torchrun --nproc-per-node 8 -m spmdrl.sft --config sft.yaml`.
 
-`train` is the whole algorithm. Every rank runs it; a call that looks local may be a collective (its docstring says so).
-Left out of this page: how rows become tokens with a loss mask (`supervised/encoder.py`, `data/turns.py`), the order in
-which they come (`data/mixture.py`), the loss (`policy/objectives/likelihood.py`) and how the parts are built
-(`supervised/build.py`, `supervised/sft.py`). `preference.py` and `reward_model.py` take the same steps with rows,
-models and losses of their own.
+`train` is the complete algorithm. Every rank runs it; a call that looks local may be a collective, which its docstring
+then mentions. This file leaves out the encoding of rows with a loss mask (`supervised/encoder.py`, `data/turns.py`),
+the order of rows (`data/mixture.py`), the loss (`policy/objectives/likelihood.py`) and the construction of the parts
+(`supervised/build.py`, `supervised/sft.py`). `preference.py` and `reward_model.py` run the same loop with other rows,
+models and losses.
 """
 
 from spmdrl.config.sft import SFTConfig, check_sft, sft_lines
@@ -13,7 +13,7 @@ from spmdrl.session.launch import launch
 
 
 def train(run) -> None:
-    """Read rows, score them by a frozen model if there is one, then take an optimizer step, until the last step."""
+    """In each step, read rows, compute a frozen model's logp of them if there is one, and take an optimizer step."""
     for step in run.steps():
         run.evaluate(step)
         run.sample(step)

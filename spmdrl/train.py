@@ -1,11 +1,14 @@
 """Train a language model by reinforcement learning: `torchrun --nproc-per-node 8 -m spmdrl.train --config run.yaml`.
 
-`train` is the whole algorithm. Every rank runs it; a call that looks local may be a collective (its docstring says
-so). Left out of this page: how the parts are built (`session/open.py`, `rl/build.py`), what a phase moves on and
-off the device (`session/device_table.py`), the formulas (`algos/`), where experience comes from (`rl/sampler.py`,
-`rl/rollout.py`), what a method computes (`PolicyGradient` of `rl/run.py`, by `rl/score.py` and `rl/update.py`;
-`distill.py` and `online_preference.py` have other methods), and what ranks that only sample or score do meanwhile
-(`Run.stand_by`).
+`train` is the complete algorithm. Every rank runs it; a call that looks local may be a collective, which its docstring
+then mentions. This file leaves out:
+
+- the construction of the parts (`session/open.py`, `rl/build.py`),
+- moving models on and off the device in each phase (`session/device_table.py`),
+- the formulas (`algos/`) and sampling (`rl/sampler.py`, `rl/rollout.py`),
+- the computations of a method (`PolicyGradient` of `rl/run.py`, by `rl/score.py` and `rl/update.py`; `distill.py` and
+  `online_preference.py` have other methods),
+- the work of ranks that only sample or score (`Run.stand_by`).
 """
 
 from spmdrl.config.checks import check
@@ -16,7 +19,7 @@ from spmdrl.session.launch import launch
 
 
 def train(run) -> None:
-    """Sample experience, then update, until the last step."""
+    """In each step, sample experience and update the policy."""
     for step in run.steps():
         with run.memory.rollout_phase():
             run.evaluate(step)

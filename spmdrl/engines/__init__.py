@@ -1,4 +1,4 @@
-"""Engines that sample. A new engine is a folder here that implements the contract.
+"""Engines that sample responses. Each engine is a folder that implements the `Engine` contract.
 
 engine.py   the Engine contract: submit, poll, abort, load, sleep, wake
 build.py    builds an engine by its name, after checks of the model

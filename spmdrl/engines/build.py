@@ -19,7 +19,8 @@ GIB = 1 << 30
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields with the number of experts in a layer."""
 VLLM_TEMPERATURE = (0.01, 2.0)
-"""Temperatures of vLLM 0.32 (`vllm.sampling_params`): it silently raises lower ones to the bound and refuses higher."""
+"""Temperatures that vLLM 0.32 supports (`vllm.sampling_params`): it silently raises lower ones to 0.01 and refuses
+higher ones."""
 
 
 def check_engine(cfg: Config, on_cpu: bool) -> None:
@@ -79,7 +80,8 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     """Raise ValueError if the model reads more than text and the engine cannot run it.
 
-    transformers has no causal language model for it; vLLM does, but its CPU build lacks torchvision.
+    transformers has no causal language model class for such a model. vLLM has one, but its CPU build cannot run it for
+    lack of torchvision.
     """
     from transformers import AutoModelForCausalLM
 
@@ -108,13 +110,13 @@ def check_tp(cfg: Config, engine: str) -> None:
 
 
 def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> str:
-    """Return why an engine's ranks do not divide a model, with every `--rollout.tp` that would; empty if they do.
+    """Return why an engine's ranks cannot divide a model, with the values of `--rollout.tp` that would work; else "".
 
-    config: transformers' config of the model; one without a number of heads is left to the engine.
+    config: transformers' config of the model. A config without a number of heads is not checked; the engine does that.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", tp)
-    # Latent attention has no key-value heads of its own, whatever its config says.
+    # Latent attention has no separate key-value heads, even if its config lists a number.
     kv = heads if hasattr(text, "kv_lora_rank") else getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "intermediate_size", None)
     if not isinstance(width, int) or getattr(text, "num_experts_per_tok", None):
@@ -134,7 +136,7 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ValueError if an engine's ranks cannot divide the model's experts into equal parts, or it has none."""
+    """Raise ValueError if an engine's ranks cannot divide the model's experts equally, or the model has no experts."""
     rollout = cfg.rollout
     if rollout.ep == rollout.dp == 1:
         return
@@ -142,7 +144,7 @@ def check_experts(cfg: Config) -> None:
     experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
     flag = f"--rollout.ep {rollout.ep}" if rollout.ep > 1 else f"--rollout.dp {rollout.dp}"
     if not experts:
-        raise ValueError(f"{flag}: {cfg.model.path} has no experts, which is what it divides; take 1")
+        raise ValueError(f"{flag}: this setting divides experts, and {cfg.model.path} has none; take 1")
     if experts % rollout.ep:
         raise ValueError(
             f"{flag}: {cfg.model.path} has {experts} experts, which {rollout.ep} ranks cannot hold in equal numbers; "
@@ -151,9 +153,9 @@ def check_experts(cfg: Config) -> None:
 
 
 def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
-    """Raise ValueError if the KV cache cannot hold one sequence of the longest length, or the machine cannot hold it.
+    """Raise ValueError if the KV cache is too small for one sequence of the longest length, or exceeds free memory.
 
-    The size is that of one rank's cache. The HF engine's cache grows as it samples and has no fixed size.
+    The setting is the size of one rank's cache. The HF engine's cache grows as it samples and has no fixed size.
     """
     gib = cfg.rollout.kv_cache_gib
     if engine == "hf" or not gib:
@@ -167,7 +169,7 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
     config = model_config(cfg).get_text_config()
     longest = longest_sequence(cfg)
     if engine == "vllm":
-        # The cache has whole blocks, of which vLLM reserves one.
+        # The cache consists of blocks, and vLLM reserves one of them.
         block = CPU_BLOCK if on_cpu else GPU_BLOCK
         tokens = (-(-longest // block) + 1) * block
     else:
@@ -177,18 +179,20 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
         least = math.ceil(tokens * per_token / GIB * 1e6) / 1e6
         raise ValueError(
             f"--rollout.kv-cache-gib {gib:g}: one sequence of {longest} tokens takes {per_token} bytes a token on "
-            f"every rank of {engine}; give at least {least}, or 0 for what the sequences need"
+            f"every rank of {engine}; give at least {least}, or 0 to size it by the sequences"
         )
     free = psutil.virtual_memory().available / GIB
     if on_cpu and gib > free:
-        raise ValueError(f"--rollout.kv-cache-gib {gib:g}: of the machine's memory {free:.1f} GiB are free; give less")
+        raise ValueError(f"--rollout.kv-cache-gib {gib:g}: only {free:.1f} GiB of memory are free; give less")
 
 
 def stop_tokens(folder: Path, tokenizer, template: str = "") -> set[int]:
     """Return the token ids that end a response.
 
-    These are the tokenizer's end of sequence, those in the folder (`hub/ends.py`), and those that end a turn in the
-    chat template. template: the job's, from `data/template_ends.py`; empty: it renders no dialogues.
+    These are the tokenizer's end-of-sequence token, the end tokens in the folder's files (`hub/ends.py`), and the
+    tokens that end a turn in the chat template.
+
+    template: the job's chat template (`data/template_ends.py`); empty if the job renders no dialogues.
     """
     return {tokenizer.eos_token_id, *named_ends(folder), *end_of_turn_tokens(tokenizer, template)} - {None}
 
@@ -196,7 +200,7 @@ def stop_tokens(folder: Path, tokenizer, template: str = "") -> set[int]:
 def prompt_limit(cfg: Config, folder: Path, setting: str = "rollout.max_new_tokens") -> int:
     """Return the longest prompt, in tokens, that the settings and the model's context length allow.
 
-    setting: the setting of the number of new tokens.
+    setting: name of the setting that limits the new tokens, for the error message.
 
     Raises:
         ValueError: no prompt fits.

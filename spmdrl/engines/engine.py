@@ -1,7 +1,8 @@
 """The Engine contract: submit, poll, abort; load weights of a version; sleep and wake.
 
-Engines stream, so early stops and many turns need no second path. An engine spans the ranks of one rollout TP group;
-all of them make the same calls in the same order and get the same completions.
+Engines return each completion as soon as it is finished, so early stops and several turns need no special code. An
+engine spans the ranks of one rollout TP group; all of them make the same calls in the same order and get the same
+completions.
 """
 
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ class StaleEngineError(RuntimeError):
 
 @dataclass
 class Request:
-    """One sample to draw. The seed depends on data, so it does not matter which engine draws it (law 3)."""
+    """One sample to draw. Its seed depends only on data, so every engine would draw the same sample (law 3)."""
 
     key: Key
     prompt: list[int]
@@ -54,27 +55,27 @@ class Completion:
     logp: list[float]
     finish: Finish
     version: int | None
-    """Weight version that it was sampled from; None: it was aborted while the weights were replaced."""
+    """Version of the weights that sampled it; None if it was aborted while the weights were replaced."""
     experts: torch.Tensor | None = None
     """int16 [n, W] under routing replay: the experts of each token of prompt and response except the last, layer by
-    layer (`hub.routing.Experts`); -1 for a token that did not run. None for an aborted request too, if the engine
-    reports experts only at the end."""
+    layer (`hub.routing.Experts`); -1 for a token that the model did not process. Also None for an aborted request of an
+    engine that reports experts only at the end."""
 
 
 class Engine(Protocol):
     """The sampler of one rollout TP group."""
 
     version: int | None
-    """Version of the weights that it holds; None: it holds no weights to sample from."""
+    """Version of the engine's weights; None if the engine has no weights to sample from."""
     capacity: int
-    """Number of sequences that it runs at a time."""
+    """Number of sequences that the engine runs at a time."""
 
     def submit(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
             StaleEngineError: the request's version is not the engine's.
-            ValueError: prompt and response may be longer than the engine's longest sequence.
+            ValueError: prompt and response could become longer than the engine's longest sequence.
         """
         ...
 
@@ -83,7 +84,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Stop these requests; return their tokens so far, with finish `abort`."""
+        """Stop these requests; return them with their tokens so far and the finish `abort`."""
         ...
 
     def needs(self, entries: list[Entry]) -> Needs:
@@ -93,16 +94,20 @@ class Engine(Protocol):
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """Load weights; sampling is refused until the last bucket is loaded. Collective over the engine.
 
-        buckets: HF names -> tensors of whole shape, filled in the parts that `needs` returned. They are only read.
+        buckets: HF names -> tensors of the full shape, with values in the parts that `needs` returned. The engine must
+        not write into them.
         """
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes; no request may run. Collective over the engine."""
+        """Drop cached prefixes; no request may be running. Collective over the engine."""
         ...
 
     def sleep(self, level: int) -> None:
-        """Free memory. 0: nothing; 1: free the KV cache and park the weights; 2: free both (version becomes None)."""
+        """Free memory. Level 0 frees nothing, 1 frees the KV cache and parks the weights on the host, 2 frees both.
+
+        After level 2 the version is None.
+        """
         ...
 
     def wake(self, what: Owner) -> None:
@@ -114,7 +119,7 @@ class Engine(Protocol):
         ...
 
     def held_words(self) -> int | None:
-        """Return the sum of the weight words that `needs` counts (`spmd.checksum.word_sum`), or None if unknown."""
+        """Return the sum over the weights that `needs` counts (`spmd.checksum.word_sum`), or None if unknown."""
         ...
 
     def close(self) -> None:
@@ -124,23 +129,23 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A sequence whose last tokens are to be scored."""
+    """A sequence, and how many of its last tokens to score."""
 
     tokens: list[int]
     count: int
-    """Number of last tokens to score, without the first token of the sequence."""
+    """Number of last tokens to score. The first token of a sequence has no log-probability."""
 
 
 Likeliest = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The k likeliest tokens at each of n places, likeliest first, on the host: ids int64 [n, k], logp [n, k], log of the
-probability of all others [n]."""
+"""The k likeliest tokens at each of n positions, likeliest first, on the host: ids int64 [n, k], logp [n, k], and the
+log of the total probability of all other tokens [n]."""
 
 
 class ReadingEngine(Engine, Protocol):
     """An engine that also computes log-probabilities of existing sequences."""
 
     def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
-        """Return the k likeliest tokens at the places of the tokens to score; no other request may run.
+        """Return the k likeliest tokens at the positions of the tokens to score; no other request may be running.
 
         Collective over the engine.
 
@@ -151,7 +156,7 @@ class ReadingEngine(Engine, Protocol):
 
 
 def name_of(key: Key) -> str:
-    """Format a key as a word that is not a prefix of another key's word."""
+    """Format a key as text that is not a prefix of another key's text."""
     return "".join(f"{part}." for part in key)
 
 
@@ -166,29 +171,31 @@ def check_version(version: int, held: int | None) -> None:
 
 
 def check_request(request: Request, version: int | None, longest: int, awake: bool = True) -> None:
-    """Check that an engine can sample a request. version, longest: the engine's weights and longest sequence.
+    """Check that an engine can sample a request.
+
+    version: of the engine's weights. longest: the engine's longest sequence, in tokens.
 
     Raises:
-        StaleEngineError: it holds other weights or none, or it sleeps.
-        ValueError: it would cut the response short silently, or fail with an error of its own.
+        StaleEngineError: the engine holds other weights or none, or it sleeps.
+        ValueError: the request does not fit; the engine would silently cut the response short or fail.
     """
     check_version(request.version, version)
     prompt, new = len(request.prompt), request.max_new_tokens
     if prompt + new > longest:
         raise ValueError(
             f"request {request.key} has {prompt} prompt tokens and asks for up to {new} new ones; the engine's longest "
-            f"sequence is {longest}: raise --rollout.max-prompt-tokens or lower --rollout.max-new-tokens (together at "
-            "most what the model's positions hold)"
+            f"sequence is {longest}: raise --rollout.max-prompt-tokens or lower --rollout.max-new-tokens (their sum is "
+            "limited by the model's number of positions)"
         )
     if not awake:
-        raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
+        raise StaleEngineError("the engine sleeps, and its KV cache is freed: wake it before sampling")
 
 
 def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> int:
-    """Check that an engine's tensors all lie on the rank's own device (law 7); return their number.
+    """Check that all tensors of an engine are on the rank's device (law 7); return their number.
 
     Raises:
-        RuntimeError: one does not. An engine that chose a device itself may have taken that of another rank.
+        RuntimeError: a tensor is on another device. An engine that chooses a device itself may take another rank's.
     """
     places = [(name, tensor.device) for name, tensor in tensors]
     away = [(name, place) for name, place in places if place != device]
@@ -196,8 +203,8 @@ def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], devic
         name, place = away[0]
         raise RuntimeError(
             f"this rank works on {device}, and its {engine} engine has {len(away)} of {len(places)} tensors elsewhere: "
-            f"{name} is on {place}. {engine} chose a device itself, a defect of ours or of a version of it that this "
-            "was not written for; --rollout.engine hf keeps to the rank's device"
+            f"{name} is on {place}. {engine} chose a device itself; this is a defect of spmdrl, or of a version of "
+            f"{engine} that spmdrl does not support. --rollout.engine hf uses only the rank's device"
         )
     return len(places)
 
@@ -209,15 +216,15 @@ def model_config(cfg: Config) -> Any:
 
 
 def longest_sequence(cfg: Config) -> int:
-    """Return the longest sequence that an engine needs: prompt and response, or a judge's question and verdict."""
+    """Return the longest sequence, in tokens, that an engine must run: prompt and response, or question and verdict."""
     positions = getattr(model_config(cfg).get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
 
 def without_quantization(config: Any) -> dict[str, Any]:
-    """Return the overrides of a folder's config with which an engine holds its weights as they are pushed.
+    """Return overrides of a model's config that make an engine allocate plain weights, as the trainer pushes them.
 
-    config: transformers' config of the folder, whose own files may be quantized.
+    config: transformers' config of the folder, whose weight files may be quantized.
     """
     return {"quantization_config": None} if getattr(config, "quantization_config", None) else {}
 
@@ -229,10 +236,10 @@ def tensor_kinds(cfg: Config) -> list[str]:
 
 
 def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
-    """Return the bytes of one token in the KV cache of one of `tp` ranks; KV heads are copied if there are fewer.
+    """Return the bytes of one token in the KV cache of one of `tp` ranks; each rank has at least one KV head.
 
-    config: transformers' config of a language model; latent attention has one row for all heads
-    (https://arxiv.org/abs/2405.04434), and layers of linear attention cache nothing per token.
+    config: transformers' config of a language model. Latent attention caches one row for all heads
+    (https://arxiv.org/abs/2405.04434); layers of linear attention cache nothing per token.
     """
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds) or config.num_hidden_layers

@@ -1,8 +1,8 @@
-"""Finds the parts of checkpoint tensors that an engine's loader reads, by letting it load watched tensors.
+"""Finds the parts of checkpoint tensors that an engine's loader reads, by recording its copies.
 
-This works for every way in which an engine cuts q, k and v, experts or the vocabulary over its ranks: each rank runs
-its own loader once, and the copies that it would make show which part of which tensor it needs. This file imports only
-torch, because the processes of a server engine load it too.
+This works however an engine divides q, k and v, experts or the vocabulary over its ranks: each rank runs the engine's
+loader once on tensors without values, and the copies that the loader would make show which part of which tensor the
+rank needs. This file imports only torch, because the processes of a server engine load it too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,9 +22,9 @@ class Needs:
     boxes: list[tuple[int, Box]] = field(default_factory=list)
     """(index of the tensor, range in every dimension) for each read."""
     counted: list[bool] = field(default_factory=list)
-    """For each read: True if the model holds its words unchanged, so that sender and receiver can compare sums."""
+    """For each read: True if the model stores the bytes unchanged, so that their checksum can be compared."""
     uncounted: frozenset[int] = frozenset()
-    """Addresses of the model's storages whose words are not counted."""
+    """Addresses of the model's storages that are left out of checksums."""
     exact: bool = True
     """True if every read was a plain copy into the model."""
     filled: frozenset[int] = frozenset()
@@ -32,9 +32,10 @@ class Needs:
 
 
 def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
-    """Return a box of the contiguous tensor `whole` that holds all elements of `x`, a non-empty view of it.
+    """Return a box of the contiguous tensor `whole` that contains all elements of `x`, a non-empty view of it.
 
-    It is the smallest such box, except if strides over a flattened tensor jump between rows; then it has whole rows.
+    The box is the smallest possible one, unless strides over a flattened tensor jump between rows; then it contains
+    complete rows.
     """
     # Offsets are in bytes, because the view may have another type.
     start, size = int(x.storage_offset()) * x.itemsize, whole.numel() * whole.itemsize
@@ -59,7 +60,7 @@ def transposed(x: torch.Tensor, into: torch.Tensor) -> bool:
 
 
 def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield tensors except those whose memory belongs to another: part of its rows, or the same with another name."""
+    """Yield the tensors without those whose memory lies within another's, such as tied weights or slices of rows."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for x in sorted(tensors, key=lambda x: -x.nbytes):
         start = int(x.storage_offset()) * x.itemsize
@@ -70,11 +71,11 @@ def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
-"""Operations with which loaders clear the padding beside the copied parts."""
+"""Operations with which loaders clear the padding next to copied parts."""
 
 
 class Watch(TorchDispatchMode):
-    """Records the part of a watched tensor that an operation reads, and skips copies from it."""
+    """Records the parts of watched tensors that operations read, and skips copies from watched tensors."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +86,7 @@ class Watch(TorchDispatchMode):
         self.written: set[int] = set()
 
     def watch(self, index: int, tensor: torch.Tensor) -> None:
-        """Watch a tensor; it replaces an earlier one with the same address."""
+        """Watch a tensor. It replaces an earlier watched tensor with the same address."""
         self.watched[tensor.untyped_storage().data_ptr()] = (index, tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -105,7 +106,7 @@ class Watch(TorchDispatchMode):
         for x in read:
             self._record(x, None)
         if func not in FILLS:
-            # A copied part that is then changed in place (the decay of Mamba's states) no longer holds the same words.
+            # A part that is changed in place after its copy (the decay of Mamba's states) differs from the sent bytes.
             self.odd |= places & set(self.into)
         return func(*args, **kwargs)
 
@@ -117,8 +118,8 @@ class Watch(TorchDispatchMode):
         self.into.append(into.untyped_storage().data_ptr() if into is not None else 0)
         if into is None:
             self.needs.exact = False
-        # Sums are over 8-byte words. A part has no sum if it does not begin and end at a word boundary, or if its
-        # adjacent elements are separate in the model (GPT-2's weights are transposed).
+        # Checksums are sums of 8-byte words. A part has none if it does not begin and end at a word boundary, or if its
+        # adjacent elements are not adjacent in the model (GPT-2's weights are transposed).
         elif (
             into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype or transposed(x, into)
         ):
@@ -140,10 +141,11 @@ def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[int]:
 
 
 def unfilled(model: torch.nn.Module, needs: Needs, kinds: Iterable[str]) -> list[str]:
-    """Return the names of an engine's weights that its loader did not write.
+    """Return the names of an engine's parameters and persistent buffers that its loader did not write.
 
-    These are parameters and persistent buffers. Buffers of a kind that no checkpoint has are left out, because the
-    model computes them itself. kinds: last parts of the names of the checkpoint's tensors.
+    Buffers of a kind that the checkpoint does not contain are left out, because the model computes them itself.
+
+    kinds: last parts of the names of the checkpoint's tensors, such as `weight`.
     """
     kept, kinds = model.state_dict().keys(), set(kinds)
     buffers = [(n, x) for n, x in model.named_buffers() if n in kept and n.rpartition(".")[2] in kinds]
@@ -152,12 +154,12 @@ def unfilled(model: torch.nn.Module, needs: Needs, kinds: Iterable[str]) -> list
 
 
 def check_filled(engine: str, lacking: list[str]) -> None:
-    """Raise ValueError if a push leaves out weights of the engine, which started without any (law 5)."""
+    """Raise ValueError if a push leaves out weights of an engine that started without values (law 5)."""
     if lacking:
         raise ValueError(
             f"--rollout.engine {engine}: the trainer has no tensor for {len(lacking)} of the engine's weights "
-            f"({', '.join(lacking[:3])}): {engine} takes the model for another than transformers does; take another "
-            "engine, such as hf"
+            f"({', '.join(lacking[:3])}): {engine} builds another model from this folder than transformers does; take "
+            "another engine, such as hf"
         )
 
 
@@ -173,9 +175,9 @@ def watched_load(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
 ) -> Needs:
-    """Find the parts that `load` reads of tensors with these names, shapes and types; the model is not changed.
+    """Find the parts that `load` reads of tensors with these names, shapes and types, without changing the model.
 
-    The watched tensors are on the CPU and are never written or read, so they take no memory.
+    The tensors are on the CPU and their memory is never touched, so they take no physical memory.
     """
     watch = Watch()
 

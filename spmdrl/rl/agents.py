@@ -75,7 +75,7 @@ class Agents(Environment):
     # ── the contract ─────────────────────────────────────────────────────────
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
-        """See the contract."""
+        """Implements `Environment.open`."""
         place, prompt = place_of(episode), group.prompt
         # All samples of a prompt begin alike, because they are compared. `born` distinguishes training from evaluation,
         # and does not change in a group with which a later step goes on.
@@ -91,7 +91,7 @@ class Agents(Environment):
         self.pool.open(place, opening, state.turns, state.env_state)
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
-        """See the contract."""
+        """Implements `Environment.answer`."""
         state: ConversationState = episode.conversation
         made, ended = self._response(episode)
         state.room = plan.room(episode)
@@ -119,7 +119,7 @@ class Agents(Environment):
         self._begin(state, say)
 
     def poll(self, wait: float = 0.0) -> list[tuple[Place, Observation]]:
-        """See the contract."""
+        """Implements `Environment.poll`."""
         until = time.monotonic() + wait
         while True:
             left = 0.0 if self.ready else max(0.0, until - time.monotonic())
@@ -132,7 +132,7 @@ class Agents(Environment):
         return ready
 
     def leave(self, episodes: list[Episode], keep: bool) -> None:
-        """See the contract."""
+        """Implements `Environment.leave`."""
         for episode in episodes:
             place, state = place_of(episode), episode.conversation
             if self.episodes.pop(place, None) is None:
@@ -151,7 +151,7 @@ class Agents(Environment):
             self.pool.close(place)
 
     def take_counts(self) -> dict[str, float]:
-        """See the contract."""
+        """Implements `Environment.take_counts`."""
         counts, self.counts = self.counts, dict.fromkeys(COUNTS, 0.0)
         return counts
 

@@ -1,8 +1,9 @@
-"""Decodes rows of equal length, with the cache of transformers if the model computes correctly with it, or without.
+"""Decodes rows of equal length, with the KV cache of transformers if that works for the model, and else without.
 
-Some families of transformers compute other probabilities with their cache than without, and the caches of others cannot
-drop finished rows. `check` compares the model's own numbers after the first weights have arrived. A model is refused if
-later tokens change the probabilities of earlier ones; rounding and near ties of experts never refuse one.
+Some model families of transformers compute other probabilities with their cache than without, and the caches of others
+cannot drop finished rows. `Decoder.check` therefore compares both ways after the first weights have arrived. It refuses
+a model in which later tokens change the probabilities of earlier ones, with a tolerance for rounding and near ties
+between experts.
 
 B rows; V tokens of the vocabulary.
 """
@@ -22,15 +23,15 @@ log = logging.getLogger("spmdrl")
 WAYS = ("batch_select_indices", "reorder_cache")
 """Methods of transformers' caches that keep some of the rows; caches of recurrent states have only the second one."""
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Largest mean |dlogp| between decoding with the cache and a plain forward, by type of the weights."""
+"""Largest accepted mean |dlogp| between decoding with the cache and one forward without it, by type of the weights."""
 ROUNDED = 0.1
-"""The same for other types, whose rounding may change the expert of a token or two."""
+"""The bound of `CLOSE` for other types, in which rounding may change the experts of a few tokens."""
 FAILED = 1e30
-"""Replaces a difference if a forward raises an error."""
+"""Value of the difference if a forward raises an error."""
 TIMES = 2
-"""A cache may also be this many times as far from a plain forward as decoding from whole sequences is."""
+"""A cache is also accepted if its difference is at most this many times the difference of decoding without a cache."""
 LENGTHS, MORE = (3, 12), 4
-"""Lengths of the prompts in `check`, and the number of tokens decoded after them."""
+"""Lengths of the prompts in `Decoder.check`, and the number of tokens decoded after each."""
 
 
 class Group:
@@ -39,11 +40,11 @@ class Group:
     def __init__(self, requests: list[Request], device: torch.device):
         self.requests = requests
         self.live = list(range(len(requests)))
-        """Rows that still sample, as indices into requests; row i of the cache belongs to live[i]."""
+        """Indices of the requests that still sample; row i of the cache belongs to request live[i]."""
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logp: list[list[float]] = [[] for _ in requests]
         self.inputs = torch.tensor([r.prompt for r in requests], device=device)
-        """Tokens of the live rows that the model has not processed; without a cache, all of them."""
+        """Tokens of the live rows that the model has not processed; without a cache, all tokens of the rows."""
         self.seeds = torch.tensor([r.seed for r in requests], device=device)
         self.temperature = torch.tensor([r.temperature for r in requests], device=device)
         self.top_p = torch.tensor([r.top_p for r in requests], device=device)
@@ -58,12 +59,12 @@ class Group:
 
 
 class Decoder:
-    """Runs a model over the rows of a group, one token further with each call."""
+    """Runs a model over the rows of a group, and advances them by one token with each call."""
 
     def __init__(self, model: Any, ranks: dist.ProcessGroup | None):
         self.model, self.ranks = model, ranks
         self.way: str | None = WAYS[0]
-        """Method of the cache that keeps rows; None: no cache, every token is computed from its whole sequence."""
+        """Method of the cache that keeps rows; None: no cache, so each step processes the full sequences."""
         self.checked = False
 
     def logits(self, group: Group) -> torch.Tensor:
@@ -72,12 +73,12 @@ class Decoder:
         return out
 
     def extend(self, group: Group, tokens_B: torch.Tensor) -> None:
-        """Set the next tokens to process, one for each row of the last call."""
+        """Set the next tokens to process, one for each live row."""
         column = tokens_B[:, None]
         group.inputs = column if self.way else torch.cat([group.inputs, column], 1)
 
     def keep(self, group: Group, rows: list[int]) -> None:
-        """Keep these of the live rows; call this after `extend`."""
+        """Keep only the given live rows. Call this after `extend`."""
         index = torch.tensor(rows, dtype=torch.int64, device=group.inputs.device)
         group.live = [group.live[i] for i in rows]
         group.inputs = group.inputs[index]
@@ -94,13 +95,14 @@ class Decoder:
 
     @torch.inference_mode()
     def check(self, vocabulary: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Choose `way` by the model's numbers, once. Collective over the ranks that share the model.
+        """Choose `way` by a test of the model, once. Collective over the ranks that share the model.
 
-        Two rows are decoded, one of which ends early, and compared with a forward over the whole row without a cache.
+        The test decodes two rows and drops one of them early. It compares the log-probabilities of the other with a
+        forward over the complete row without a cache.
 
         Raises:
-            ValueError: a token's probabilities depend on the tokens after it, so that no way of sampling is correct, or
-                the model cannot compute the next token of a sequence.
+            ValueError: a token's probabilities depend on later tokens, so that no way of sampling is correct, or the
+                model cannot compute the next token of a sequence.
         """
         if self.checked:
             return
@@ -137,20 +139,21 @@ class Decoder:
                     f"--rollout.engine hf: {name} of transformers does not compute the next token of a sequence "
                     f"({reasons[-1]}): take --rollout.engine vllm or a model of another family"
                 )
-            # Rounding alone may be more than `close`; decoding from whole sequences measures it.
+            # Rounding alone may exceed `close`; decoding without a cache measures how large it is.
             self.way = next((way for way in WAYS if found[way] <= TIMES * found[None]), None)
         self.checked = True
         if not self.way:
             log.warning(
                 f"--rollout.engine hf: {name} cannot decode with the cache of transformers ({reasons[-2]}), so every "
-                "token is computed from its whole sequence. That is exact and slower; --rollout.engine vllm may know "
+                "token is computed from its whole sequence. That is exact but slow; --rollout.engine vllm may support "
                 "the family"
             )
 
     def _plain(self, rows: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, float]:
-        """Return logp of the second row by a plain forward, [n, V], and how much its last tokens change earlier ones.
+        """Return logp of the second row by a forward without a cache, [n, V], and the effect of its last tokens on it.
 
-        The row and a copy with other last tokens run in one forward, so that rounding treats both alike.
+        The effect is the mean |dlogp| of the earlier positions if the last tokens are replaced. The row and a copy with
+        other last tokens run in one forward, so that rounding is the same for both.
         """
         pair = rows[1:].repeat(2, 1)
         pair[1, -MORE:] = (pair[1, -MORE:] + 1) % vocabulary
@@ -160,7 +163,10 @@ class Decoder:
         return logp, sum(before) / max(len(before), 1)
 
     def _apart(self, rows: torch.Tensor, logp_nV: torch.Tensor) -> float:
-        """Return the mean |dlogp| of the second row's tokens, weighted by probability. logp_nV: of that row."""
+        """Decode by `way`; return the mean |dlogp| of the second row's tokens, weighted by probability.
+
+        logp_nV: the row's log-probabilities by a forward without a cache.
+        """
         length, differences, cache = rows.shape[1] - MORE, [], None
         inputs = rows[:, :length]
         for at in range(length, rows.shape[1]):
@@ -174,7 +180,7 @@ class Decoder:
         return sum(differences) / len(differences)
 
     def _largest(self, apart: float, device: torch.device) -> float:
-        """Return the largest number over ranks, so that all of them decide alike."""
+        """Return the maximum over ranks, so that all of them make the same decision."""
         if self.ranks is None:
             return apart
         value = torch.tensor(min(apart, FAILED), device=device)
@@ -185,7 +191,7 @@ class Decoder:
 def distance(got_V: torch.Tensor, want_V: torch.Tensor) -> float:
     """Return the mean |dlogp| of a token, weighted by its probability in `want_V`.
 
-    If `want_V` has nan nothing can be compared, and the distance is 0; the first step then raises.
+    If `want_V` contains nan, the distance is 0; the first training step then raises an error.
     """
     if want_V.isnan().any():
         return 0.0

@@ -1,10 +1,10 @@
 """The HF engine: plain transformers forwards with a cache, for tests, small models and machines without vLLM.
 
 Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform
-sampling from one uniform number that depends on the request's seed and position, so a sample does not depend on its
-neighbours.
+sampling from one uniform number that depends on the request's seed and position, so a sample does not depend on the
+other rows of its batch.
 
-The engine starts without values: it reads no weight from the folder, and the first push brings all of them.
+The engine starts without weights: it reads none from the model's folder, and the first push brings all of them.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ from spmdrl.weights.reshard import Entry, inside, size
 from spmdrl_kernels.divergence import log_probabilities, outside
 
 READ_ROWS = 256
-"""Number of positions of a sequence whose log-probabilities over the vocabulary exist at a time."""
+"""Number of positions for which log-probabilities over the vocabulary are computed at a time, to bound memory."""
 
 
 class HFEngine:
@@ -57,9 +57,9 @@ class HFEngine:
         self.decoder = Decoder(self.model, self.group)
         self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
         self.parked: Parked | None = None
-        # Softmax in float32 at least, like the trainer's head.
+        # Softmax at least in float32, like the trainer's head.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
-        # A checkpoint holds the parameters, tied ones once, and persistent buffers (routing biases).
+        # A checkpoint contains the parameters, tied ones once, and persistent buffers (routing biases).
         scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
         kept = self.model.state_dict().keys()
         buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
@@ -75,13 +75,13 @@ class HFEngine:
         self.groups: list[Group] = []
 
     def submit(self, request: Request) -> None:
-        """See the contract."""
+        """Implements `Engine.submit`."""
         check_request(request, self.version, self.longest)
         self.waiting.append(request)
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
-        """See the contract. One step samples one token for the oldest group."""
+        """Implements `Engine.poll`. One step samples one token for the oldest group."""
         if not self.groups and self.waiting:
             self._start()
         if not self.groups:
@@ -94,7 +94,7 @@ class HFEngine:
 
     def _start(self) -> None:
         length = len(self.waiting[0].prompt)
-        # Rounding can depend on neighbours in a batch; a row that runs alone has none.
+        # Rounding can depend on the other rows of a batch, so a deterministic engine runs every row alone.
         together = 1 if self.deterministic else self.capacity
         alike = [r for r in self.waiting if len(r.prompt) == length][:together]
         taken = {r.key for r in alike}
@@ -106,12 +106,12 @@ class HFEngine:
         if self.routers:
             taken = self.routers.take().flatten(1)
             for row, experts in zip(group.live, taken.split(group.inputs.shape[1]), strict=True):
-                # Without a cache earlier steps processed the tokens before the last one too.
+                # Without a cache, a later step processes the earlier tokens again; only the last one is recorded.
                 group.experts[row].append(experts[-1:] if group.began else experts)
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
         tokens, logp = sample(logits.to(self.upcast), group, position)
         if self.group is not None:
-            # The first rank decides, because differently rounded logits could make the ranks disagree.
+            # The first rank's draw counts, because the ranks' logits may be rounded differently.
             both = torch.stack([tokens.double(), logp.double()])
             dist.broadcast(both, group=self.group, group_src=0)
             tokens, logp = both[0].long(), both[1].to(logp.dtype)
@@ -136,7 +136,7 @@ class HFEngine:
         return Completion(group.requests[row].key, group.tokens[row], group.logp[row], finish, self.version, experts)
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """See the contract."""
+        """Implements `Engine.abort`."""
         keys = set(keys)
         out = [Completion(r.key, [], [], "abort", self.version) for r in self.waiting if r.key in keys]
         self.waiting = [r for r in self.waiting if r.key not in keys]
@@ -158,7 +158,7 @@ class HFEngine:
 
     @torch.inference_mode()
     def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
-        """See the contract. Sequences run one by one."""
+        """Implements `ReadingEngine.likeliest`. Sequences run one by one."""
         check_version(version, self.version)
         out = []
         for each in requests:
@@ -175,26 +175,26 @@ class HFEngine:
         return out
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """See the contract."""
+        """Implements `Engine.needs`."""
         tensors = self.tensors
         boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
-        # Parts that do not end at whole words have no sum of their own; the sum of a cast part would differ.
+        # Parts that do not end at 8-byte words have no checksum; the checksum of a cast part would differ.
         held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
         counted = [
             x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
             for x, (i, box) in zip(held, boxes, strict=True)
         ]
-        # `needs` is called once for each pushed part of the model, so this accumulates.
+        # `needs` is called once for each pushed part of the model, so `odd` accumulates.
         self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
         self.counted = [x for x in tensors.values() if id(x) not in self.odd]
         return Needs(boxes, [id(x) not in self.odd for x in held])
 
     @torch.no_grad()
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """See the contract.
+        """Implements `Engine.load`.
 
         Raises:
-            ValueError: no push has filled some weights; the engine then has no version (law 5).
+            ValueError: some weights have not been in any push; the engine then has no version (law 5).
         """
         self.version = None
         self.wake("weights")
@@ -220,7 +220,7 @@ class HFEngine:
         """Do nothing, because no prefix is cached."""
 
     def sleep(self, level: int) -> None:
-        """See the contract. A KV cache exists only while its group samples."""
+        """Implements `Engine.sleep`. Each group has its own KV cache, which is dropped with the group."""
         self.groups, self.waiting = [], []
         place: Place = "gone" if level == 2 else "host"
         if level == 2:
@@ -232,13 +232,13 @@ class HFEngine:
             self.parked = Parked(self.model.parameters(), place, self.world.device)
 
     def wake(self, what: Owner) -> None:
-        """See the contract."""
+        """Implements `Engine.wake`."""
         if what == "weights" and self.parked:
             self.parked.bring_back()
             self.parked = None
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract."""
+        """Implements `Engine.bytes_by_owner`."""
         device = self.world.device.type
         cached = [x for group in self.groups if group.cache is not None for x in cached_tensors(group.cache)]
         return {
@@ -247,11 +247,11 @@ class HFEngine:
         }
 
     def held_words(self) -> int | None:
-        """See the contract."""
+        """Implements `Engine.held_words`."""
         return None if self.parked else word_sum(self.counted)
 
     def close(self) -> None:
-        """See the contract."""
+        """Implements `Engine.close`."""
         self.sleep(2)
 
 
@@ -259,7 +259,7 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
     """Draw a token [B] with its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
     greedy = group.temperature == 0
     scaled_BV = logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype)
-    # A CPU sums a row's exponentials in a few float32 accumulators; with 150,000 tokens logp loses its fourth digit.
+    # On a CPU torch sums exponentials in a few float32 accumulators: over 150,000 tokens, logp has an error of 1e-4.
     logp_BV = torch.log_softmax(scaled_BV.double() if scaled_BV.is_cpu else scaled_BV, -1)
     if bool((group.top_p < 1).any()):
         logp_BV = nucleus(logp_BV, group.top_p)
@@ -274,8 +274,8 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
 def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
     """Return running sums of probabilities along each row.
 
-    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. The sums are then taken over
-    integers in units of 2^-52, whose result does not depend on the order.
+    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. Integers in units of 2^-52 are
+    then added instead, because their sum does not depend on the order.
     """
     if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
         return in_integers(p_BV)
@@ -289,7 +289,7 @@ def in_integers(p_BV: torch.Tensor) -> torch.Tensor:
 
 
 def nucleus(logp_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of tokens whose mass reaches top_p, renormalized (https://arxiv.org/abs/1904.09751)."""
+    """Keep the fewest tokens whose total probability reaches top_p (https://arxiv.org/abs/1904.09751); renormalize."""
     ordered, index = logp_BV.sort(-1, descending=True)
     before = running_sum(ordered.exp()) - ordered.exp()
     dropped = torch.zeros_like(logp_BV, dtype=torch.bool).scatter(1, index, before >= top_p_B[:, None])

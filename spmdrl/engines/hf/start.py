@@ -1,13 +1,13 @@
-"""Builds a rank's part of the HF engine's model without values: divided, quantized and with adapters, by the settings.
+"""Builds a rank's part of the HF engine's model without weights; the settings may divide, quantize or adapt layers.
 
-Layers are divided by the plan that transformers keeps with each architecture (https://arxiv.org/abs/1909.08053):
+Layers are divided by transformers' tensor-parallel plan of each architecture (https://arxiv.org/abs/1909.08053):
 `colwise` layers keep a range of their outputs; `rowwise` layers keep a range of their inputs and sum over the ranks.
-Every rank holds and computes whole the modules that the plan does not name (embeddings, norms, the head) or calls
+Every rank has a full copy of the modules that the plan does not name (embeddings, norms, the head) or that it calls
 replicated (norms of a head's queries and keys).
 
-8-bit linear layers have one scale per output, rounded to nearest. Only weights are quantized, as in
-https://arxiv.org/abs/2208.07339 without its outliers (int8), or in E4M3 (https://arxiv.org/abs/2209.05433). Samples
-then come from other weights than the trainer's, so use it with the rollout correction.
+8-bit linear layers have one scale per output, and their weights are rounded to nearest. Only weights are quantized, to
+int8 (https://arxiv.org/abs/2208.07339, without its treatment of outliers) or to E4M3 (https://arxiv.org/abs/2209.05433).
+The engine's weights then differ from the trainer's, so use the rollout correction.
 """
 
 import re
@@ -28,7 +28,7 @@ from spmdrl.weights.reshard import Box
 from spmdrl_kernels.host import use_host_linear
 
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Format -> torch type, and the largest magnitude in use."""
+"""Format -> torch type, and the largest magnitude of a quantized weight."""
 
 
 def start(
@@ -36,15 +36,17 @@ def start(
 ) -> tuple[Any, dist.ProcessGroup | None, dict[str, Box], "dict[str, QuantizedLinear]"]:
     """Build this rank's part of the model from config.json only, and allocate its memory on the rank's device.
 
-    Returns the model, whose weights are undefined while buffers that no checkpoint holds have their values; the ranks
-    over which layers are divided, None if they are whole; this rank's box of each divided parameter; and the 8-bit
-    layers by the name of their weight.
+    Returns:
+        The model. Its weights are undefined; only buffers that checkpoints do not contain have values.
+        The ranks over which layers are divided, or None if they are not divided.
+        This rank's box of each divided parameter.
+        The 8-bit layers by the name of their weight.
     """
     trust, dtype = cfg.model.trust_remote_code, DTYPES[cfg.model.dtype]
     folder = resolve(cfg.model.path, trust)
     config = read_config(folder, trust).get_text_config()
-    # torch's fused attention cannot cap scores (Gemma 2), and transformers then silently omits the cap. None means the
-    # fused attention for families that have it.
+    # torch's fused attention cannot cap attention scores (Gemma 2), and transformers would silently omit the cap. None
+    # selects fused attention for families that support it.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = empty_model(folder, dtype, trust, attention)
     if "adapter" in pushed_parts(cfg):
@@ -65,10 +67,10 @@ def plan_of(config: Any, ranks: int) -> dict[str, str]:
     config: transformers' config of a language model.
 
     Raises:
-        ValueError: the plan names more than linear layers (experts, fused projections), or there is no plan.
+        ValueError: the plan divides other modules than linear layers (experts, fused projections), or there is no plan.
     """
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    # transformers' replicated styles differ only in their treatment of gradients, which do not exist here.
+    # transformers' replicated styles differ only in their treatment of gradients, which an engine does not compute.
     plan = {n: s for n, s in plan.items() if n.startswith("layers.") and not s.startswith("replicated")}
     strange = sorted({style for style in plan.values() if style not in ("colwise", "rowwise")})
     if strange or not plan:
@@ -115,7 +117,7 @@ def _keep(module: nn.Linear, name: str, dim: int, rank: int, ranks: int) -> Box:
 def _summed(group: dist.ProcessGroup):
     def hook(module: nn.Linear, _, output: torch.Tensor) -> torch.Tensor:
         if module.bias is not None:
-            # Every rank has added the bias; the sum over ranks must contain it once.
+            # Every rank has added the bias, but the sum over ranks must contain it only once.
             output = output - module.bias
         dist.all_reduce(output, group=group)
         return output if module.bias is None else output + module.bias
@@ -134,7 +136,7 @@ class QuantizedLinear(nn.Module):
         self.kind = kind
         dtype = FORMATS[kind][0]
         weight = linear.weight
-        # A parameter, so that its memory is moved and counted with that of the others.
+        # A parameter, so that its memory is moved and counted with the other parameters.
         self.weight = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=weight.device), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(len(weight), 1, device=weight.device), requires_grad=False)
         self.bias = linear.bias

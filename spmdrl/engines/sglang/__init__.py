@@ -1,4 +1,4 @@
-"""The SGLang engine: a server process for each group of ranks, in SGLang's own environment.
+"""The SGLang engine: one server process for each group of ranks, in a separate Python environment.
 
 engine.py   implements the Engine contract
 options.py  the arguments of SGLang's Engine

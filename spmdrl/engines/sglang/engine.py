@@ -1,8 +1,8 @@
 """The Engine contract on SGLang: one server process per rollout TP group, started by the group's first rank.
 
-SGLang always runs its schedulers as processes, and pins another version of torch, so the whole engine is a child
-process with its own interpreter (`server/`; `launch/install.sh --sglang` creates it). The first rank communicates with
-it and broadcasts its answers, so all ranks of the group make the same calls and get the same completions.
+SGLang always runs its schedulers as processes and pins another version of torch. The engine is therefore a child
+process (`server/`) with a separate interpreter, which `launch/install.sh --sglang` installs. The group's first rank
+exchanges messages with it and broadcasts the answers, so all ranks make the same calls and get the same completions.
 """
 
 import json
@@ -42,9 +42,9 @@ POLL_SECONDS = 0.02
 
 
 def cut_short(completion: Completion) -> Completion:
-    """Turn a completion into an aborted one; one that finished before the abort loses its last token.
+    """Mark a completion as aborted; drop the last token if it finished before the abort.
 
-    The caller may continue an aborted request later, so at least one token must remain to be sampled.
+    The caller may continue an aborted request later, so at least one token must be left to sample.
     """
     if completion.finish != "abort":
         completion.tokens, completion.logp, completion.finish = completion.tokens[:-1], completion.logp[:-1], "abort"
@@ -63,8 +63,8 @@ class SGLangEngine:
         self.empty, self.kinds = starts_empty(cfg), tensor_kinds(cfg)
         self.asleep: set[str] = set()
         self.running: dict[str, Key] = {}
-        # On a CPU rounding depends on the other requests of a batch, and the scheduler batches all arrived requests. To
-        # make timing irrelevant, requests are sent in waves, each in one message, after the last wave has ended.
+        # On a CPU rounding depends on the other requests of a batch, and the scheduler batches whatever has arrived. A
+        # deterministic run therefore sends requests in waves: each is one message, sent after the last wave has ended.
         self.in_waves = cfg.run.deterministic and self.on_cpu
         self.wave: list[dict] = []
         self.backlog: list[Completion] = []
@@ -90,7 +90,7 @@ class SGLangEngine:
         self.parts: dict[str, list[Box]] = {}
 
     def _engine_group(self, cfg: Config) -> dist.ProcessGroup | None:
-        """Create the host-side group of this engine's ranks. Collective over the sampling ranks."""
+        """Create the gloo group of this engine's ranks. Collective over the sampling ranks."""
         if cfg.engine_ranks == 1:
             return None
         hosts = dict(
@@ -100,7 +100,7 @@ class SGLangEngine:
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
                 raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
-            # Only its members create it, because ranks without an engine do not run this.
+            # Only its members create the group, because ranks without an engine do not run this code.
             limit = timedelta(seconds=cfg.run.timeout)
             with apart_from_default():
                 group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
@@ -112,13 +112,16 @@ class SGLangEngine:
         return value if self.group is None else json.loads(broadcast_text(json.dumps(value), self.group))
 
     def _answer(self, answer: list[int] | None) -> list[int]:
-        """Return the answer of this rank's own engine process. Collective over the engine."""
+        """Return the part of an answer that comes from this rank's scheduler process. Collective over the engine.
+
+        answer: of all scheduler processes, on the first rank.
+        """
         return answers(self._share(answer))[self.world.engine_tp_rank]
 
     def submit(self, request: Request) -> None:
-        """See the contract."""
+        """Implements `Engine.submit`."""
         check_request(request, self.version, self.longest, not self.asleep)
-        # SGLang aborts all requests whose names begin with the given one, so no name may be a prefix of another.
+        # An abort in SGLang affects all requests whose names begin with the given one, so names are not prefixes.
         name = name_of(request.key)
         assert name not in self.running, f"request {request.key} is running already"
         self.running[name] = request.key
@@ -143,7 +146,7 @@ class SGLangEngine:
             self.wave = []
 
     def _finished(self) -> list[Completion]:
-        """Return, on all ranks, the completions that the first rank received."""
+        """Return the completions that the first rank received, on all ranks. Collective over the engine."""
         done = []
         if self.process:
             if self.process.failed:
@@ -155,7 +158,7 @@ class SGLangEngine:
         ]
 
     def poll(self) -> list[Completion]:
-        """See the contract. The engine runs by itself; this waits at most POLL_SECONDS for a request to finish."""
+        """Implements `Engine.poll`. The server runs by itself; wait at most POLL_SECONDS for a request to finish."""
         backlog, self.backlog = self.backlog, []
         if not self.running:
             return backlog
@@ -168,7 +171,7 @@ class SGLangEngine:
         return backlog + self._finished()
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """See the contract."""
+        """Implements `Engine.abort`."""
         keys = set(keys)
         names = [name for name, key in self.running.items() if key in keys]
         if not names:
@@ -181,7 +184,7 @@ class SGLangEngine:
         return [cut_short(c) for c in done if c.key in keys]
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """See the contract."""
+        """Implements `Engine.needs`."""
         types = {e.name: str(e.dtype or DTYPES[self.dtype]).removeprefix("torch.") for e in entries}
         tensors = json.dumps({"tensors": [(e.name, e.shape, types[e.name]) for e in entries], "kinds": self.kinds})
         long, *rows = self._answer(self.process.call("query", query=f"needs {tensors}") if self.process else None)
@@ -196,16 +199,16 @@ class SGLangEngine:
             self.parts.setdefault(entries[index].name, []).append(needs.boxes[-1][1])
             rows = rows[3 + 2 * dims :]
         if isinstance(self.transport, Broadcast) and self.group is not None:
-            # The first rank sends whole tensors to all processes.
+            # The first rank broadcasts full tensors to all processes.
             whole = [(i, entry.box) for i, entry in enumerate(entries)] if self.process else []
             return Needs(whole, [False] * len(whole))
         return needs
 
     @torch.no_grad()
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """See the contract."""
+        """Implements `Engine.load`."""
         self.version = None
-        # Running requests have tokens of the old weights, and no cached prefix of them may remain.
+        # Running requests have tokens and cached prefixes of the old weights.
         self.backlog += self.abort(list(self.running.values()))
         if self.process:
             self.process.call("begin")
@@ -220,8 +223,8 @@ class SGLangEngine:
         """Send one bucket to the engine's processes. Collective over the engine.
 
         Raises:
-            EngineDiedError: the engine process ended; on all ranks, except under `broadcast`.
-            CorruptWeightsError: the engine refused the bucket.
+            EngineDiedError: the engine process ended. All ranks raise it, except under `broadcast`.
+            CorruptWeightsError: the engine received other bytes than were sent.
         """
         if isinstance(self.transport, Broadcast):
             if self.process and tensors:
@@ -242,24 +245,24 @@ class SGLangEngine:
                 self.process.call("load", workers=orders)
             except RuntimeError as error:
                 failure = [isinstance(error, EngineDiedError), str(error)]
-        # The other ranks may write their next bucket only after this one was read, and must fail with the first rank.
+        # Only after this broadcast may the other ranks overwrite the bucket; they also raise the first rank's error.
         failure = self._share(failure)
         if failure:
             died, text = failure
             raise EngineDiedError(text) if died else CorruptWeightsError(f"{text}{NOT_TAKEN}")
 
     def reset_prefix_cache(self) -> None:
-        """See the contract."""
+        """Implements `Engine.reset_prefix_cache`."""
         if self.process:
             self.process.call("flush")
 
     def sleep(self, level: int) -> None:
-        """See the contract."""
+        """Implements `Engine.sleep`."""
         self.abort(list(self.running.values()))
         self.backlog = []
         if level == 2 or (level == 1 and not self.on_cpu and not self.keeps_weights):
-            # This also applies to an engine that already sleeps at level 1. SGLang keeps a host copy of a GPU's weights
-            # only if it was started so.
+            # An engine that already sleeps at level 1 also loses its version. SGLang keeps a host copy of a GPU's
+            # weights only if it was started with that option.
             self.version = None
         gone = {"kv_cache"} if level == 1 and self.on_cpu else {"kv_cache", "weights"} if level else set()
         tags = sorted(gone - self.asleep)
@@ -268,25 +271,25 @@ class SGLangEngine:
         self.asleep |= gone
 
     def wake(self, what: Owner) -> None:
-        """See the contract."""
+        """Implements `Engine.wake`."""
         if what in self.asleep:
             if self.process:
                 self.process.call("resume", tags=[what])
             self.asleep.remove(what)
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract. Counts the engine process of this rank's place in the TP group."""
+        """Implements `Engine.bytes_by_owner`. A rank counts the scheduler process with its number in the TP group."""
         return {
             "engine weights": 0 if "weights" in self.asleep else self.held["weights"],
             "KV cache": 0 if "kv_cache" in self.asleep else self.held["kv_cache"],
         }
 
     def held_words(self) -> int | None:
-        """See the contract."""
+        """Implements `Engine.held_words`."""
         high, low = self._answer(self.process.call("query", query="words") if self.process else None)
         return (high << 32) + low
 
     def close(self) -> None:
-        """See the contract."""
+        """Implements `Engine.close`."""
         if self.process:
             self.process.close()

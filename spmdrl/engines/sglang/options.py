@@ -12,7 +12,7 @@ from spmdrl.spmd.world import World
 CPU_KV_BYTES = 256 << 20
 """Largest KV cache of an engine on a CPU, in bytes, unless the settings give a size."""
 SPARE_TOKENS = 8
-"""Upper bound on the tokens of a sequence's length that SGLang reserves for itself."""
+"""Upper bound on the tokens of the context length that SGLang reserves for internal use."""
 
 
 def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "trust_remote_code": cfg.model.trust_remote_code,
         "dtype": cfg.model.dtype,
         "device": world.device.type,
-        # SGLang counts every rank of an engine here; copies of the attention divide them.
+        # SGLang's tp_size counts all ranks of an engine; data parallelism of the attention divides them.
         "tp_size": cfg.engine_ranks,
         **({"ep_size": rollout.ep} if rollout.ep > 1 else {}),
         **({"attn_dp_size": rollout.dp} if rollout.dp > 1 else {}),
@@ -33,13 +33,13 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "max_running_requests": rollout.max_sequences,
         "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",
         "random_seed": 0,
-        # A scheduler that spins during training would take a core from the trainer.
+        # Without this, an idle scheduler would busy-wait during training and occupy a core.
         "sleep_on_idle": True,
     }
     if starts_empty(cfg):
         values |= {"load_format": "dummy", "json_model_override_args": json.dumps(without_quantization(whole))}
     if world.device.type == "cpu":
-        # This only bounds the cache, whose size is `max_total_tokens`; the bound must not cut a size in the settings.
+        # The cache's size is `max_total_tokens`; this share only bounds it, and must not reduce the settings' size.
         share = 0.9 if rollout.kv_cache_gib else 0.1
         values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
     else:

@@ -31,7 +31,7 @@ from spmdrl.weights.reshard import Box, inside
 log = logging.getLogger("spmdrl")
 
 GRACE_SECONDS = 3.0
-"""Seconds in which a rank may notice the engine's death by itself, so that it can name the phase."""
+"""Seconds in which the main thread of a rank may notice the engine's death, so that its error names the phase."""
 ALIGN = 64
 RANK_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
@@ -44,7 +44,7 @@ class EngineDiedError(RuntimeError):
 
 
 def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
-    """List name, type and shape of tensors, and the offset of each when they lie end to end."""
+    """List name, type and shape of tensors, and the offset of each in a buffer that contains them one after another."""
     out, at = [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -63,16 +63,20 @@ def answers(flat: list[int]) -> list[list[int]]:
 
 
 class SharedMemory:
-    """Passes weights through unnamed shared memory, which the engine process of this rank maps.
+    """Passes weights through unnamed shared memory, which the scheduler process of this rank maps.
 
-    Nothing is left behind if the job is killed. Parts that the engine does not read are not written and use no memory.
+    The system frees it even if the job is killed. Parts that the engine does not read are not written, so they use no
+    memory.
     """
 
     def __init__(self):
         self.fd = os.memfd_create("spmdrl-weights")
 
     def put(self, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> dict:
-        """Write one bucket and return the order for its reader. parts: for each tensor, the boxes that are read."""
+        """Write one bucket; return the message for the process that reads it.
+
+        parts: for each tensor, the boxes that the process reads.
+        """
         layout = entries(tensors)
         os.ftruncate(self.fd, 0)
         if layout:
@@ -101,8 +105,8 @@ class Broadcast:
     def _join(self, process: "Process") -> dist.ProcessGroup:
         store = dist.TCPStore("127.0.0.1", 0, 1 + self.tp, True, self.timeout, wait_for_workers=False)
         process.send("join", host="127.0.0.1", port=store.port, backend=self.backend)
-        # The same calls as on SGLang's side. Members are processes of another program; no public call makes a group
-        # of those.
+        # SGLang's processes make the same calls. No public function of torch creates a group with the processes of
+        # another program.
         with apart_from_default():
             group, _ = distributed_c10d._new_process_group_helper(
                 1 + self.tp,
@@ -125,7 +129,7 @@ class Broadcast:
         process.send("receive", entries=layout)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        # The lockstep recorder only knows this program's ranks.
+        # The recorder of `--run.lockstep-debug` cannot follow collectives with ranks of another program.
         with _disable_current_modes():
             for tensor in tensors.values():
                 try:
@@ -140,7 +144,7 @@ class Broadcast:
 
 
 class Process:
-    """The rank's handle on the server process. One thread reads all its output, another waits for its end."""
+    """The rank's handle on the server process. One thread reads its answers and notices its end, another its log."""
 
     def __init__(self, python: Path, config: dict, timeout: float):
         self.timeout = timeout
@@ -164,7 +168,7 @@ class Process:
         try:
             self.facts: list[int] = self.answer()
         finally:
-            # Connected sockets do not need their names; without names a killed job leaves nothing behind.
+            # Connected sockets do not need their files; without them a killed job leaves no files behind.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
@@ -174,7 +178,7 @@ class Process:
         self.lines.put(None)
         if not self.closing:
             time.sleep(GRACE_SECONDS)
-            # The rank is busy elsewhere, perhaps in a collective with a rank that waits for this engine.
+            # The main thread has not noticed; it may be in a collective with a rank that waits for this engine.
             with named_exit(lambda: "sampling or after it"):
                 raise self.death()
 
@@ -185,7 +189,7 @@ class Process:
                 log.info("sglang: %s", line)
 
     def death(self) -> EngineDiedError:
-        """Describe the end of the process in one line."""
+        """Return an error that describes the end of the process in one line."""
         code = self.child.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         time.sleep(0.1)  # its last output may still be arriving
@@ -195,7 +199,7 @@ class Process:
         return EngineDiedError(f"the SGLang engine (process {self.child.pid}) {how}{last}")
 
     def raise_if_dead(self, cause: Exception) -> None:
-        """Raise EngineDiedError if the process ends within a moment after an error that its end would explain."""
+        """Raise EngineDiedError if the process ends shortly after `cause`, which its death would explain."""
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(GRACE_SECONDS / 2)
             raise self.death() from cause
@@ -210,9 +214,9 @@ class Process:
             raise self.death() from None
 
     def take(self, seconds: float) -> dict | None:
-        """Return the next line that does not concern a request, or None; other lines go into `done` and `failed`.
+        """Return the next line that does not concern a request, or None; put the others into `done` and `failed`.
 
-        The call waits at most `seconds`, and only for a first line.
+        Waits at most `seconds` for the first line.
         """
         with suppress(queue.Empty):
             line = self.lines.get(timeout=seconds) if seconds else self.lines.get_nowait()
@@ -224,15 +228,15 @@ class Process:
                 else:
                     return line
                 line = self.lines.get_nowait()
-            self.lines.put(None)  # the next call must see the end too
+            self.lines.put(None)  # so that the next call also finds the end of the output
             raise self.death()
         return None
 
     def answer(self) -> Any:
-        """Wait for the answer to a command.
+        """Wait for the answer to a command and return it.
 
         Raises:
-            RuntimeError: an error in the server, with the server's message.
+            RuntimeError: the command failed in the server; with the server's message.
             TimeoutError: no answer within the time limit of a collective.
         """
         end = time.monotonic() + self.timeout
@@ -263,15 +267,15 @@ class Process:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines of a process's console output, without progress bars and the text that they overwrote."""
+    """Return the non-empty lines of a process's console output, without progress bars."""
     lines = (line.rstrip() for line in re.split(r"[\r\n]+", text))
     return [line for line in lines if line and not PROGRESS.search(line)]
 
 
 def environment(config: dict) -> dict[str, str]:
-    """Return the server's environment without torchrun's variables, which would make it join the run.
+    """Return the environment variables of the server, without torchrun's, which would make the server join the run.
 
-    Values that the user set are kept.
+    Values that the user set have priority.
     """
     values = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -279,7 +283,8 @@ def environment(config: dict) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
     }
     if config["options"]["device"] == "cpu":
-        # Cores are shared with the ranks, not bound to an engine. Compiling small helpers costs more than it saves.
+        # The server shares cores with the ranks, so it is not bound to any. Compiling small helpers would take more
+        # time than it saves.
         cores = "|".join(["0"] * config["options"]["tp_size"])
         values |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores, "TORCH_COMPILE_DISABLE": "1"}
     return values | {k: v for k, v in os.environ.items() if not RANK_VARIABLES.fullmatch(k)}

@@ -1,9 +1,9 @@
-"""Copies of the attention inside one vLLM engine: each has requests of its own, and all divide the experts.
+"""Data parallelism inside one vLLM engine: copies of the attention have different requests, and divide the experts.
 
-vLLM calls this data parallelism. Every layer of experts is collective over the copies, so all of them take each step
-together; a copy without requests runs an empty batch (like `vllm/v1/engine/llm_engine.py` of 0.32). Every rank assigns
-requests to copies alike, and after each step the copies exchange their tokens, so that every rank of the engine gets
-every completion. The CPU build lacks two collectives for this, which this module adds.
+Every layer of experts is collective over the copies, so all copies run each step together; a copy without requests runs
+an empty batch (as in `vllm/v1/engine/llm_engine.py` of 0.32). Every rank computes the same assignment of requests to
+copies. After each step the copies exchange their tokens, so that every rank of the engine gets every completion. The
+CPU build lacks two collectives for this, which this module adds.
 """
 
 import json
@@ -21,12 +21,12 @@ from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.world import World
 
 Row = tuple[str, list[int], list[float], Finish | None]
-"""A request's name, its tokens of one step with their logp, and the finish reason if it finished."""
+"""A request's name, the tokens of one step, their logp, and the finish reason if the request finished."""
 
 
 @contextmanager
 def rank_within_engine(cfg: Config, world: World) -> Iterator[None]:
-    """Set RANK to this rank's number inside its engine, by which vLLM finds its copy while it is built."""
+    """Set RANK to this rank's number inside its engine; vLLM reads it at start to determine the rank's copy."""
     before = os.environ.get("RANK", "0")
     if cfg.rollout.dp > 1:
         os.environ["RANK"] = str(world.engine_tp_rank)
@@ -39,7 +39,7 @@ def rank_within_engine(cfg: Config, world: World) -> Iterator[None]:
 
 
 class Copies:
-    """The copies of one engine, seen from one rank. All ranks of the engine call the methods alike."""
+    """The assignment of requests to the copies of one engine. All ranks of the engine make the same calls."""
 
     def __init__(self, cfg: Config, world: World):
         from vllm.distributed.parallel_state import get_dp_group
@@ -51,14 +51,14 @@ class Copies:
         self.copy_of: dict[str, int] = {}
 
     def take(self, name: str) -> bool:
-        """Assign a request to the copy with the fewest; return True if it is this rank's."""
+        """Assign a request to the copy with the fewest requests; return True if that is this rank's copy."""
         copy = self.running.index(min(self.running))
         self.running[copy] += 1
         self.copy_of[name] = copy
         return copy == self.mine
 
     def drop(self, name: str) -> bool:
-        """Remove a request that ended; return True if it was this rank's."""
+        """Remove a request that ended; return True if it ran on this rank's copy."""
         copy = self.copy_of.pop(name)
         self.running[copy] -= 1
         return copy == self.mine

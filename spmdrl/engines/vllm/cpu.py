@@ -11,18 +11,18 @@ from spmdrl_kernels.host import host_linear
 CPU_KV_BYTES = 256 << 20
 """Largest KV cache of an engine on a CPU, in bytes, unless the settings give a size."""
 CPU_BLOCK = 32
-"""Tokens in one KV block, the fewest that the kernels accept. Samples of a prompt share only whole blocks, and vLLM's
-default of 128 is longer than many prompts."""
+"""Tokens in one KV block, the fewest that the kernels accept. Samples of a prompt share only complete blocks, and
+vLLM's default of 128 is longer than many prompts."""
 MOST_PACKED = 4 << 30
-"""Largest number of bytes of linear layers that are held twice; further layers multiply from plain weights."""
+"""Largest total size of packed linear layers, in bytes; further layers are not packed."""
 
 
 class Packed:
     """Copies of weights in the layouts of the CPU build's kernels, created at first use and dropped at every load.
 
-    The build itself packs weights once at start and drops the plain weights of linear layers; weights loaded later
-    would be lost, or read in the wrong layout. Packed weights beside the plain ones multiply 16 to 32 rows 1.5 times
-    (bfloat16) to 2.4 times (float32) as fast.
+    vLLM itself packs weights once at start and drops the plain weights of linear layers, so weights loaded later would
+    be lost or read in the wrong layout. Packed copies in addition to plain weights make products with 16 to 32 rows 1.5
+    times (bfloat16) to 2.4 times (float32) as fast as plain weights alone.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Packed:
         self._keep_plain_experts()
 
     def clear(self) -> None:
-        """Drop the packed copies, because the weights change or are freed."""
+        """Drop the packed copies. Call this when the weights change or are freed."""
         self.linears.clear()
         self.experts.clear()
         self.bytes = 0
@@ -85,7 +85,7 @@ class Packed:
         run, packed = CPUUnquantizedExperts.apply, self.experts
 
         def pack(experts, weight: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-            """Pack projections that lie end to end along `dim`, each padded to the width that the kernel needs."""
+            """Pack projections that are concatenated along `dim`, each padded to the width that the kernel needs."""
             size = experts._padded_intermediate_size(experts.moe_config) - weight.shape[dim] // parts
             if size:
                 weight = torch.cat([pad(w, (0, 0) * (2 - dim) + (0, size)) for w in weight.chunk(parts, dim)], dim)
@@ -100,7 +100,7 @@ class Packed:
             inputs = packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, *args
             run(self, output, hidden_states, *inputs, **kwargs)
             if absent is not None and kwargs.get("apply_router_weight_on_input"):
-                # The router's one weight is already in the input, so the kernel does not read the zeros.
+                # The router's weight is a factor of the input, so the kernel ignores the weights that were set to 0.
                 output.masked_fill_(absent.all(1, keepdim=True), 0)
 
         CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
@@ -110,10 +110,13 @@ class Packed:
 def local_experts(
     weights_TK: torch.Tensor, ids_TK: torch.Tensor, places_E: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Map the ids of a token's experts to this rank's own; absent experts get the weight 0.
+    """Map global ids of experts to ids on this rank; experts of other ranks get the weight 0.
 
-    The kernel of the CPU build reads memory at every id, so an absent expert becomes the first one. places_E: an
-    expert's id on this rank, or -1. Returns weights, ids, and True for each absent expert.
+    The CPU build's kernel reads memory at every id, so the experts of other ranks get the id 0.
+
+    places_E: id of each expert on this rank, or -1.
+
+    Returns weights, ids, and True for each expert of another rank.
     """
     here_TK = places_E[ids_TK.long()]
     absent_TK = here_TK < 0
@@ -121,10 +124,12 @@ def local_experts(
 
 
 def name_shared_memory(token: str) -> list[str]:
-    """Name the shared memory of a CPU build's TP groups uniquely to this run; return the list of names, filled later.
+    """Make vLLM's CPU build give the shared memory of TP groups unique names.
 
-    vLLM names it after its rendezvous, which under an external launcher is the same for every job on the machine: a
-    second job, or one after a killed job, would find the name taken and could not start.
+    vLLM derives the name from its rendezvous address, which under an external launcher is the same for every job on the
+    machine. A second job, or a job after a killed one, would find the name in use and fail to start.
+
+    Returns a list to which each name is appended when vLLM creates it.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -139,9 +144,9 @@ def name_shared_memory(token: str) -> list[str]:
 
 
 def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str, tp: int) -> int:
-    """Return the bytes of KV cache for `sequences` sequences of `longest` tokens in whole blocks, at most CPU_KV_BYTES.
+    """Return the bytes of KV cache for `sequences` sequences of `longest` tokens, at most CPU_KV_BYTES.
 
-    A small cache is cheaper, because it is cleared at every wake.
+    The cache is no larger than needed, because it is filled with zeros at every wake.
     """
     blocks = sequences * -(-longest // CPU_BLOCK) + 8
     return min(CPU_KV_BYTES, blocks * CPU_BLOCK * kv_bytes_per_token(config, dtype, tp))

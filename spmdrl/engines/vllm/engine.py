@@ -1,7 +1,7 @@
-"""vLLM inside the training process, one engine per rollout TP group, driven step by step.
+"""The Engine contract on vLLM: one engine per rollout TP group, inside the training processes, run step by step.
 
-This file relies on vLLM's internals for the model object, for loading weights in place and for freeing its KV cache.
-Other files adapt its CPU build (`cpu.py`), its groups among ranks without it (`start.py`) and its adapters (`lora.py`).
+This file uses vLLM's internals to get the model object, to load weights in place and to free the KV cache. Other files
+adapt its CPU build (`cpu.py`), its process groups (`start.py`) and its LoRA adapters (`lora.py`).
 """
 
 import logging
@@ -50,7 +50,7 @@ log = logging.getLogger("spmdrl")
 class VLLMEngine:
     """The Engine contract (`engine.py`) on vLLM.
 
-    Routing replay follows vLLM 0.32's sources and has not run, because its CPU build does not report experts.
+    Routing replay was written from the sources of vLLM 0.32 and is untested, because the CPU build reports no experts.
     """
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
@@ -61,8 +61,8 @@ class VLLMEngine:
         if cfg.rollout.routing_replay:
             if self.on_cpu:
                 raise ValueError(
-                    "--rollout.routing-replay: vLLM's CPU build does not report which experts it chose (that takes its "
-                    "Triton model runner); take --rollout.engine hf"
+                    "--rollout.routing-replay: vLLM's CPU build does not report which experts it chose (only vLLM's "
+                    "Triton model runner does); take --rollout.engine hf"
                 )
             self.experts = experts_of(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
         self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
@@ -89,7 +89,7 @@ class VLLMEngine:
         return self.runner.model
 
     def submit(self, request: Request) -> None:
-        """See the contract."""
+        """Implements `Engine.submit`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -99,8 +99,7 @@ class VLLMEngine:
         self.partial[name] = (request, [], [])
         if self.copies and not self.copies.take(name):
             return
-        # torch's generators take 63 bits, and vLLM checks its field as a signed 64-bit one. Greedy sampling draws
-        # nothing.
+        # Seeds have 63 bits, because vLLM stores them as signed 64-bit integers. Greedy sampling needs no seed.
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
@@ -116,7 +115,7 @@ class VLLMEngine:
         self.engine.add_request(name, {"prompt_token_ids": request.prompt}, params, lora_request=adapter)
 
     def poll(self) -> list[Completion]:
-        """See the contract."""
+        """Implements `Engine.poll`."""
         done: list[Completion] = []
         if not self.partial:
             return done
@@ -160,7 +159,7 @@ class VLLMEngine:
         return torch.cat([routed, routed.new_full((rows - len(routed), routed.shape[1]), FREE)])
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """See the contract."""
+        """Implements `Engine.abort`."""
         names = [name_of(key) for key in keys]
         names = [n for n in names if n in self.partial]
         cut = [self.partial[n] for n in names]
@@ -168,18 +167,18 @@ class VLLMEngine:
         return [Completion(request.key, tokens, logp, "abort", self.version) for request, tokens, logp in cut]
 
     def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
-        """See the contract; only for temperature 1."""
+        """Implements `ReadingEngine.likeliest`, only for temperature 1."""
         check_version(version, self.version)
         assert temperature == 1 and not self.partial and not self.copies and not self.adapters
         return likeliest(self.engine, requests, k)
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """See the contract."""
+        """Implements `Engine.needs`."""
         if are_adapters(entry.name for entry in entries):
             assert self.adapters, "adapters are pushed to an engine that was built for them"
             return self.adapters.needs(entries)
         if self.cfg.quantization != "none":
-            # vLLM quantizes a layer once all of it has arrived; the parts that it reads are unknown.
+            # vLLM quantizes a layer when all of it has arrived, so the parts that it reads cannot be recorded.
             return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
         try:
@@ -197,13 +196,13 @@ class VLLMEngine:
         return needs
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors by vLLM's own loader."""
+        """Load tensors with vLLM's loader."""
         with self.adapters.unwrapped() if self.adapters else nullcontext():
             self.model.load_weights(iter(tensors))
 
     @torch.no_grad()
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """See the contract."""
+        """Implements `Engine.load`."""
         self.version = None
         if self.adapters:
             self.adapters.taken = {}
@@ -218,28 +217,28 @@ class VLLMEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """See the contract. vLLM itself would keep using prefixes of older weights.
+        """Implements `Engine.reset_prefix_cache`. Otherwise vLLM would reuse prefixes that older weights computed.
 
         Raises:
-            StaleEngineError: vLLM keeps them, because a request holds a part of the cache.
+            StaleEngineError: vLLM cannot drop the prefixes, because a request uses a part of the cache.
         """
-        # A step in progress on a GPU may still hold aborted requests; the next one releases them.
+        # On a GPU the step in progress may still have aborted requests; the next step releases them.
         for _ in range(2):
             if self.llm.reset_prefix_cache():
                 return
             if not self.partial and not self.copies:
                 self.engine.step()
         raise StaleEngineError(
-            f"vLLM keeps prefixes that it cached under other weights: {len(self.partial)} requests run and hold its KV "
-            "cache; abort them before weights are loaded"
+            f"vLLM keeps prefixes that it cached with other weights, because {len(self.partial)} requests run and use "
+            "its KV cache; abort them before weights are loaded"
         )
 
     def sleep(self, level: int) -> None:
-        """See the contract."""
+        """Implements `Engine.sleep`."""
         if self.partial:
             self.abort([request.key for request, _, _ in list(self.partial.values())])
         if level == 2:
-            # This also applies to an engine that already sleeps at level 1.
+            # An engine that already sleeps at level 1 also loses its version.
             self.version = None
             if self.on_cpu and not self.weights:
                 self.weights = Parked(self.model.parameters(), "gone", self.world.device)
@@ -257,7 +256,7 @@ class VLLMEngine:
             self.weights_awake = False
 
     def wake(self, what: Owner) -> None:
-        """See the contract."""
+        """Implements `Engine.wake`."""
         if what == "weights":
             if self.weights:
                 self.weights.bring_back()
@@ -276,7 +275,10 @@ class VLLMEngine:
             self.kv_awake = True
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract. vLLM's sleep on a GPU keeps the storages' sizes and unmaps the memory beneath them."""
+        """Implements `Engine.bytes_by_owner`.
+
+        On a GPU vLLM's sleep unmaps memory without changing the sizes of storages, so they are counted only when awake.
+        """
         device, adapters = self.world.device.type, self.adapters.buffers() if self.adapters else []
         weights = storage_bytes([*self.model.parameters(), *adapters], device) if self.weights_awake else 0
         return {
@@ -285,7 +287,7 @@ class VLLMEngine:
         }
 
     def held_words(self) -> int | None:
-        """See the contract."""
+        """Implements `Engine.held_words`."""
         if not self.counted or self.weights:
             return None
         parameters = dict(self.model.named_parameters())
@@ -293,5 +295,5 @@ class VLLMEngine:
         return (words + (self.adapters.words() if self.adapters else 0)) % (1 << 64)
 
     def close(self) -> None:
-        """See the contract. vLLM's shutdown destroys the default process group, so this is the run's last call."""
+        """Implements `Engine.close`. vLLM's shutdown destroys the default process group, so call this last."""
         self.engine.engine_core.shutdown()

@@ -1,7 +1,7 @@
-"""Adapters inside vLLM: loads base weights into the layers that vLLM wraps, and adapters from tensors, without a file.
+"""LoRA adapters in vLLM: loads base weights into the layers that vLLM wraps, and adapters directly from tensors.
 
-Written against vLLM 0.32 (`vllm/lora`). An adapter is in buffers beside each layer, [slot, 1, rank, in] for A and
-[slot, 1, out, rank] for B, a pair for each of the projections that a layer fuses.
+Written against vLLM 0.32 (`vllm/lora`). vLLM keeps an adapter in buffers of each wrapped layer: [slot, 1, rank, in] for
+A and [slot, 1, out, rank] for B, one pair for each projection that the layer fuses.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's LLM for adapters. config: the model's transformers config.
 
     Raises:
-        ValueError: a model whose adapters vLLM does not support here.
+        ValueError: vLLM does not support adapters of this model on this device.
     """
     from vllm.config.lora import MaxLoRARanks
 
     if on_cpu and getattr(config, "num_experts_per_tok", None):
-        raise ValueError("--lora.push adapter: vLLM's CPU build has none for mixtures of experts; take merged")
+        raise ValueError("--lora.push adapter: vLLM's CPU build has no adapters for mixtures of experts; take merged")
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     return {
         "enable_lora": True,
@@ -53,13 +53,14 @@ class Adapters:
 
         self.manager = runner.lora_manager._adapter_manager
         self.rank, self.dtype, self.alone = cfg.lora.rank, DTYPES[cfg.model.dtype], cfg.rollout.tp == 1
-        # Adapters arrive already scaled. The path is never read: the adapter is installed before the first request.
+        # Adapters arrive already scaled, so alpha is the rank. vLLM never reads the path "pushed", because the adapter
+        # is installed before the first request.
         self.helper = PEFTHelper(r=self.rank, lora_alpha=self.rank, target_modules=list(cfg.lora.targets))
         self.request = LoRARequest("policy", NUMBER, "pushed")
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
         self.mapper = mapper.get_rename_mapper() if mapper is not None else None
         self.places: dict[str, tuple[Any, int]] = {}
-        """Name of a layer before vLLM fused it -> (wrapper, index among its projections)."""
+        """Name of a layer before fusion -> (vLLM's wrapper of the fused layer, index among its projections)."""
         for name, module in self.manager.modules.items():
             for i, part in enumerate(self.manager.packed_modules.get(name, [name])):
                 self.places[part] = (module, i)
@@ -67,7 +68,7 @@ class Adapters:
         self.taken: dict[str, torch.Tensor] = {}
 
     def _place(self, name: str) -> tuple[Any, int] | None:
-        """Return the wrapper and the projection to which an adapter's tensor belongs."""
+        """Return the wrapper and the index of the projection to which an adapter's tensor belongs."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         return self.places.get(parse_fine_tuned_lora_name(PREFIX + name, self.mapper)[0])
@@ -89,7 +90,7 @@ class Adapters:
             put(False)
 
     def _buffer(self, name: str) -> torch.Tensor:
-        """Return an undivided engine's buffer for an adapter's tensor, without the padding of the LoRA rank."""
+        """Return a layer's buffer for an adapter's tensor, without the padding of the LoRA rank; only without TP."""
         place = self._place(name)
         assert place
         module, i = place
@@ -99,10 +100,10 @@ class Adapters:
         return module.lora_b_stacked[i][slot, 0, :, : self.rank]
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """See the contract. Returns whole tensors, from which vLLM's layers take their parts.
+        """Implements `Engine.needs`. Returns full tensors, of which vLLM's layers take their parts.
 
         Raises:
-            ValueError: vLLM does not adapt one of the layers.
+            ValueError: vLLM has no adapter for one of the layers.
         """
         strange = [entry.name for entry in entries if self._place(entry.name) is None]
         if strange:
@@ -112,8 +113,8 @@ class Adapters:
         return Needs([(i, entry.box) for i, entry in enumerate(entries)], alike)
 
     def take(self, bucket: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Keep a bucket's adapters for `install`, and return the rest."""
-        # Copied, because vLLM keeps the tensors and the trainer's memory is freed.
+        """Keep a bucket's adapters for `install`, and return its other tensors."""
+        # Copied, because vLLM keeps these tensors while the trainer frees the memory of the bucket.
         self.taken |= {name: x.to("cpu", self.dtype, copy=True) for name, x in bucket.items() if is_adapter(name)}
         return {name: x for name, x in bucket.items() if not is_adapter(name)}
 
@@ -131,7 +132,7 @@ class Adapters:
         self.manager.activate_adapter(NUMBER)
 
     def words(self) -> int:
-        """Return the sum of the words that `needs` counts, from the layers' own buffers."""
+        """Return the checksum of the adapters that `needs` counts, computed from the layers' buffers."""
         return word_sum(self._buffer(name) for name, _ in self.counted)
 
     def buffers(self) -> list[torch.Tensor]:

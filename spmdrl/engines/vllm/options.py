@@ -1,4 +1,4 @@
-"""Builds vLLM's LLM with the arguments and the environment of a run, and gives advice if vLLM refuses to start."""
+"""Builds vLLM's LLM from the settings of a run, and adds advice to the error if vLLM fails to start."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from spmdrl.hub.resolve import resolve
 GPU_BLOCK = 16
 """Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
 LONGEST = 400
-"""Largest number of characters of vLLM's error in ours."""
+"""Largest number of characters of vLLM's error message that spmdrl's message repeats."""
 
 
 def set_environment(device: torch.device) -> None:
@@ -31,8 +31,8 @@ def set_environment(device: torch.device) -> None:
         "DO_NOT_TRACK": "1",
     }
     if device.type == "cpu":
-        # No core pinning, because every rank of a node would get the same cores. Compiling the small helper of sampling
-        # costs more than it saves.
+        # Cores are not pinned, because every rank of a node would get the same ones. Compiling vLLM's small sampling
+        # helper takes more time than it saves.
         values |= {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     for name, value in values.items():
         os.environ.setdefault(name, value)
@@ -42,8 +42,8 @@ def set_environment(device: torch.device) -> None:
 def refusals_as_warnings() -> Iterator[None]:
     """Make torch warn instead of raise under `--run.deterministic` inside this context.
 
-    vLLM's top_p takes running sums of floats, which a GPU adds in no fixed order. Training samples at top_p 1; an
-    evaluation at `--eval.top-p` below 1 may draw a different token if two runs round differently.
+    vLLM's top_p computes running sums of floats, which a GPU adds in no fixed order. An evaluation with `--eval.top-p`
+    below 1 may therefore differ between two runs; training samples at top_p 1.
     """
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     if strict:
@@ -57,7 +57,7 @@ def refusals_as_warnings() -> Iterator[None]:
 
 @contextmanager
 def quantizing(runner: Any, kind: str) -> Iterator[None]:
-    """Quantize weights loaded inside this context to 8 bits, unless kind is `none` (written from vLLM's sources).
+    """Quantize weights loaded inside this context to 8 bits, unless `kind` is `none`.
 
     runner: vLLM's model runner, on a GPU.
     """
@@ -72,14 +72,14 @@ def quantizing(runner: Any, kind: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Return vLLM's error in one line, with its type if the text alone is unclear, as for a KeyError."""
+    """Return vLLM's error in one line; its type precedes the text unless it is a RuntimeError or ValueError."""
     message = " ".join(str(error).split()).rstrip(".")
     plain = isinstance(error, RuntimeError | ValueError)
     return (message if plain else f"{type(error).__name__}: {message}")[:LONGEST]
 
 
 def advice(error: Exception) -> str:
-    """Return which settings to change after vLLM refused to start."""
+    """Return advice on which settings to change after vLLM failed to start."""
     if "memory" not in str(error).lower():
         return (
             "Try --rollout.engine hf, or other values of --rollout.max-sequences, --rollout.kv-cache-gib, --rollout.tp"
@@ -91,7 +91,7 @@ def advice(error: Exception) -> str:
 
 
 def layout(cfg: Config) -> dict[str, Any]:
-    """Return the arguments that spread experts over ranks and copy the attention.
+    """Return the arguments for expert parallelism and data parallelism within an engine.
 
     Raises:
         ValueError: the installed vLLM lacks an argument.
@@ -103,7 +103,7 @@ def layout(cfg: Config) -> dict[str, Any]:
     if rollout.ep > 1:
         options["enable_expert_parallel"] = True
     if rollout.dp > 1:
-        # A step then always runs the model, in which all copies meet.
+        # Without async scheduling every step runs the model, so that all copies reach its collectives together.
         options |= {"data_parallel_size": rollout.dp, "async_scheduling": False}
     known = {field.name for field in fields(EngineArgs)}
     if lacking := sorted(options.keys() - known):
@@ -117,7 +117,7 @@ def layout(cfg: Config) -> dict[str, Any]:
 def start_with_zeros() -> None:
     """Make vLLM's dummy loader fill parameters with zeros and leave buffers unchanged.
 
-    Its random numbers would stay in the padding of weights and in constants, which no push writes.
+    By default it writes random numbers, which would remain in padding and constants, because no push overwrites those.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -129,7 +129,7 @@ def start_with_zeros() -> None:
 
 
 def has_states(folder: Path, cfg: Config, longest: int) -> bool:
-    """Return True if vLLM says that a family's layers keep states beside keys and values (Mamba, Lfm2)."""
+    """Return True if vLLM reports that layers of the model have states besides keys and values (Mamba, Lfm2)."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
@@ -141,23 +141,23 @@ def has_states(folder: Path, cfg: Config, longest: int) -> bool:
     )
     try:
         return arguments.create_model_config().has_inner_state
-    except Exception:  # `build_llm` meets the same error and reports it
+    except Exception:  # `build_llm` gets the same error and reports it
         return False
 
 
 def _cpu_options(cfg: Config, config: Any, folder: Path, longest: int) -> dict[str, Any]:
     """Return the arguments of vLLM's LLM that only its CPU build needs. config: transformers' text config."""
     stateful = has_states(folder, cfg, longest)
-    # Latent attention has blocks of its own. On CPUs with AMX vLLM would choose a kernel that packs weights once at
-    # start, which loses those of later pushes, and refuses float32.
+    # Latent attention has another block size. On CPUs with AMX vLLM would choose a kernel that rejects float32 and
+    # packs weights once at start, so that later pushes would have no effect.
     latent = getattr(config, "kv_lora_rank", None)
     options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
-    # After a part of a prompt vLLM rewinds the request's random generator, which has no effect on a CPU's.
+    # After each chunk of a prompt vLLM resets the offset of the request's random generator, which a CPU's ignores.
     options["enable_chunked_prefill"] = False
     if stateful:
-        # vLLM caches prefixes of states only where it may divide prompts.
+        # vLLM can cache prefixes of states only with chunked prefill.
         options["enable_prefix_caching"] = False
-    # A state has the size of many tokens' keys and values.
+    # States are as large as the keys and values of many tokens, so models that have them get the largest cache.
     sizes = config, cfg.rollout.max_sequences, longest, cfg.model.dtype, cfg.rollout.tp
     return options | {"kv_cache_memory_bytes": CPU_KV_BYTES if stateful else cpu_kv_bytes(*sizes)}
 
@@ -171,7 +171,7 @@ def _gpu_options(cfg: Config, config: Any) -> dict[str, Any]:
     if cfg.rollout.quantization != "none":
         options["quantization"] = cfg.rollout.quantization
     if getattr(config, "num_experts_per_tok", None):
-        # Other kernels change the layout of experts at start and would misread weights loaded in place.
+        # Other kernels change the layout of experts at start, and would misread weights that are loaded in place.
         options["moe_backend"] = "triton"
     return options
 
@@ -179,10 +179,10 @@ def _gpu_options(cfg: Config, config: Any) -> dict[str, Any]:
 def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     """Build vLLM's LLM for the ranks of one TP group. Collective over them.
 
-    routed: completions must report the experts of their tokens; on a GPU.
+    routed: True if completions must report the experts of their tokens; only on a GPU.
 
     Raises:
-        RuntimeError: vLLM refused to start; the message tells which settings to change.
+        RuntimeError: vLLM failed to start; the message gives settings to change.
     """
     from vllm import LLM
 
@@ -202,7 +202,7 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         start_with_zeros()
         options |= {"load_format": "dummy", "hf_overrides": without_quantization(whole)}
     if cfg.engine_ranks > 1 or not on_cpu:
-        # Without it vLLM uses the first GPU for an engine of one rank, whichever rank that is.
+        # Without this, every engine of one rank would use the first GPU.
         options["distributed_executor_backend"] = "external_launcher"
     if "adapter" in pushed_parts(cfg):
         options |= lora_options(cfg, config, on_cpu)

@@ -1,7 +1,9 @@
-"""Computes the likeliest tokens at the last places of existing sequences with vLLM.
+"""Computes the likeliest tokens at the last positions of existing sequences with vLLM.
 
-A request's prompt is a sequence without its last token: vLLM reports every prompt token, and the one token that it
-generates in place of the last one. n places; k tokens.
+The prompt of a request is a sequence without its last token, and one token is generated. vLLM then reports the
+likeliest tokens at every prompt position and at the generated token's, which is the last position of the sequence.
+
+n positions; k tokens.
 """
 
 from typing import Any
@@ -14,7 +16,10 @@ from spmdrl_kernels.divergence import log_of_rest
 
 
 def likeliest(engine: Any, requests: list[ScoreRequest], k: int) -> list[Likeliest]:
-    """Return the k likeliest tokens by log-probabilities at temperature 1. engine: vLLM's, without other requests."""
+    """Return the k likeliest tokens at temperature 1, at each position to score.
+
+    engine: vLLM's LLMEngine, which must have no other requests.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -36,14 +41,17 @@ def likeliest(engine: Any, requests: list[ScoreRequest], k: int) -> list[Likelie
         for found in engine.step():
             if found.finished:
                 count = requests[int(found.request_id.split()[1])].count
-                # vLLM reports nothing about the first prompt token.
+                # vLLM has no log-probabilities for the first prompt token.
                 rows = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs][-count:]
                 out[found.request_id] = _top(rows, k)
     return [out[f"read {number}"] for number in range(len(requests))]
 
 
 def _top(rows: list[dict[int, Any]], k: int) -> Likeliest:
-    """Return the k likeliest tokens of each place; a row also has the sequence's own token, whatever its rank."""
+    """Return the k likeliest tokens at each position.
+
+    rows: for each position, vLLM's table of the likeliest tokens, to which it adds the sequence's token.
+    """
     ranked = [sorted(row.items(), key=lambda item: (item[1].rank, -item[1].logprob))[:k] for row in rows]
     ids_nk = torch.tensor([[token for token, _ in row] for row in ranked], dtype=torch.int64)
     logp_nk = torch.tensor([[entry.logprob for _, entry in row] for row in ranked], dtype=torch.float32)

@@ -1,11 +1,12 @@
-"""Starts vLLM inside a rank's process, restores what it changes there, and limits it to the ranks of engines.
+"""Starts vLLM inside a rank's process, undoes its side effects there, and limits it to the ranks that have engines.
 
-vLLM creates its groups in `parallel_state`, from its own count of ranks 0 .. n - 1, each by all ranks of the default
-group. Under split placement the training ranks take no part: vLLM then gets a world of the other ranks only.
+vLLM creates its process groups in `parallel_state`. It numbers ranks 0 .. n - 1, and all ranks of the default group
+must create each group. Under split placement the training ranks do not start vLLM, so vLLM is given a world that
+consists only of the other ranks.
 
-It builds some families from transformers' own modules (its Transformers backend: Olmo2, Olmo3, SmolLM3, Starcoder2) and
-changes their classes for `torch.compile`. The trainer's model has the same classes, and its forward would then fail, so
-the changes are limited to the engine's own model.
+vLLM builds some families from transformers' modules (its Transformers backend: Olmo2, Olmo3, SmolLM3, Starcoder2) and
+changes their classes for `torch.compile`. The trainer's model has the same classes, and its forward would fail with
+these changes, so they are limited to the engine's model.
 """
 
 import os
@@ -40,7 +41,7 @@ def rehearse(llm: Any, cfg: Config) -> None:
     """Sample two tokens after short prompts, with any weights. Collective over the engine.
 
     Raises:
-        RuntimeError: vLLM fails. Some kernels refuse a model or a type only when they run.
+        RuntimeError: vLLM fails. Some kernels reject a model or a data type only when they run.
     """
     from vllm import SamplingParams
 
@@ -63,7 +64,7 @@ def rehearse(llm: Any, cfg: Config) -> None:
 
 
 def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | None]:
-    """Start vLLM's LLM for this rank; return it with the packed weights of a CPU. Collective over the sampling ranks.
+    """Start vLLM's LLM for this rank; return it, and on a CPU its packed weights. Collective over the sampling ranks.
 
     routed: as in `build_llm`.
     """
@@ -71,7 +72,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
     set_environment(world.device)
     if cfg.rollout.deterministic or (cfg.run.deterministic and not on_cpu):
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    # vLLM reseeds torch and rewrites LOCAL_WORLD_SIZE; both belong to the run.
+    # vLLM reseeds torch and changes LOCAL_WORLD_SIZE; both are restored below.
     rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")
     shared = []
     if on_cpu and cfg.rollout.tp > 1:
@@ -86,7 +87,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
             # The rehearsal packed weights that the first push replaces.
             packed.clear()
     for name in set(shared):
-        # All ranks of the group have mapped it; without a name it is freed with the last process, however that ends.
+        # All ranks of the group have mapped the memory. Without a name, the system frees it with the last process.
         Path(f"/dev/shm/{name}_{world.engine_tp_rank % cfg.rollout.tp}").unlink(missing_ok=True)
     torch.set_rng_state(rng)
     if local_world is not None:
@@ -95,7 +96,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
 
 
 class Overridden:
-    """Replaces a module and overrides some of its names."""
+    """A stand-in for a module, with some of its names overridden."""
 
     def __init__(self, module: Any, **replaced: Any):
         self._module = module
@@ -107,10 +108,11 @@ class Overridden:
 
 @contextmanager
 def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Give vLLM a world of `ranks` inside this context, in which it is built.
+    """Make vLLM, if built inside this context, see a world that consists of `ranks`. Collective over them.
 
-    Collective over `ranks`: the ranks with an engine, ascending. None of vLLM's groups, 2n - 1 for n ranks, is split
-    off the run's NCCL communicator.
+    vLLM's groups, 2n - 1 for n ranks, are not split off the run's NCCL communicator.
+
+    ranks: the ranks that have an engine, ascending.
     """
     if len(ranks) == dist.get_world_size():
         with apart_from_default():
@@ -134,7 +136,7 @@ def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         parallel_state.torch = torch  # type: ignore[attr-defined]
-    # From here on senders and receivers need their true ranks.
+    # While vLLM runs, its senders and receivers need the true ranks.
     for reference in parallel_state._groups.values():
         group = reference()
         if group is not None:
@@ -144,7 +146,7 @@ def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
 
 @dataclass
 class _Changed:
-    """A class before vLLM changed it."""
+    """The state of a class before vLLM changed it."""
 
     cls: type
     bases: tuple[type, ...]
@@ -168,10 +170,10 @@ class _Changed:
 
 @contextmanager
 def restored_classes() -> Iterator[Callable[[torch.nn.Module], None]]:
-    """Record the classes outside vLLM that it changes inside this context, and restore them at the end.
+    """Record the classes outside vLLM that vLLM changes inside this context, and restore them at the end.
 
-    Yields a function to call there with the model that vLLM built: modules of a changed class get a subclass of it with
-    vLLM's changes.
+    Yields a function, to be called inside the context with the model that vLLM built. The modules of that model whose
+    class was changed get a subclass with vLLM's changes.
     """
     from vllm.compilation import decorators
 

@@ -1,6 +1,7 @@
 """The server process: runs SGLang's Engine and exchanges JSON lines with its rank.
 
-Requests and commands arrive on stdin; completions and answers go to the file that was stdout at the start.
+Requests and commands arrive on stdin. Completions and answers are written to the original stdout; stdout itself is
+redirected to stderr.
 """
 
 import asyncio
@@ -22,10 +23,11 @@ from inside import run_scheduler
 FLUSH_TRIES = 2000
 """Largest number of attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
 ABORT_AGAIN_SECONDS = 0.1
+"""Seconds between two abort messages for the same request."""
 
 
 def build(config: dict):
-    """Start SGLang's Engine: a scheduler process per TP rank, and no detokenizer, because nothing here is text."""
+    """Start SGLang's Engine: a scheduler process per TP rank, and no detokenizer, because the rank exchanges tokens."""
     import multiprocessing
 
     from sglang.srt.entrypoints.engine import Engine
@@ -47,10 +49,10 @@ def build(config: dict):
 
         @classmethod
         def _launch_scheduler_processes(cls, *args, **kwargs):
-            # On a CPU, SGLang collects garbage at every flush; scanning imported objects would take 0.5 s each time.
+            # On a CPU, SGLang collects garbage at every flush. Scanning imported objects would take 0.5 s each time.
             gc.freeze()
             if on_cpu:
-                # A forked process reuses the imports, which take 5 s. With CUDA, processes cannot be forked.
+                # A forked process reuses the imported modules, whose import takes 5 s. CUDA does not allow forks.
                 multiprocessing.set_start_method("fork", force=True)
             return super()._launch_scheduler_processes(*args, **kwargs)
 
@@ -58,9 +60,9 @@ def build(config: dict):
 
 
 def unlink_shared_memory(processes: list[int]) -> None:
-    """Unlink the shared memory that these processes have mapped, so that it is freed with the last of them.
+    """Unlink the shared memory that these processes have mapped, so that it is freed when the last of them ends.
 
-    Otherwise SGLang leaves files in /dev/shm when a signal ends it.
+    Otherwise SGLang would leave files in /dev/shm if a signal ends it.
     """
     for process in processes:
         with open(f"/proc/{process}/maps") as maps:
@@ -80,7 +82,7 @@ class Server:
         self.updating = False
 
     def write(self, **line) -> None:
-        """Write one line to the rank, whose reader never stops reading."""
+        """Write one line to the rank. The write blocks only briefly, because a thread of the rank reads constantly."""
         data = memoryview((json.dumps(line) + "\n").encode())
         while data:
             data = data[os.write(self.out, data) :]
@@ -105,7 +107,10 @@ class Server:
                 self.write(error=f"{type(error).__name__}: {error}")
 
     async def generate(self, requests: list[dict]) -> None:
-        """Sample requests that go to the scheduler in one message: id, prompt, seed, new, temperature, top_p."""
+        """Send requests to the scheduler in one message, and write their completions to the rank.
+
+        requests: id, prompt, seed, new (largest number of new tokens), temperature, top_p of each.
+        """
         ids = [request["id"] for request in requests]
         params = [
             {
@@ -136,22 +141,23 @@ class Server:
                 del self.running[id]
 
     async def abort(self, ids: list[str]) -> None:
-        """Abort requests; return once their last tokens have been written to the rank."""
+        """Abort requests; return after their last tokens have been written to the rank."""
         from sglang.srt.managers.io_struct import AbortReq
 
         while left := {id: self.running[id] for id in ids if id in self.running}:
             for id in left:
-                # Not abort_request, which sends one message; a scheduler without the request yet ignores that.
+                # A scheduler ignores an abort that arrives before its request, so it is sent until the request ends.
+                # SGLang's abort_request would send it only once.
                 self.tokenizer_manager._dispatch_to_scheduler(AbortReq(rid=id))
             await asyncio.wait(left.values(), timeout=ABORT_AGAIN_SECONDS)
 
     async def query(self, query: str) -> list[int]:
-        """Send a query to the scheduler processes (`inside.install_memory`)."""
+        """Send a query to the scheduler processes (`inside.install_memory`) and return their answers."""
         from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
         request = GetWeightsByNameReqInput(name=query, truncate_size=0)
         values = await self.tokenizer_manager.get_weights_by_name(request, None)
-        # Each copy of the attention returns the answer of all processes.
+        # With data parallelism of the attention, every copy returns the answer of all processes.
         return [int(x) for x in (values[0] if values and isinstance(values[0], list) else values)]
 
     async def begin(self) -> None:
@@ -173,7 +179,7 @@ class Server:
         self.check(await self.tokenizer_manager.update_weights_from_tensor(request, None))
 
     async def join(self, host: str, port: int, backend: str) -> None:
-        """Join the group over which the rank broadcasts weights; the rank is its rank 0."""
+        """Join the group over which the spmdrl rank broadcasts weights, as rank 0 of that group."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         request = InitWeightsUpdateGroupReqInput(
@@ -187,7 +193,7 @@ class Server:
         self.check(await self.tokenizer_manager.init_weights_update_group(request, None))
 
     async def receive(self, entries: list[dict]) -> None:
-        """Receive one bucket over the group of `join`."""
+        """Receive one bucket over the group that `join` created."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         await self.query(f"expect {json.dumps([e['hash'] for e in entries])}")
@@ -210,7 +216,8 @@ class Server:
 
     async def flush(self) -> None:
         """Empty the prefix cache when the scheduler is idle."""
-        # SGLang's own wait may sleep for a second after the last batch. Every message wakes it.
+        # After the last batch SGLang's scheduler may sleep for a second. Every message wakes it, so the flush is
+        # repeated instead of waiting inside SGLang.
         for _ in range(FLUSH_TRIES):
             result = await self.tokenizer_manager.flush_cache()
             if result.success:
@@ -246,7 +253,7 @@ def main() -> None:
         return
     # Ctrl-C reaches the whole process group; the rank decides how to handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # If SGLang finds vLLM it imports all of it for its kernels.
+    # If vLLM is installed, SGLang would import all of it for its kernels.
     sys.modules["vllm"] = None  # type: ignore[assignment]
     out = os.dup(1)
     os.dup2(2, 1)

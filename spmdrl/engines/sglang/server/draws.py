@@ -1,4 +1,4 @@
-"""Draws tokens like the HF engine, from seeds that depend on data (law 3)."""
+"""Makes SGLang draw tokens like the HF engine, from seeds that depend only on data (law 3)."""
 
 import math
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,7 +22,7 @@ seeds = shared("spmd/seeds.py")
 
 
 def seed_at(seed: int, prompt_length: int) -> int:
-    """Return the seed that gives position `prompt_length - 1` the number that `seed` gives position 0.
+    """Return the seed whose random number at position `prompt_length - 1` is that of `seed` at position 0.
 
     SGLang counts positions from the start of the sequence, the other engines from the first new token.
     """
@@ -32,8 +32,7 @@ def seed_at(seed: int, prompt_length: int) -> int:
 def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token [B] with logp [B, V] at each row's temperature (1 when greedy), by inverse transform.
 
-    info: SGLang's SamplingBatchInfo. Its host-side flags tell whether the batch needs top-p and has greedy rows, so
-    nothing here waits for the device.
+    info: SGLang's SamplingBatchInfo. The function uses its host-side flags, so it never waits for the device.
     """
     logp_BV = torch.log_softmax(logits_BV.float() / info.temperatures, -1)
     greedy_B = info.top_ks == 1
@@ -52,8 +51,8 @@ def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[
 def install_sampler() -> None:
     """Make SGLang draw tokens by `draw`, with the seeds of the requests.
 
-    Its own seeded sampling needs --enable-deterministic-inference, which no attention backend of a CPU supports, and on
-    a CPU `pytorch` replaces every registered sampling backend.
+    SGLang's seeded sampling needs --enable-deterministic-inference, which no attention backend on a CPU supports. A
+    registered sampling backend would not work either, because on a CPU SGLang always uses `pytorch`.
     """
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo

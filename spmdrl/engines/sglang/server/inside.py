@@ -1,4 +1,4 @@
-"""Changes SGLang's scheduler processes: the source of weights, freeing memory on a CPU, experts and copies.
+"""Changes SGLang's scheduler processes: loading weights, freeing memory on a CPU, experts, data-parallel attention.
 
 T tokens, D hidden, K experts of a token.
 """
@@ -14,11 +14,11 @@ from draws import install_sampler, shared
 
 checksum, loader = shared("spmd/checksum.py"), shared("engines/needs.py")
 NAP_MS = 5
-"""Milliseconds between two looks of an idle scheduler for work."""
+"""Milliseconds after which an idle scheduler looks for work again."""
 
 
 def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of one bucket, as views of the memory that the rank filled."""
+    """Return the tensors of one bucket as views of the shared memory that the rank filled."""
     with open(file, "r+b") as f:
         memory = mmap.mmap(f.fileno(), 0)
     flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def storages(tensors) -> list[torch.UntypedStorage]:
 
 
 class Held:
-    """The memory of one scheduler process, with a way to free it on a CPU, which SGLang itself has only for CUDA."""
+    """The memory of one scheduler process. It can be freed on a CPU too, which SGLang supports only for CUDA."""
 
     def __init__(self, runner: Any):
         buffers = [value for name, value in vars(runner.token_to_kv_pool).items() if re.fullmatch("k?v?_buffer", name)]
@@ -69,7 +69,10 @@ class Held:
         self.sizes = {name: [s.nbytes() for s in part] for name, part in self.parts.items()}
 
     def resize(self, name: str, there: bool) -> None:
-        """Free or allocate the storages of `name`; aliases stay valid, but the contents are lost."""
+        """Free or allocate the storages of `name`. Tensors on them stay valid, but their contents are lost.
+
+        there: True to allocate.
+        """
         for storage, size in zip(self.parts[name], self.sizes[name], strict=True):
             storage.resize_(size if there else 0)
 
@@ -78,16 +81,17 @@ class Held:
         return [sum(self.sizes["weights"]), sum(self.sizes["kv_cache"])]
 
     def words(self) -> list[float]:
-        """Return the word sum in two halves, which floats represent exactly."""
+        """Return the checksum of the weights as two 32-bit halves, which floats represent exactly."""
         words = checksum.word_sum(p for n, p in self.runner.model.named_parameters() if n not in self.uncounted)
         return [words >> 32, words & 0xFFFFFFFF]
 
     def needs(self, request: dict) -> list[float]:
-        """Find the parts that this process reads of tensors (name, shape, type), and the weights that none fills.
+        """Find the parts of tensors that this process reads, and the weights that no tensor fills.
 
-        request: the tensors, and their kinds in the model's folder. Returns the length and the bytes of a text with the
-        name of an unfilled weight per line; `exact`; then for each part: index of the tensor, counted, number of
-        dimensions, box.
+        request: name, shape and type of each tensor, and the kinds of tensors in the model's folder.
+
+        Returns a flat list: the length and the bytes of a text with one unfilled weight per line; `Needs.exact`; then
+        for each part the index of its tensor, `counted`, the number of dimensions, and its box.
         """
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in request["tensors"]]
         found = loader.watched_load(self.runner.model.load_weights, tensors)
@@ -101,9 +105,9 @@ class Held:
 
 
 def install_weights(expected: dict[str, Any]) -> None:
-    """Make SGLang read weights from the rank's memory instead of a pickle, and check all weights that arrive.
+    """Make SGLang read weights from the rank's memory instead of a pickle, and verify the hashes of all weights.
 
-    expected: hashes and group of the next broadcast bucket; emptied when it has arrived.
+    expected: hashes and group of the next broadcast bucket, which are removed when it has arrived.
     """
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
@@ -148,7 +152,7 @@ def install_weights(expected: dict[str, Any]) -> None:
 def install_zeros() -> None:
     """Make SGLang's dummy loader fill parameters with zeros and leave buffers unchanged.
 
-    Its random numbers would stay in the padding of weights and in constants, which no push writes.
+    By default it writes random numbers, which would remain in padding and constants, because no push overwrites those.
     """
     from sglang.srt import model_loader
 
@@ -160,9 +164,11 @@ def install_zeros() -> None:
 
 
 def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
-    """Answer the rank's queries about memory and weights, and free memory on a CPU.
+    """Make SGLang answer the rank's queries about memory and weights, and free memory on a CPU.
 
-    expected: filled for `install_weights` by the query `expect`.
+    The queries arrive as names of weights in SGLang's command `get_weights_by_name`.
+
+    expected: the query `expect` writes into it for `install_weights`.
     """
     from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
@@ -177,7 +183,7 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
             expected.update(hashes=json.loads(rest), group=self.tp_cpu_group)
             return GetWeightsByNameReqOutput(parameter=[])
         answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[query]()
-        # Each process's numbers, preceded by their count.
+        # The numbers of each process, preceded by their count.
         value = [x for numbers in of_all(answer, self.tp_cpu_group) for x in (float(len(numbers)), *numbers)]
         return GetWeightsByNameReqOutput(parameter=value)
 
@@ -199,9 +205,9 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
 
 
 def install_experts() -> None:
-    """Make the forward of experts on a CPU skip the id -1, SGLang's mark for an expert of another process.
+    """Make the forward of experts on a CPU skip the id -1, with which SGLang marks an expert of another process.
 
-    A copy of the attention without tokens computes nothing.
+    It also handles the empty batch of a data-parallel copy of the attention.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -214,7 +220,8 @@ def install_experts() -> None:
             return native(layer, x_TD, topk_output, config)
         out_TD = torch.zeros_like(x_TD)
         if len(token):
-            # One row for each pair of a token and a local expert, because SGLang counts an expert once per row.
+            # Each pair of a token and a local expert becomes a row. Replacing the ids -1 by another id would not work,
+            # because SGLang counts an expert only once per row.
             ids, weights = ids_TK[token, place, None], weights_TK[token, place, None]
             pairs = topk_output._replace(topk_ids=ids, topk_weights=weights)
             out_TD.index_add_(0, token, native(layer, x_TD[token], pairs, config))
@@ -224,9 +231,10 @@ def install_experts() -> None:
 
 
 def install_copies() -> None:
-    """Add the two collectives and the fill value that copies of the attention need to SGLang on a CPU.
+    """Add to SGLang on a CPU the two collectives and the fill value that data-parallel attention needs.
 
-    SGLang's own collectives are NCCL's. Parts have different lengths (`sizes`) and are padded to the longest.
+    SGLang implements these collectives only for NCCL. Parts have different lengths (`sizes`) and are padded to the
+    longest.
     """
     from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -257,9 +265,9 @@ def install_copies() -> None:
 
 
 def install_naps() -> None:
-    """Make idle schedulers of copies of the attention poll for work every few milliseconds.
+    """Make idle schedulers look for work every few milliseconds, under data parallelism of the attention.
 
-    They take every step together, but a message wakes only one of them; the others would sleep for up to a second.
+    All schedulers run every step together, but a message wakes only one of them; the others could sleep for a second.
     """
     from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
@@ -267,7 +275,7 @@ def install_naps() -> None:
 
 
 def run_scheduler(server_args, port_args, *rest) -> None:
-    """Run SGLang's scheduler process with these changes installed."""
+    """Run SGLang's scheduler process with the changes of this module."""
     install_sampler()
     expected: dict[str, Any] = {}
     install_weights(expected)
@@ -281,6 +289,6 @@ def run_scheduler(server_args, port_args, *rest) -> None:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    # The run sends its own stop tokens with every request.
+    # Every request carries the run's stop tokens, so the model's are not used.
     ModelConfig._get_hf_eos_token_id = lambda self: None
     run_scheduler_process(server_args, port_args, *rest)
