@@ -1,7 +1,8 @@
-"""Finds the boxes of weights that all ranks of a job hold and need, on one simulated rank.
+"""Computes, on one simulated rank, the boxes of weights that all ranks of a job hold and need.
 
-A push is planned from the boxes of every rank, which a real job gathers. On paper there is one rank: its own models and
-engines compute the boxes that they would have in the place of every other rank.
+A box is a range of a weight tensor in each dimension. A weight push is planned from the boxes of all ranks, which a
+real job gathers. A plan has only one rank, so its models and engine compute the boxes for the place of every other
+rank too.
 """
 
 import re
@@ -27,10 +28,10 @@ class Everyone:
     """The boxes of one part of the policy that each rank of the job holds and needs."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: this rank's, in place of those of all training ranks. engine: makes the engine of any place."""
+        """policy: this rank's; it computes the boxes of all training ranks. engine: returns the engine of a place."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
-        """The different sets of pieces that ranks hold; the first one is empty."""
+        """The distinct sets of pieces that ranks hold; the first one is empty."""
         self.holds = np.zeros(world.size, dtype=np.int64)
         held = of_megatron(world, policy) if hasattr(policy, "chunks") else of_fsdp(world, policy, part)
         self.pieces.append([])
@@ -51,7 +52,7 @@ class Everyone:
         return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
 
     def wanted(self) -> Sets:
-        """Return the boxes that ranks need; all engines are alike, so the places of one are enough."""
+        """Return the boxes that ranks need. All engines have the same layout, so only one is computed."""
         samplers = self.world.roles.samplers
         width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)
@@ -64,9 +65,9 @@ class Everyone:
         return Sets(sets, of)
 
     def _alike(self) -> tuple[np.ndarray, list[int]]:
-        """Number the tensors that differ only in their layer, which an engine cuts alike.
+        """Group tensors that differ only in their layer, because an engine divides them in the same way.
 
-        Returns the number of each entry, int64 [entries], and the first entry with each number.
+        Return the group of each entry, int64 [entries], and the first entry of each group.
         """
         numbers: dict[tuple, int] = {}
         first, of = [], np.zeros(len(self.entries), dtype=np.int64)
@@ -81,7 +82,7 @@ class Everyone:
         return of, first
 
     def _spread(self, boxes: list[tuple[int, Box]], alike: np.ndarray) -> np.ndarray:
-        """Return the rows of all entries, sorted and unique, from the boxes of the first entry with each number."""
+        """Return the rows of all entries, sorted and unique, from the boxes of the first entry of each group."""
         few = to_rows(boxes, self.dims)
         parts = []
         order = np.argsort(alike, kind="stable")
@@ -108,7 +109,7 @@ def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], 
 
     count = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     places = np.arange(len(world.roles.trainers)).reshape(*world.mesh.mesh.shape)
-    # dp_shard and sp together are the shards; other axes hold replicas.
+    # A model is sharded over dp_shard and sp together; the other axes hold replicas.
     places = np.moveaxis(places, (2, 3), (-2, -1)).reshape(-1, count)
     for index in range(count):
 
@@ -151,7 +152,7 @@ def _place(size: int, rank: int) -> Place:
 
 
 def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield ranks and their pieces, stage by stage, for each place on the axes that divide weights."""
+    """Yield the ranks with equal pieces, and the pieces, for each stage and place on the axes that divide weights."""
     from megatron.core import parallel_state as state
     from megatron.core.pipeline_parallel import utils
     from megatron.core.transformer import transformer_block, transformer_layer

@@ -27,9 +27,9 @@ from spmdrl_sandbox.base import SandboxError
 from spmdrl_sandbox.open import open_for
 
 ROWS = 1000
-"""Rows of a source that are read."""
+"""Largest number of rows that are read of a source."""
 SHOWN = 300
-"""Characters of the example that are printed."""
+"""Largest number of characters that are printed of the example."""
 QUERY = (
     "import json, torch; ok = torch.cuda.is_available(); "
     "print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[1], torch.cuda.device_count()] "
@@ -38,18 +38,18 @@ QUERY = (
 
 
 def dry_run(job: Job[Any], loaded: Loaded[Any], run: Config | None = None) -> None:
-    """Print the settings, the plan, and what the first rows give; exit if the data cannot be used.
+    """Print the settings, the plan and facts about the first rows of data; exit if the data cannot be used.
 
-    run: the settings of the run that the job makes of its own; None: they are the same.
+    run: the settings of the run that the job derives from its own; None: the job's settings are those of the run.
     """
     cfg = run or loaded.config
     show(loaded.config, dry_lines(job, cfg, ranks_of_job()))
 
 
 def dry_lines(job: Job[Any], cfg: Config, world: int) -> list[str]:
-    """Return the lines below the settings; only rank 0 looks at this machine and at the data.
+    """Return the lines below the settings; only rank 0 inspects this machine and the data.
 
-    A job without a method (an evaluation) has no plan of its memory and reads no training prompts.
+    For a job without a method (an evaluation), memory is not planned and training prompts are not read.
     """
     lines = job.lines(cfg, world)
     if os.environ.get("RANK", "0") != "0":
@@ -65,7 +65,7 @@ def dry_lines(job: Job[Any], cfg: Config, world: int) -> list[str]:
 
 
 def _memory_lines(job: Job[Any], cfg: Config, world: int, above: list[str]) -> list[str]:
-    """Return the plan on GPUs like this machine's; without a GPU, or for a run on the CPU, a command to plan it."""
+    """Return the plan on GPUs like this machine's; without a GPU, or for a run on the CPU, a command that plans it."""
     device = None if cfg.run.device == "cpu" else this_gpu()
     if device is None:
         name, others = job.module.rpartition(".")[2], ", ".join(name for name in GPUS if name != "h100")
@@ -82,7 +82,7 @@ def _memory_lines(job: Job[Any], cfg: Config, world: int, above: list[str]) -> l
 
 
 def sandbox_lines(cfg: Config) -> list[str]:
-    """Return the sandbox that the rewards of a run would use on this machine; nothing if they run no programs."""
+    """Return a line on the sandbox that a run's rewards would use on this machine; no line if they run no programs."""
     if not runs_programs(cfg.reward):
         return []
     if is_service(cfg.sandbox.provider):
@@ -98,8 +98,8 @@ def sandbox_lines(cfg: Config) -> list[str]:
 def this_gpu() -> Gpu | None:
     """Return this machine's first GPU with the memory that CUDA reports; None without one.
 
-    A separate process queries CUDA, because simulated ranks are forked, and CUDA does not survive a fork. Rates are
-    known for the GPUs of `gpus.py`; those of others count as infinite, so that their plans have no times.
+    A separate process queries CUDA, because simulated ranks are forked, and CUDA does not survive a fork. A GPU that
+    `gpus.py` does not list gets infinite rates, so its plans contain no times.
     """
     query = subprocess.run([sys.executable, "-c", QUERY], capture_output=True, text=True, check=False)
     found = json.loads(query.stdout.strip().splitlines()[-1]) if query.returncode == 0 else None
@@ -107,7 +107,7 @@ def this_gpu() -> Gpu | None:
 
 
 def device_of(name: str, memory: int, count: int) -> Gpu:
-    """Describe a GPU by the facts that CUDA reports: its name, its bytes, and the number of GPUs on this node."""
+    """Describe a GPU by CUDA's facts: its name, its memory in bytes, and the number of GPUs on this node."""
     known = next((gpu for key, gpu in GPUS.items() if key.upper() in name.upper().split()), None)
     endless = Gpu(name, 1.0, math.inf, math.inf, math.inf, math.inf)
     return replace(known or endless, name=name, memory_gib=round(memory / GIB, 2), gpus_per_node=count)
@@ -165,5 +165,5 @@ def _here(path: str) -> Path | str | None:
 
     try:
         return Path(snapshot_download(path, local_files_only=True))
-    except Exception:  # of the hub client: it is not in the cache
+    except Exception:  # the hub client raises several types if the model is not in its cache
         return None

@@ -1,8 +1,8 @@
-"""An engine on paper: the Engine contract for memory and weight pushes, with a real engine's bytes.
+"""Simulates an engine: implements the memory and weight pushes of `Engine` with the bytes of a real engine.
 
-A plan cannot start vLLM or SGLang, so this class replaces them; it is the only part of a plan that is not the program
-itself. It samples nothing. It holds one tensor on the meta device for the weights and one for the KV cache, with the
-sizes that a real engine allocates, so that the planner's memory counter sees them allocated and freed.
+A plan cannot start vLLM or SGLang, so `PaperEngine` replaces them. It samples nothing. It allocates one meta tensor for
+the weights and one for the KV cache, with the sizes that a real engine allocates, so that the planner's memory counter
+sees them allocated and freed.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,14 +22,14 @@ from spmdrl.weights.boxes import Entry
 
 
 class PaperEngine:
-    """The Engine contract (`engines/engine.py`) without an engine."""
+    """A simulated engine that implements `Engine` (`engines/engine.py`)."""
 
     def __init__(self, cfg: Config, world: Any, hf_config: Any, gpu_memory: int | None, model: Model | None = None):
-        """Size the engine's memory; it is awake and holds no version, like a real engine after its start.
+        """Compute and allocate the memory; the engine is awake without a version, like a real one after its start.
 
         Args:
             cfg: the run's settings.
-            world: has `engine_tp_rank`, this rank's place in its engine.
+            world: has `engine_tp_rank`, the place of this rank in its engine.
             hf_config: transformers' config of the model; its weights are not needed.
             gpu_memory: bytes of one GPU, or None for an engine on a CPU.
             model: the checkpoint's tensors if they are known already; None derives them from `hf_config`.
@@ -50,12 +50,12 @@ class PaperEngine:
         """Bytes of the parameters, padding included; bytes that vLLM's CPU build adds to them when it first samples;
         names of tensors that no rule covers, counted whole."""
         self.workspace: dict[str, int] = {}
-        """Estimated bytes beside weights and cache while the engine is awake, by purpose; none on a CPU."""
+        """Estimated bytes in addition to weights and cache while the engine is awake, by purpose; empty on a CPU."""
         if gpu_memory is not None:
             self.workspace = workspace_of(cfg, self.layout, self.longest, gpu_memory)
             if found.beside:
                 self.workspace["absorbed matrices"] = found.beside
-        # SGLang's share of a GPU covers weights and cache, vLLM's also the workspace.
+        # SGLang's share of a GPU covers weights and cache; vLLM's share also covers the workspace.
         held = self.weight_bytes + (found.beside if self.kind == "sglang" else self.workspace_bytes)
         cache = cache_of(cfg, self.layout, self.longest, held, gpu_memory)
         self.cache_bytes, self.cache_tokens, self.sequences, self.lack = (
@@ -64,8 +64,8 @@ class PaperEngine:
             cache.sequences,
             cache.lack,
         )
-        """Bytes of the KV cache, the tokens and the sequences of the longest length that it holds, and the bytes that
-        one such sequence lacks beside weights and workspace (0: it fits)."""
+        """The KV cache: its bytes, the numbers of tokens and of sequences of the longest length that fit, and the bytes
+        that are missing for one such sequence (0: it fits)."""
         self.grows = self.kind == "hf"
         """True if the KV cache exists only while sequences are sampled; `cache_bytes` is then its peak."""
         self.weights: torch.Tensor | None = None
@@ -79,28 +79,28 @@ class PaperEngine:
         return sum(self.workspace.values())
 
     def sampling_bytes(self) -> dict[str, int]:
-        """Return the bytes that exist only while the engine samples, beside those of `bytes_by_owner`, by purpose."""
+        """Return bytes by purpose that exist only while the engine samples; `bytes_by_owner` does not contain them."""
         return {"engine workspace": self.workspace_bytes, "KV cache": self.cache_bytes if self.grows else 0}
 
     def submit(self, request: Request) -> None:
-        """Raise, because nothing is sampled on paper."""
-        raise NotImplementedError("a paper engine does not sample")
+        """Raise NotImplementedError, because a simulated engine does not sample."""
+        raise NotImplementedError("a simulated engine does not sample")
 
     def poll(self) -> list[Completion]:
-        """See the contract."""
+        """Implements `Engine.poll`."""
         return []
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """See the contract."""
+        """Implements `Engine.abort`."""
         return []
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """See the contract. vLLM reads adapters whole, and all tensors when it quantizes."""
+        """Implements `Engine.needs`. vLLM reads complete adapters, and complete tensors if it quantizes."""
         whole = bool(entries) and are_adapters(entry.name for entry in entries)
         if self.kind == "vllm" and self.cfg.rollout.quantization != "none":
             whole = True
         if self.kind == "sglang" and self.cfg.rollout.sglang_push == "broadcast" and self.layout.ranks > 1:
-            # The first rank sends whole tensors to all processes.
+            # The first rank sends complete tensors to all processes.
             whole = True
             entries = entries if self.place == 0 else []
         boxes = []
@@ -110,7 +110,7 @@ class PaperEngine:
         return Needs(boxes, [False] * len(boxes), exact=False)
 
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """See the contract. Takes the buckets one after another and keeps none."""
+        """Implements `Engine.load`: reads the buckets one after another and keeps none."""
         self.version = None
         if self.kind == "hf":
             self.wake("weights")
@@ -119,13 +119,13 @@ class PaperEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """See the contract; does nothing, because nothing is sampled on paper."""
+        """Implements `Engine.reset_prefix_cache`; does nothing, because nothing is sampled."""
 
     def sleep(self, level: int) -> None:
-        """See the contract; each kind of engine frees the memory that the real one frees on its device."""
+        """Implements `Engine.sleep`: frees the memory that a real engine of this kind frees on its device."""
         forgets = level == 2
         if self.kind == "sglang" and level == 1 and not self.on_cpu:
-            # SGLang keeps a host copy of a GPU's weights only if it was started so.
+            # SGLang copies a GPU's weights to the host only if it was started for sleep level 1.
             forgets = sleep_level(self.cfg, False) != 1
         if forgets:
             self.version = None
@@ -135,30 +135,30 @@ class PaperEngine:
             self.weights = None
 
     def wake(self, what: Owner) -> None:
-        """See the contract."""
+        """Implements `Engine.wake`."""
         if what == "weights" and self.weights is None:
             self.weights = torch.empty(self.weight_bytes, dtype=torch.uint8, device="meta")
         if what == "kv_cache" and self.cache is None and not self.grows:
             self.cache = torch.empty(self.cache_bytes, dtype=torch.uint8, device="meta")
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract."""
+        """Implements `Engine.bytes_by_owner`."""
         return {
             "engine weights": 0 if self.weights is None else self.weights.nbytes,
             "KV cache": 0 if self.cache is None else self.cache.nbytes,
         }
 
     def held_words(self) -> int | None:
-        """See the contract; no sums exist on paper."""
+        """Implements `Engine.held_words`; returns None, because meta tensors have no words to sum."""
         return None
 
     def close(self) -> None:
-        """See the contract."""
+        """Implements `Engine.close`."""
         self.sleep(2)
 
 
 def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
-    """Return a function that makes the engine of any place from a sleeping one, to compute the boxes that it needs."""
+    """Return a function that copies a sleeping engine to a place, so that the copy computes the boxes needed there."""
 
     def at(place: int) -> PaperEngine:
         other = copy(engine)

@@ -1,8 +1,9 @@
-"""The part of each checkpoint tensor that a rank of an engine holds: how vLLM, SGLang and the HF engine cut a model.
+"""Computes the part of each checkpoint tensor that a rank of vLLM, SGLang or the HF engine holds.
 
-Taken from the sources of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`, `layers/fused_moe`,
-`layers/vocab_parallel_embedding.py`), and compared with real engines in `tests/engines/test_paper_engine.py`. Attention
-is cut over the tp ranks of each of the dp copies; experts over all tp x dp ranks, or spread whole under ep.
+The rules are from the sources of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`,
+`layers/fused_moe`, `layers/vocab_parallel_embedding.py`); `tests/engines/test_paper_engine.py` compares them with real
+engines. Attention is divided over the tp ranks of each of the dp copies. Each expert is divided over all tp x dp ranks;
+under ep, each rank holds some complete experts instead.
 """
 
 import re
@@ -20,17 +21,17 @@ VOCAB_PADDING = 64
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields with the number of experts in a layer."""
 ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
-"""Modules of attention whose outputs are cut by heads."""
+"""Modules of attention whose outputs are divided by heads."""
 WHOLE = (
     *("q_a_proj", "kv_a_proj_with_mqa", "indexer", "gate", "router", "shared_expert_gate"),
     *("e_score_correction_bias", "expert_bias", "score"),
 )
-"""Modules and tensors that every rank holds whole, beside norms."""
+"""Modules and tensors, in addition to norms, of which every rank holds a complete copy."""
 VOCAB = ("embed_tokens", "lm_head")
 
 
 def experts_of(config: Any) -> int:
-    """Return the experts of one layer by a text config, 0 for a dense model."""
+    """Return the number of experts in one layer from a text config; 0 for a dense model."""
     return next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
 
 
@@ -41,11 +42,12 @@ class Cut:
     boxes: list[Box]
     """Ranges of the tensor; empty if the rank holds nothing of it."""
     group: Literal["vocabulary", "linear", "expert", "whole", "unknown"] = "whole"
-    """The kind of layer, by which bytes follow; `unknown`: no rule covers the name, and the tensor counts whole."""
+    """The kind of layer, which determines padding and quantization; `unknown`: no rule covers the name, so
+    the complete tensor is counted."""
 
 
 class EngineLayout:
-    """The cuts of one model by one kind of engine."""
+    """The division of one model over the ranks of one kind of engine."""
 
     def __init__(self, kind: Kind, config: Any, tp: int, dp: int = 1, ep: int = 1):
         """config: transformers' config of the model. tp, dp, ep: as `--rollout.tp`, `--rollout.dp`, `--rollout.ep`.
@@ -62,21 +64,21 @@ class EngineLayout:
         self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
 
     def check(self) -> None:
-        """Check what vLLM and SGLang check: tp divides the heads, and the MLPs of a dense model.
+        """Check, as vLLM and SGLang do, that tp divides the heads and the MLPs of a dense model.
 
         Raises:
-            ValueError: it does not; the message names the flag and every possible value.
+            ValueError: tp does not divide them; the message names the flag and every possible value.
         """
         if self.kind != "hf" and (problem := tp_problem(self.config, self.kind, self.tp)):
             raise ValueError(problem)
 
     @property
     def ranks(self) -> int:
-        """Ranks of one engine."""
+        """Number of ranks of one engine."""
         return self.tp * self.dp
 
     def vocab_ranks(self, module: str) -> int:
-        """Return the ranks that divide the embedding or the head. SGLang divides a head over all ranks."""
+        """Return the number of ranks that divide the embedding or the head; SGLang divides a head over all ranks."""
         return self.ranks if self.kind == "sglang" and module == "lm_head" else self.tp
 
     def vocab_rows(self, module: str, rows: int) -> int:
@@ -91,7 +93,7 @@ class EngineLayout:
     def cut(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
         """Return the part of a checkpoint tensor that the rank at `place` (0 to tp x dp - 1) of an engine reads.
 
-        name, shape: of the whole tensor. The place belongs to copy place // tp, and in it to part place % tp.
+        name, shape: those of the complete tensor. The rank is number place % tp of data-parallel copy place // tp.
         """
         whole = [tuple((0, n) for n in shape)]
         if self.kind == "hf":
@@ -106,7 +108,7 @@ class EngineLayout:
             ranks = self.vocab_ranks(module)
             rows = self.vocab_rows(module, shape[0])
             first = (place if ranks == self.ranks else tp) * rows
-            # The last ranks may hold nothing but padding.
+            # The last ranks may hold only padding.
             return Cut([_rows(shape, first, min(first + rows, shape[0]))] if first < shape[0] else [], "vocabulary")
         if "experts" in parts:
             return self._expert(parts, module, shape, place)
@@ -121,7 +123,7 @@ class EngineLayout:
         return self._mlp(module, shape, at, ranks, bias) or Cut(whole, "unknown")
 
     def _beyond(self, name: str) -> bool:
-        """Return True for layers that predict more than one token, which an engine skips (DeepSeek-V3's 61st)."""
+        """Return True for layers of multi-token prediction, which an engine skips (layer 61 of DeepSeek-V3)."""
         found = re.search(r"\.layers\.(\d+)\.", name)
         return bool(found and int(found[1]) >= self.layers)
 
@@ -142,20 +144,20 @@ class EngineLayout:
         return None
 
     def _kv_rows(self, rows: int, tp: int) -> Span:
-        """Return the rows of keys or values; if there are more ranks than heads, several ranks hold the same."""
+        """Return the range of rows of keys or values; with more ranks than heads, several ranks hold the same rows."""
         if self.tp <= self.kv_heads:
             return tp * rows // self.tp, (tp + 1) * rows // self.tp
         head, size = tp * self.kv_heads // self.tp, rows // self.kv_heads
         return head * size, (head + 1) * size
 
     def _mlp_group(self, name: str, place: int) -> tuple[int, int]:
-        """Return the place and the number of the ranks that divide a feed-forward layer or shared experts."""
+        """Return this rank's position among the ranks that divide an MLP or shared experts, and their number."""
         if self.kind == "sglang":
             return place, self.ranks
-        # vLLM's `use_sequence_parallel_moe`: if copies have several ranks, each rank has tokens of its own, and
-        # DeepSeek's shared experts are then whole.
-        apart = self.ep > 1 and self.tp > 1 and self.dp > 1
-        if apart and "shared_experts" in name and self.config.model_type.startswith(("deepseek", "kimi")):
+        # Under vLLM's `use_sequence_parallel_moe`, the ranks of a copy have different tokens, so each rank holds
+        # complete shared experts of DeepSeek.
+        divides_tokens = self.ep > 1 and self.tp > 1 and self.dp > 1
+        if divides_tokens and "shared_experts" in name and self.config.model_type.startswith(("deepseek", "kimi")):
             return 0, 1
         return place % self.tp, self.tp
 
@@ -169,7 +171,7 @@ class EngineLayout:
         return None
 
     def _expert(self, parts: list[str], module: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Cut one expert's tensor, or one that holds all experts of a layer."""
+        """Cut a tensor of one expert, or a tensor of all experts of a layer."""
         at, ranks = (0, 1) if self.ep > 1 else (place, self.ranks)
         number = parts[parts.index("experts") + 1]
         first, last = self._held(place)
@@ -185,14 +187,14 @@ class EngineLayout:
             dim = None if "bias" in module else 0 if transposed else 1
             boxes = [_part(inner, dim, at, ranks) if dim is not None else tuple((0, n) for n in inner)]
         elif self.config.model_type == "gpt_oss":
-            # Its gate and up rows alternate.
+            # Gate and up rows of GPT-OSS alternate.
             boxes = [_part(inner, len(inner) - 1, at, ranks)]
         else:
             boxes = _halves(inner, 1 if transposed else 0, at, ranks)
         return Cut([((first, last), *box) for box in boxes] if first < last else [], "expert")
 
     def _held(self, place: int) -> Span:
-        """Return the range of experts on a rank; the first ranks have one more if ep does not divide their number."""
+        """Return the range of experts on a rank; if ep does not divide their number, the first ranks have one more."""
         if self.ep == 1:
             return 0, max(self.experts, 1)
         base, more = divmod(self.experts, self.ep)
@@ -201,7 +203,7 @@ class EngineLayout:
         return first, first + base + (place < more)
 
     def _hf(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Cut a tensor by the plan that transformers keeps with the architecture, see `engines/hf/start.py`."""
+        """Cut a tensor by the tensor-parallel plan of the architecture in transformers (see `engines/hf/start.py`)."""
         module, _, kind = name.rpartition(".")
         inside = module[at:] if (at := module.find("layers.")) >= 0 else module
         style = self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", inside))
@@ -225,7 +227,7 @@ def _part(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> Box:
 
 
 def _halves(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> list[Box]:
-    """Return part `at` of each half along a dimension: gate rows lie before up rows."""
+    """Return part `at` of each half along a dimension, because gate rows precede up rows."""
     half = shape[dim] // 2
     step = half // ranks
     spans = [(start + at * step, start + (at + 1) * step) for start in (0, half)]

@@ -1,7 +1,7 @@
-"""An engine's bytes on one rank from the model's config and the settings: weights, workspace and KV cache.
+"""Computes the bytes of an engine's weights, workspace and KV cache on one rank, from the model's config and settings.
 
-Weights include adapters and copies beside them. A token's bytes in the cache are those of the engine itself; the
-workspace is an estimate from the named buffers.
+Weights include adapters and copies that the engine derives from weights. The bytes of the cache follow the sizes of the
+engine's blocks; the workspace is an estimate from the buffers that `workspace_of` names.
 """
 
 import math
@@ -27,9 +27,9 @@ GIB = 1 << 30
 MLA_BLOCK = 64
 """Tokens in one KV block of vLLM's kernels for latent attention on Hopper (`v1/attention/backends/mla`)."""
 CPU_MLA_BLOCK = 16
-"""The same for vLLM's CPU kernel (`platforms/cpu.py`)."""
+"""Tokens in one KV block of vLLM's CPU kernel for latent attention (`platforms/cpu.py`)."""
 OUTSIDE = GIB
-"""Estimated bytes of a GPU for an engine's communication buffers, kernels and graphs, beside torch's own."""
+"""Estimated bytes of a GPU for an engine's communication buffers, kernels and CUDA graphs, outside torch's tensors."""
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Cache:
 
     bytes: int
     tokens: int
-    """Tokens that it holds, of all sequences together."""
+    """Number of tokens that fit, of all sequences together."""
     sequences: int
-    """Sequences of the longest length that it holds."""
+    """Number of sequences of the longest length that fit."""
     lack: int = 0
     """Bytes that are missing for one sequence of the longest length; 0 if it fits."""
 
@@ -54,7 +54,7 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
 
 
 def longest_of(cfg: Config, config: Any) -> int:
-    """Return `rollout.engine.longest_sequence` from a config that is already loaded."""
+    """Return `engines.engine.longest_sequence` for a config that is already loaded."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
@@ -62,8 +62,8 @@ def longest_of(cfg: Config, config: Any) -> int:
 def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> int:
     """Return the largest number of tokens in one forward of a rank on a GPU, by the engine's own defaults.
 
-    vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 on GPUs of 70 GiB and more, else 8,192; SGLang's prefill
-    chunk, which copies of the attention share, is in `arg_groups/memory_hook.py`.
+    vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 on GPUs of 70 GiB and more, else 8,192; SGLang's
+    prefill chunk, divided by the copies of the attention, is in `arg_groups/memory_hook.py`.
     """
     if layout.kind == "sglang":
         chunks = ((160, 16384), (60, 8192), (20, 4096), (0, 2048))
@@ -75,7 +75,7 @@ def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
 
 
 def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> dict[str, int]:
-    """Estimate the bytes of an engine on a GPU beside weights and cache, by purpose.
+    """Estimate the bytes of an engine on a GPU in addition to weights and cache, by purpose.
 
     T tokens of a forward, H hidden size, V vocabulary, S sequences, K experts of a token. Logits: float32 [S, V] for
     the logits and their log-probabilities. Hidden states: residual, a layer's input and the widest layer's output,
@@ -130,7 +130,7 @@ def cache_of(cfg: Config, layout: EngineLayout, longest: int, held: int, gpu_mem
         # SGLang pads its pool by one page, which has one token.
         block, one, spare = 1, longest + SPARE_TOKENS, 1
     if gpu_memory is not None:
-        # A fixed size beyond the GPU shows in the sum of the rollout.
+        # A fixed size is not limited to the GPU; if it is too large, the plan's sum for the rollout exceeds the GPU.
         free = fixed or int(gpu_memory * cfg.rollout.gpu_memory_utilization) - held
     elif layout.kind == "vllm":
         free = fixed or cpu_kv_bytes(text, sequences, longest, dtype, tp)
@@ -151,7 +151,7 @@ def _block(text: Any, on_cpu: bool) -> int:
 
 
 def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) -> Cache:
-    """Size the HF engine's cache when a full group of rows has reached the longest length; it starts empty."""
+    """Compute the HF engine's cache at its peak, when a full batch of rows has the longest length; it starts empty."""
     width = DTYPES[cfg.model.dtype].itemsize
     if getattr(text, "kv_lora_rank", None):
         # transformers caches the keys and values of every head.
@@ -168,7 +168,7 @@ def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) ->
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks to which vLLM 0.32 pads adapters (`vllm.config.lora.MaxLoRARanks`)."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM fuses into one: if one has an adapter, all have its buffers."""
+"""Layers that vLLM fuses into one: if one of them has an adapter, all have buffers for it."""
 
 
 @dataclass
@@ -193,7 +193,7 @@ class Weights:
     packed: int = 0
     """Bytes that vLLM's CPU build adds when it first samples: copies of linear layers in its kernels' layout."""
     unknown: list[str] = field(default_factory=list)
-    """Names that no rule covers, taken as whole."""
+    """Names of tensors that no rule covers; they are counted whole."""
 
 
 def model_of(config: Any, trust_remote_code: bool = False) -> Model:
@@ -225,13 +225,13 @@ def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_c
             out.unknown.append(name)
         held = _bytes_of(cfg, layout, model, entry, cut)
         out.bytes += held + _adapter_bytes(cfg, layout, model, name, cut)
-        # Latent attention multiplies by views of kv_b_proj, not by the layer.
+        # Latent attention multiplies by views of kv_b_proj's weight and does not run the layer, so no copy is packed.
         layer = cut.group in ("linear", "whole") and "kv_b_proj" not in name
         if len(entry.shape) == 2 and (layer or (cut.group == "vocabulary" and ("lm_head" in name or tied))):
             out.packed += held
     out.packed = min(out.packed, MOST_PACKED) if layout.kind == "vllm" and on_cpu else 0
-    # Latent attention splits kv_b_proj into W_UK and W_UV: vLLM's are views of its weights, or copies if these are
-    # quantized, and SGLang's are always copies.
+    # Latent attention splits kv_b_proj into W_UK and W_UV. In vLLM they are views of its weight, or copies if the
+    # weight is quantized; in SGLang they are always copies.
     text = layout.config
     if rank := getattr(text, "kv_lora_rank", None):
         absorbed = text.num_hidden_layers * layout.heads // layout.tp * rank * (text.qk_nope_head_dim + text.v_head_dim)
@@ -252,14 +252,14 @@ def _bytes_of(cfg: Config, layout: EngineLayout, model: Model, entry: Entry, cut
         # vLLM and SGLang keep one scale for each matrix, the HF engine one for each row.
         scales = sum(box[0][1] - box[0][0] for box in cut.boxes) if layout.kind == "hf" else len(cut.boxes)
         return numbers + 4 * scales
-    # Engines keep routing biases in float32, and vLLM GLM-4.5's routers too.
+    # Engines keep routing biases in float32; vLLM also keeps the routers of GLM-4.5 in float32.
     router = entry.name.endswith("mlp.gate.weight") and layout.config.model_type == "glm4_moe"
     wide = entry.name.endswith("e_score_correction_bias") or (router and layout.kind == "vllm")
     return numbers * (4 if wide and layout.kind != "hf" else DTYPES[cfg.model.dtype].itemsize)
 
 
 def _adapter_bytes(cfg: Config, layout: EngineLayout, model: Model, name: str, cut: Cut) -> int:
-    """Return the bytes of A [r, in] and B [out, r] that an engine holds beside a layer's weight."""
+    """Return the bytes of a layer's adapter, A [r, in] and B [out, r], on a rank; 0 without an adapter."""
     if "adapter" not in pushed_parts(cfg) or name not in model.linear or not cut.boxes:
         return 0
     layer, rank = name.split(".")[-2], cfg.lora.rank

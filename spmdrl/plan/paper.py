@@ -2,7 +2,7 @@
 
 A plan runs the program itself on torch's `meta` device, which replaces the device of a rank. `Paper` intercepts every
 operation: it tracks the live storages, and adds up the bytes of collectives by group and the floating-point operations
-of matrix products. The code calls a simulated run of this kind "on paper".
+of matrix products. Class names with "Paper" mark such simulations.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Builds one rank of a job on paper: its world, its models from config.json files alone, and its engine."""
+"""Builds one simulated rank of a job: its world, its models from config.json files alone, and its engine."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,17 +42,17 @@ from spmdrl.spmd.world import World
 
 
 def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | None = None) -> PaperRank:
-    """Build one rank of a job on paper. This process can hold no other rank afterwards.
+    """Build one simulated rank of a job. A process can simulate only one rank.
 
     Args:
         cfg: settings that passed their checks.
-        rank: of `size`.
-        size: ranks of the job.
-        kind: `cuda` or `cpu`, the type of its devices.
+        rank: the rank to build.
+        size: number of ranks of the job.
+        kind: `cuda` or `cpu`, the type of the job's devices.
         gpu_memory: bytes of one GPU; None for a CPU.
     """
     folders, method = folders_of(cfg), job_of(cfg).method
-    assert method is not None, "the command plans jobs with a method"
+    assert method is not None, "only jobs with a method can be planned"
     hf_config = config_of(cfg)
     tensors = model_of(hf_config, cfg.model.trust_remote_code)
     paper = Paper()
@@ -65,14 +65,14 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
     elsewhere: dict[Part, Everyone] = {}
     if samples and rank not in roles.trainers:
-        # The first training rank's place gives the boxes that training ranks hold.
+        # A policy in the place of the first training rank computes the boxes that training ranks hold.
         first = open_world(cfg, roles.trainers[0], size)
         with _without_files(folders):
             policy = build_models(cfg, first, algo.needs).policy
         engine_at = at_any_place(engine_of(SimpleNamespace(engine_tp_rank=0)))
         elsewhere = {part: Everyone(first, policy, engine_at, part) for part in pushed_parts(cfg)}
     world = open_world(cfg, rank, size)
-    # It counts until the process ends.
+    # `paper` counts until the process ends, so its context is not left.
     paper.__enter__()
     with _without_files(folders), paper.tagged("parameters"):
         models = build_models(cfg, world, algo.needs)
@@ -92,7 +92,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
         engine.wake = tagged  # type: ignore[method-assign]
         if models.policy is None:
-            # Without a trainer on this rank the engine never sleeps.
+            # The engine of a rank that does not train never sleeps.
             tagged("weights")
             tagged("kv_cache")
 
@@ -100,7 +100,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     def boxes(model: Any, part: Part) -> Everyone:
         if model is None:
             return elsewhere[part]
-        # The models of other ranks do not count on this one.
+        # The models of other ranks are not counted on this one.
         with _disable_current_modes():
             return Everyone(world, model, at_any_place(template), part)
 
@@ -118,7 +118,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
 
 def open_world(cfg: Config, rank: int, size: int) -> World:
-    """Make this process one rank of `size`; its device is torch's meta device."""
+    """Make this process one simulated rank of `size`, with torch's meta device."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -126,7 +126,7 @@ def open_world(cfg: Config, rank: int, size: int) -> World:
 
 
 def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
-    """Name the axes of this rank's groups. If several axes share one group, the last name stays."""
+    """Name the axes of this rank's groups. If several axes share one group, the last name is kept."""
     everyone: Any = dist.group.WORLD
     traffic.call(everyone, "all ranks")
     if world.data_group is not None:
@@ -151,7 +151,7 @@ def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
         }
         for axis, several in groups.items():
             for group in several:
-                # Stages in the middle hold no part of the embedding.
+                # Stages in the middle have no embedding group.
                 if group is not None:
                     traffic.call(group, axis)
 
@@ -177,7 +177,7 @@ def folders_of(cfg: Config) -> dict[str, Path]:
 
 @contextmanager
 def _without_files(folders: dict[str, Path]) -> Iterator[None]:
-    """Build policies inside this context from the config.json of these folders, on the meta device."""
+    """Make policies read only the config.json of these folders, and no weights, inside this context."""
 
     def find(path: str, *_: Any) -> Path:
         return folders[path]

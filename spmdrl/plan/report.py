@@ -20,9 +20,9 @@ ROWS = (
     ("engine workspace", ("engine workspace",)),
     ("KV cache", ("KV cache",)),
 )
-"""Rows of the table, each with the tag endings that it sums."""
+"""Rows of the table of memory; each is the sum of the tags with one of its endings."""
 DISK_GB_S = 2
-"""Estimated write rate of a shared file system, 1e9 bytes a second, for the seconds of a checkpoint."""
+"""Estimated write rate of a shared file system, 1e9 bytes a second; it gives the seconds of a checkpoint."""
 PHASES = ("push", "rollout", "logp", "update")
 COLOURS = ("#4e79a7", "#a0cbe8", "#f28e2b", "#59a14f", "#8cd17d", "#e15759", "#b07aa1", "#d4a6c8", "#76b7b2")
 """One colour per row of the table (Tableau's palette)."""
@@ -30,7 +30,7 @@ BAR, GAP, HEIGHT, LEFT, TOP = 46, 14, 320, 64, 48
 
 
 def rows_of(tags: dict[str, int]) -> dict[str, int]:
-    """Return the bytes of each row of the table; tags of no row count as activations."""
+    """Return the bytes of each row of the table; tags without a row are counted as activations."""
     rows = dict.fromkeys((name for name, _ in ROWS), 0)
     for tag, size in tags.items():
         row = next((name for name, ends in ROWS if tag.endswith(ends)), "activations")
@@ -94,7 +94,7 @@ def kind_lines(planned: Planned) -> list[str]:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """Return the verdict on a job, and the other lines about the whole job."""
+    """Return the lines about the complete job; the last one is the verdict."""
     worst = plan.worst()
     phase, _ = worst.peak()
     lines = []
@@ -121,7 +121,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def lacks(plan: Plan) -> list[str]:
-    """Return by how much a job is too large for the devices, the engines' caches and the hosts."""
+    """Return texts on the memory that is missing on devices, in KV caches and on hosts."""
     found = []
     if plan.device_spare < 0:
         found.append(f"{gib(-plan.device_spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
@@ -144,7 +144,7 @@ def cache_flag(cfg: Config) -> str:
 
 
 def parked(plan: Plan) -> str:
-    """Name the largest items in the host memory of a node."""
+    """Return the two largest items in the host memory of a node, as text."""
     host = max((p.rank.step.host for p in plan.kinds), key=lambda held: sum(held.values()))
     each = plan.gpu.gpus_per_node
     largest = sorted(host, key=lambda name: -host[name])[:2]
@@ -152,7 +152,7 @@ def parked(plan: Plan) -> str:
 
 
 def where(plan: Plan) -> str:
-    """Name the ranks, the phase and the two largest rows of the fullest device."""
+    """Return the ranks, the phase and the two largest rows of the fullest device, as text."""
     worst = plan.worst()
     phase, _ = worst.peak()
     rows = rows_of(worst.rank.memory[phase])
@@ -251,7 +251,7 @@ def round_step(most: float) -> float:
 
 
 def _bar(x: int, rows: dict[str, int], most: float, name: str) -> list[str]:
-    """Draw one stack from the bottom up; a pointer over a part shows its bytes."""
+    """Return the rectangles of one stacked bar, from the bottom up; each part shows its bytes as a tooltip."""
     out, below = [], 0
     parts = [*zip(rows, rows.values(), COLOURS, strict=True), ("CUDA and NCCL", OUTSIDE, "#bbbbbb")]
     for row, size, colour in parts:

@@ -1,4 +1,4 @@
-"""Plans a job: one rank of each kind in a process of its own, in parallel."""
+"""Plans a job by simulating one rank of each kind, in parallel processes."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ from spmdrl.plan.scale import Axes, Bound, Rank, bound_of, engine_facts, parking
 
 GIB = 1 << 30
 OUTSIDE = 2 * GIB
-"""Memory of a GPU beside tensors: CUDA's context, NCCL's buffers, fragments. An estimate, not measured on a GPU."""
+"""Memory of a GPU outside tensors: CUDA's context, NCCL's buffers, fragmentation. Estimated, not measured on a GPU."""
 
 
 @dataclass
@@ -26,14 +26,14 @@ class Planned:
     rank: Rank
     bounds: dict[str, Bound]
     engine: dict[str, Any]
-    """Facts about its engine; empty on ranks that do not sample."""
+    """Facts from `engine_facts`; empty on ranks that do not sample."""
     numbers: int
-    """Parameters of the whole policy."""
+    """Number of parameters of the complete policy."""
     means: dict[str, float] = field(default_factory=dict)
-    """phase -> mean over the ranks of the kind of the bytes on the device at the peak; their stages differ in the
-    micro-batches in flight. Ranks of one stage count like the planned one."""
+    """phase -> bytes on the device at its peak, as the mean over the ranks of the kind. Pipeline stages differ in the
+    number of micro-batches in flight; the ranks of a stage are counted like its first one."""
     axes: dict[str, int] = field(default_factory=dict)
-    """Ranks of each axis, by its name in the traffic."""
+    """Number of ranks of each axis, by its name in `Traffic`."""
 
     def peak(self) -> tuple[str, int]:
         """Return the phase with the most bytes on the device, and the bytes."""
@@ -61,7 +61,7 @@ class Plan:
         return max(self.kinds, key=lambda planned: planned.peak()[1])
 
     def phases(self) -> dict[str, tuple[int, float]]:
-        """Return phase -> bytes on the device at its peak: of the fullest rank, and the mean of all ranks in the phase.
+        """Return phase -> bytes on the device at its peak: of the fullest rank, and the mean of the phase's ranks.
 
         Under split placement no rank goes through all phases.
         """
@@ -75,12 +75,12 @@ class Plan:
 
     @property
     def device_spare(self) -> int:
-        """Bytes of a GPU that stay free on the fullest rank; negative if it is too small."""
+        """Bytes of a GPU that stay free on the fullest rank; negative if the GPU is too small."""
         return int(self.gpu.memory_gib * GIB) - OUTSIDE - self.worst().peak()[1]
 
     @property
     def spare(self) -> int:
-        """The same, or the bytes that an engine's cache lacks if these are more."""
+        """The smaller of `device_spare` and the negated bytes that an engine's KV cache lacks, if it lacks any."""
         lack = max((planned.engine.get("lack", 0) for planned in self.kinds), default=0)
         return min(self.device_spare, -lack) if lack else self.device_spare
 
@@ -97,17 +97,21 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Least seconds of a step: its phases one after another, each as long as its slowest ranks."""
+        """Least seconds of a step: the sum of its phases, each with the seconds of its slowest ranks."""
         phases = dict.fromkeys(phase for planned in self.kinds for phase in planned.bounds)
         return sum(max(p.bounds[phase].seconds for p in self.kinds if phase in p.bounds) for phase in phases)
 
     def host_of_node(self) -> int:
-        """Return the bytes that the fullest ranks of one node park in host memory together."""
+        """Return the bytes of host memory that a node needs if all its ranks are like the one with the most."""
         return self.gpu.gpus_per_node * max(sum(p.rank.step.host.values()) for p in self.kinds)
 
 
 def _check_method(cfg: Config) -> None:
-    """Refuse settings of distillation that read texts or the engine, which do not exist on paper."""
+    """Reject settings of a distillation that need texts or an engine, which a plan does not have.
+
+    Raises:
+        ValueError: such a setting is set; the message names the flags.
+    """
     distill = getattr(cfg, "distill", None)
     if distill is None:
         return
@@ -119,14 +123,14 @@ def _check_method(cfg: Config) -> None:
         "--parallel.scoring-ranks": cfg.parallel.scoring_ranks,
     }
     if flags := [flag for flag, value in unplanned.items() if value]:
-        raise ValueError(f"{', '.join(flags)}: a distillation is planned without; leave them out here")
+        raise ValueError(f"{', '.join(flags)}: a distillation is planned without these settings; leave them out")
 
 
 def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
     """Plan a job whose settings passed their checks. kind: `cuda`, or `cpu` for a job of gloo ranks.
 
     Raises:
-        ValueError: the model cannot be planned, or the layout does not fit it; the message names the flag.
+        ValueError: the model cannot be planned, or the layout cannot divide it; the message names the flag.
     """
     _check_method(cfg)
     hf_config = config_of(cfg)
@@ -140,10 +144,10 @@ def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
 
 
 def _within_positions(cfg: Config, hf_config: Any) -> Config:
-    """Shorten the longest sequence in the settings to the model's positions, as engines do.
+    """Limit the longest sequence in the settings to the model's number of positions, as engines do.
 
     Raises:
-        ValueError: prompts alone are longer.
+        ValueError: prompts alone may be longer than that.
     """
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     prompt = cfg.rollout.max_prompt_tokens
@@ -185,8 +189,8 @@ def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
     """Run tasks in forked processes, as many at a time as there are cores, and yield their results in order.
 
     Raises:
-        ValueError: a task raised it, with the same message.
-        RuntimeError: a task failed otherwise.
+        ValueError: a task raised a ValueError; the message is the same.
+        RuntimeError: a task failed in another way.
     """
     context = multiprocessing.get_context("fork")
     waiting, running, results = list(enumerate(tasks)), {}, {}
@@ -224,5 +228,5 @@ def _run(task: Callable[[], Any], pipe: Any) -> None:
         outcome = ("fault", traceback.format_exc())
     pipe.send(outcome)
     pipe.close()
-    # Torch's simulated groups print warnings when they are torn down.
+    # A regular exit would make torch's simulated groups print warnings.
     os._exit(0)

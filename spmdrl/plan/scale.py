@@ -1,8 +1,8 @@
-"""Scales the few micro-batches that ran on paper to a whole step of one rank, and bounds the times of its phases.
+"""Extrapolates a few simulated micro-batches to a complete step of one rank, and computes least times of its phases.
 
-Times are by a roofline (https://en.wikipedia.org/wiki/Roofline_model): no rank is faster than its slowest resource at
-its peak rate. These are bounds, not forecasts: kernels reach 40 to 80% of peak matrix rates, and links less for small
-messages.
+Times follow a roofline model (https://en.wikipedia.org/wiki/Roofline_model): a phase takes at least as long as its
+busiest resource at peak rate. These are lower bounds, not forecasts: kernels reach 40 to 80% of peak matrix rates, and
+links reach less for small messages.
 """
 
 from collections import Counter
@@ -37,16 +37,16 @@ class Rank:
     memory: dict[str, dict[str, int]]
     """phase (`push`, `rollout`, `logp`, `update`) -> bytes on the device at its peak, by purpose."""
     loads: dict[str, Load]
-    """phase -> its operations and traffic."""
+    """phase -> its floating-point operations and traffic."""
     micros: dict[str, int]
-    """Micro-batches of the policy's passes: `logp` of a step, `update` of one optimizer step."""
+    """Number of micro-batches of the policy: of a complete step for `logp`, of one optimizer step for `update`."""
 
 
 def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
     """Return the number of chunks on a pipeline rank whose activations live at once.
 
-    1F1B keeps as many as there are stages from this one on; the interleaved schedule keeps two for each later stage,
-    and one round for each further chunk (https://arxiv.org/abs/2104.04473).
+    The 1F1B schedule keeps one chunk for this stage and for each later one. The interleaved schedule keeps one, two for
+    each later stage, and one for each stage times each further virtual stage (https://arxiv.org/abs/2104.04473).
     """
     if virtual == 1:
         return min(stages - stage, micros)
@@ -54,7 +54,7 @@ def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
 
 
 def line(at: Sequence[tuple[int, float]], x: int) -> float:
-    """Return the value at x of the line through the last two points; with a single point, its own value."""
+    """Return the value at x of the line through the last two points; for a single point, the point's value."""
     if len(at) == 1 or at[-1][0] == at[-2][0]:
         return at[-1][1]
     (a, fa), (b, fb) = at[-2:]
@@ -64,7 +64,7 @@ def line(at: Sequence[tuple[int, float]], x: int) -> float:
 def peak_of(work: Work, stage: int, stages: int, virtual: int, measured: int | None = None) -> dict[str, int]:
     """Return the bytes at the peak of a pass over all micro-batches, by purpose.
 
-    measured: the stage whose passes ran on paper, one with the same layers as `stage`; None if it is `stage`.
+    measured: the simulated stage, which has the same layers as `stage`; None: `stage` itself.
     """
     peak = _peak_in_flight(work, stage, stages, virtual, stage if measured is None else measured)
     kept = line([(p.micros, p.kept) for p in work.passes], work.total) - work.passes[-1].kept
@@ -102,7 +102,7 @@ def load_of(work: Work) -> Load:
 
 
 def added(loads: list[Load]) -> Load:
-    """Return the sum of some loads."""
+    """Return the sum of several loads."""
     return Load(
         sum(x.flops for x in loads),
         dict(sum((Counter(x.sent) for x in loads), Counter())),
@@ -113,10 +113,15 @@ def added(loads: list[Load]) -> Load:
 def rank_of(
     step: Step, stage: int, stages: int, virtual: int, sampling: dict[str, int], measured: int | None = None
 ) -> Rank:
-    """Scale the step of one rank on paper to its plan.
+    """Extrapolate the simulated step of a rank to the plan of a rank with the same layers.
 
-    stage: its pipeline stage, of `stages`, each of `virtual` chunks. sampling: bytes of its engine that exist only
-    while it samples and did not live on paper, by purpose. measured: as in `peak_of`.
+    Args:
+        step: the simulated step.
+        stage: pipeline stage of the planned rank.
+        stages: number of pipeline stages.
+        virtual: number of virtual stages (chunks) of each stage.
+        sampling: bytes of the engine that exist only while it samples, by purpose; the simulation does not count them.
+        measured: as in `peak_of`.
     """
     memory = {phase: _clean(step.moments[phase].by_tag) for phase in ("push", "rollout")}
     memory["rollout"] |= _clean(sampling)
@@ -139,7 +144,7 @@ def _clean(tags: dict[str, int]) -> dict[str, int]:
 
 
 SCATTERED = ("all-to-all", "gather", "scatter")
-"""Collectives that carry different bytes to each rank; others pass the same bytes along a ring."""
+"""Collectives that send different data to each rank; other collectives pass the same data along a ring."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ class Bound:
     memory: float = 0.0
     host: float = 0.0
     bubble: float = 1.0
-    """Factor by which a pipeline's ranks wait for one another."""
+    """Factor by which waiting for other pipeline stages lengthens the time of matrix products."""
 
     def _named(self) -> dict[str, float]:
         named = {"matrix rate": self.matrix * self.bubble, "NVLink": self.nvlink, "network": self.network}
@@ -172,23 +177,23 @@ class Bound:
 
 @dataclass(frozen=True)
 class Axes:
-    """The places of the ranks with which a rank communicates."""
+    """The groups in which a rank communicates, and the number of ranks on a node."""
 
     ranks: dict[str, tuple[int, ...]]
-    """Axis -> the ranks of its group."""
+    """Axis -> ranks of this rank's group on it."""
     rank: int
-    """The rank itself."""
+    """This rank."""
     per_node: int
     """GPUs of a node; ranks fill nodes in order."""
 
     def beside(self, rank: int) -> bool:
-        """Return True for a rank of the same node."""
+        """Return True if a rank is on the same node."""
         return rank // self.per_node == self.rank // self.per_node
 
     def divided(self, axis: str, kind: str, size: float) -> tuple[float, float]:
         """Return the least bytes of a collective that this rank sends inside its node, and over its network card.
 
-        A ring can be laid so that each rank of a node passes a part of the bytes on to the next node.
+        Rings can be arranged so that each rank of a node sends an equal part of the bytes to the next node.
         """
         ranks = self.ranks[axis]
         here = sum(map(self.beside, ranks))
@@ -203,7 +208,7 @@ class Axes:
 def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Bound:
     """Return the bound of a phase. Links carry both directions at once, so only the larger one counts.
 
-    micros: micro-batches of one pass, for the bubble of a pipeline with this many stages.
+    micros: number of micro-batches of one pass; with `stages`, it determines the pipeline bubble.
     """
     near: dict[str, float] = dict.fromkeys(("send", "receive"), 0.0)
     far = dict(near)
@@ -224,22 +229,22 @@ def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Boun
 
 
 def parking_bound(to_host: int, from_host: int, gpu: Gpu) -> Bound:
-    """Return the bound of a step's moves of weights and optimizers: to the host before sampling, and back after it."""
+    """Return the bound of moving weights and optimizer states to the host before sampling, and back after it."""
     return Bound(host=(to_host + from_host) / (gpu.host_gb_s * 1e9) if gpu.host_gb_s else 0.0)
 
 
 def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
-    """Return the bound of sampling responses of full length: matrix products, and reads of weights and cache.
+    """Return the bound of sampling responses of full length, from matrix products and reads of weights and KV cache.
 
-    Each step of an engine reads the weights once, and the cache of each sequence. Of n experts it reads those that its
-    tokens choose, k each: n (1 - (1 - k / n) ** tokens) if the choice is even. Copies of an engine's attention
-    (`--rollout.dp`) have sequences and a cache of their own.
+    Each decoding step reads the weights once, and the KV cache of each sequence. If every token chooses k of n experts
+    evenly, a step reads n (1 - (1 - k / n) ** tokens) experts. With `--rollout.dp`, each data-parallel copy of the
+    attention has separate sequences and a separate cache.
 
     Args:
         cfg: the run's settings.
         gpu: the GPU of a rank.
         engines: number of engines in the job.
-        engine: facts of one engine from `engine_facts`: its ranks together, and the cache of one rank.
+        engine: facts about one engine, from `engine_facts`.
     """
     rollout = cfg.rollout
     sequences = -(-rollout.prompts_per_step * rollout.samples_per_prompt // (engines * rollout.dp))
@@ -255,7 +260,7 @@ def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
 
 
 def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
-    """Return the facts about an engine for the table and for the times."""
+    """Return the facts about an engine that the report and `rollout_bound` read."""
     engine, text = made.engine, made.hf_config.get_text_config()
     ranks = made.world.rollout_mesh["tp"].size()
     experts, used = experts_of(text), getattr(text, "num_experts_per_tok", None)

@@ -1,4 +1,4 @@
-"""Runs a step of one rank on paper, by the job's own code: its phases, on a batch of sequences of full length."""
+"""Simulates a step of one rank with the job's own code, on a batch of sequences of full length."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,26 +31,26 @@ from spmdrl.tracking.metrics import Timer
 
 @dataclass
 class Step:
-    """The counts of one rank's step on paper."""
+    """The counts of one rank's simulated step."""
 
     held: dict[str, int]
-    """Bytes by owner while the rank trains, as the device table counts them, before the first gradient."""
+    """Bytes by owner while the rank trains, before the first gradient, as the device table counts them."""
     moments: dict[str, Moment]
     """The peak of each phase: push, rollout, training."""
     works: list[Work]
     push: Pass | None
     parked: dict[str, int]
-    """Bytes off the device while the engine samples, by place."""
+    """Bytes off the device while the engine samples, by place (`host`, `disk`)."""
     always: dict[str, int]
     """Bytes that are always in host memory, by purpose."""
     numbers: int
-    """Parameters that this rank holds, of all its models."""
+    """Number of parameters that this rank holds in all its models."""
     models: tuple[str, ...]
-    """The names of these models."""
+    """Names of these models."""
     moved: tuple[int, int]
-    """Bytes moved to the host, and back."""
+    """Bytes moved to the host, and bytes moved back."""
     checkpoint: int
-    """Bytes of a checkpoint of all ranks; 0 on a rank that does not train."""
+    """Bytes of a checkpoint, which all ranks write together; 0 on a rank that does not train."""
 
     @property
     def host(self) -> dict[str, int]:
@@ -59,11 +59,11 @@ class Step:
 
 
 class PaperRank:
-    """A rank of the job, with its models and its engine."""
+    """A simulated rank of the job, with its models and its engine."""
 
     hf_config: Any
     numbers = expert_numbers = 0
-    """Parameters of the whole policy, and those of its routed experts."""
+    """Numbers of parameters of the complete policy and of its routed experts."""
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class PaperRank:
         boxes: Callable[[Any, Part], Everyone],
         method: Callable[[Any], Any],
     ):
-        """Plan the push. `rank.py` sets the other attributes.
+        """Plan the weight push. `rank.py` sets the other attributes.
 
         Args:
             cfg: settings of the job.
-            world: this rank's.
-            algo: composed from the settings.
-            models: this rank's.
-            engine: this rank's; None if it does not sample.
+            world: the groups of this rank.
+            algo: the algorithm that the settings describe.
+            models: the models of this rank.
+            engine: the engine of this rank; None if the rank does not sample.
             paper: counts the step.
-            boxes: returns the boxes that all ranks hold and need of a part of a model; of the policy for None.
-            method: builds the learning method on a run.
+            boxes: returns the boxes of one part of a model (None: the policy) that all ranks hold and need.
+            method: returns the learning method of a run.
         """
         self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
         self.boxes, self.method, self.works = boxes, method, list[Work]()
@@ -99,7 +99,7 @@ class PaperRank:
             self.memory._stale = lambda: (0, True)  # type: ignore[method-assign]
 
     def checkpoint(self) -> int:
-        """Return the bytes of a checkpoint, by the models' own count."""
+        """Return the bytes of a checkpoint, as the models compute them."""
         total = 0
         for model in saved_models(self.models):
 
@@ -113,12 +113,12 @@ class PaperRank:
         return total
 
     def lap(self) -> tuple[int, int]:
-        """Meter of the device table: return the bytes at this moment, and the peak since the last call."""
+        """Return the live bytes, and the peak since the last call; the device table uses this method as its meter."""
         self.laps.append(self.paper.lap())
         return self.paper.live, self.laps[-1].live
 
     def step(self, rounds: tuple[int, ...] = (1, 2)) -> Step:
-        """Run one step. rounds: numbers of rounds of micro-batches to measure, from which a whole step is scaled."""
+        """Run one step. rounds: numbers of rounds of micro-batches to measure; a complete step is extrapolated."""
         self._ready()
         moments: dict[str, Moment] = {}
         before, began = self.paper.traffic.copy(), self.paper.flops
@@ -135,7 +135,7 @@ class PaperRank:
         self.laps.clear()
         push = Pass(1, moments["push"], self.paper.flops - began, pushed) if self.memory.last_push else None
         with self.memory.training_phase():
-            # The first lap ends with the engine's sleep, and its peak is the rollout's.
+            # The first lap ends when the engine sleeps, so its peak belongs to the rollout.
             del self.laps[: self.engine is not None and self.world.trains]
             held = {row.owner: row.bytes for row in self.memory.table() if row.place == "device"}
             self._train(rounds)
@@ -184,7 +184,7 @@ class PaperRank:
                 batch, _ = method.score(batch)
                 batch = method.advantages(batch)
                 if updates > 1:
-                    # Each update gets whole groups.
+                    # Each update gets complete groups.
                     batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
                 method.update(batch, 1 << 30)
             else:
@@ -192,7 +192,7 @@ class PaperRank:
 
 
 def _parts_of(cfg: Config) -> dict[str, Any]:
-    """Return the other parts of a run that a method reads: prompts of each `data_source` of the teachers, in turn."""
+    """Return the other parts of a run that a method reads; prompts cycle through the `data_source`s of the teachers."""
     sources = ["", *sorted({teacher.source for teacher in cfg.further_teachers().values()} - {""})]
     prompts = [
         SimpleNamespace(index=i, data_source=sources[i % len(sources)]) for i in range(cfg.rollout.prompts_per_step)
@@ -201,9 +201,9 @@ def _parts_of(cfg: Config) -> dict[str, Any]:
 
 
 def own_tensors(models: Any) -> list[tuple[str, Any]]:
-    """Return the models of a rank that have tensors of their own, by name; a policy's base has none.
+    """Return the models of a rank that own tensors, by name; the base of a LoRA policy shares the policy's tensors.
 
-    For a frozen model that other ranks query, return the model itself.
+    A frozen model that other ranks query is returned without its `RemotePolicy`.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
     from spmdrl.policy.remote import RemotePolicy
@@ -217,9 +217,9 @@ def _parameters(model: Any) -> list[Any]:
 
 
 def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int) -> Batch:
-    """Make `groups` prompts with `samples` responses each; prompts and responses have the greatest length.
+    """Return a batch of `groups` prompts with `samples` responses each, all of the largest length.
 
-    Rewards and tokens differ within each group, so that every sequence gets a gradient. vocab: tokens lie below it.
+    Rewards and tokens differ within each group, so that every sequence gets a gradient. vocab: tokens are below it.
     """
     rollout = cfg.rollout
     episodes = []
@@ -239,7 +239,7 @@ def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: i
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Select micro-batches of equal lengths and prompts from a batch only once, because they are alike."""
+    """Build micro-batches with the same lengths and prompt boundaries only once inside this context, to save time."""
     found: dict[tuple, Batch] = {}
     split, select = learner.microbatches, Batch.select
 
@@ -251,7 +251,7 @@ def alike() -> Iterator[None]:
         return found[key]
 
     def microbatches(*args) -> list[Batch]:
-        # The id of a batch that no longer exists may be given to another one.
+        # Python may reuse the id of a freed batch.
         found.clear()
         with patch.object(Batch, "select", chosen):
             return split(*args)

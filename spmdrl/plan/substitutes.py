@@ -1,8 +1,8 @@
-"""Replaces code that cannot run without a device or without values while a plan is made.
+"""Replaces code that needs a device or the values of tensors, which a plan does not have.
 
-The substitutes replace what libraries do on a device: streams, copies to the host, AdamW's fused step, gloo's and
-NCCL's groups, and (kernels.py) kernels of Triton and flash-attn. A substitute allocates the same memory as the original
-and computes nothing. It stays installed until the process ends, so each plan is made in a process of its own.
+Replaced are streams, copies to the host, AdamW's fused step, groups of gloo and NCCL, and (`kernels.py`) kernels of
+Triton and flash-attn. A substitute allocates the same memory as the original and computes nothing. It stays installed
+until the process ends, so each rank is simulated in a separate process.
 """
 
 import importlib
@@ -21,13 +21,13 @@ from spmdrl.plan.paper import Paper
 from spmdrl.spmd import devices, storage
 
 COLLECTIVES = torch.library.Library("c10d", "IMPL")
-"""Collectives over lists of tensors, which torch's simulated groups lack for tensors without values."""
+"""Library for collectives over lists of tensors, which torch's simulated groups lack for meta tensors."""
 
 
 def install(paper: Paper, kind: str) -> None:
     """Install the substitutes. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
     devices.STANDS_FOR["meta"] = kind
-    # FSDP and meshes look up the stream functions of a device under its name.
+    # FSDP and meshes find the stream functions of a device in the torch module with its name.
     torch.meta = torch.cpu  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: META  # type: ignore[assignment]
     _numbers()
@@ -48,7 +48,7 @@ def _numbers() -> None:
 
     @wraps(make)
     def tensor(data, *, device=None, **more):
-        """Create numbers on the host before they move to the device, so that `Paper` can record them."""
+        """Create a tensor on the host before it moves to the device, so that `Paper` can record its values."""
         made = make(data, **more)
         return made if device is None else made.to(device)
 
@@ -59,7 +59,7 @@ def _groups(paper: Paper) -> None:
     make = dist.new_group
 
     def new_group(ranks=None, *args, backend=None, **more):
-        """Simulate every group, those on the host too."""
+        """Create every group as a simulated one, including groups of gloo."""
         return make(ranks, *args, **more)
 
     dist.new_group = new_group
@@ -67,7 +67,7 @@ def _groups(paper: Paper) -> None:
         COLLECTIVES.impl(name, lambda *args: FakeWork().boxed(), "Meta")
 
     def messages(operations: list[dist.P2POp]) -> list[Any]:
-        """Count messages that are sent together."""
+        """Count messages between two ranks that are sent together."""
         for each in operations:
             if each.op.__name__ == "isend":
                 paper.traffic.add("send", each.group or dist.group.WORLD, each.tensor.nbytes)
@@ -88,7 +88,7 @@ def _shapes(paper: Paper) -> None:
 
 
 def aside(paper: Paper, function: Callable) -> Callable:
-    """Return the function with its tensors left out of the count, because no rank would hold them."""
+    """Wrap a function so that its tensors are not counted, because a real rank does not allocate them."""
 
     @wraps(function)
     def run(*args, **more):
@@ -117,7 +117,7 @@ def _fsdp(paper: Paper) -> None:
     reduce = _fsdp_param_group.foreach_reduce
 
     def foreach_reduce(*args: Any, **more: Any) -> tuple:
-        """Reduce without the stream and event on which a device sums replicas of shards."""
+        """Reduce gradients; replace the missing event of the all-reduce between replicas by a plain object."""
         given = signature(reduce).bind(*args, **more).arguments
         given["reduce_scatter_comm"] = Buffers(paper, given)
         found = reduce(**given)
@@ -126,10 +126,10 @@ def _fsdp(paper: Paper) -> None:
     keep = FSDPParam.to_accumulated_grad_if_needed
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Tag gradients of whole parameters that live from an unreduced micro-batch to a reduced one."""
+        """Tag unsharded gradients, which stay allocated until a micro-batch's gradients are reduced."""
         with paper.tagged("unsharded gradients"):
             keep(self)
-        # Gradients that already have the type of the reduction are not copied.
+        # A gradient that already has the type of the reduction is not copied, so it has another tag.
         paper.retag([x for x in [self._unsharded_param.grad] if x is not None], "unsharded gradients")
 
     FSDPParam.to_accumulated_grad_if_needed = to_accumulated_grad_if_needed
@@ -139,7 +139,7 @@ def _fsdp(paper: Paper) -> None:
 
 
 class Buffers:
-    """The buffers of a reduce-scatter; the result is the sharded gradients, unless it is added to earlier ones."""
+    """Allocates the buffers of a reduce-scatter. The output becomes the sharded gradients or is added to them."""
 
     def __init__(self, paper: Paper, given: dict[str, Any]):
         """given: the arguments of FSDP's `foreach_reduce`, by name."""
@@ -149,7 +149,7 @@ class Buffers:
         self.tags = iter((paper.tag, "sharded gradients" if first and not kept else paper.tag))
 
     def allocate(self, *args: Any, **more: Any) -> torch.Tensor:
-        """Allocate first the buffer to send, then that of the result."""
+        """Allocate the input buffer at the first call, and the output buffer at the second."""
         with self.paper.tagged(next(self.tags)):
             return self.comm.allocate(*args, **more)
 
@@ -163,7 +163,7 @@ def _optimizers(paper: Paper) -> None:
     adam._device_dtype_check_for_fused = lambda *args, **more: None
     from spmdrl.policy.megatron.host_adamw import HostAdamW
 
-    # Megatron has one optimizer for experts and another for the rest.
+    # Megatron has one optimizer for experts and another for all other parameters.
     numbers: dict[int, int] = {}
 
     def step(self: Any, closure: Any = None) -> None:
@@ -175,18 +175,18 @@ def _optimizers(paper: Paper) -> None:
 
 
 class Tape:
-    """Replaces copies of storages on the host; keeps only their size."""
+    """Replaces the copy of storages on the host or the disk; keeps only its size."""
 
     def __init__(self, paper: Paper, place: str, total: int):
         self.paper, self.place, self.total = paper, place, total
         paper.parked[place] += total
 
     def write(self, offset: int, raw: torch.Tensor) -> None:
-        """Count bytes that leave the device."""
+        """Count bytes that are copied from the device."""
         self.paper.to_host += len(raw)
 
     def read(self, offset: int, raw: torch.Tensor) -> None:
-        """Count bytes that come back."""
+        """Count bytes that are copied back to the device."""
         self.paper.from_host += len(raw)
 
     def __del__(self) -> None:
@@ -219,7 +219,7 @@ def _adapters() -> None:
     from spmdrl.spmd.exchange import all_gather_rows
 
     def gathered(named: Any, world: Any) -> dict[str, torch.Tensor]:
-        """Gather as if every rank held as many rows as this one; other ranks may hold fewer."""
+        """Gather adapters as if every rank held as many rows as this one, although other ranks may hold fewer."""
         mine = torch.cat([lora.local(p).flatten() for _, p in named]) if named else torch.empty(0, device=META)
         everyone = all_gather_rows(mine[:, None], world.shard_group)
         whole = {name: mine.new_empty(p.shape) for name, p in named}
@@ -233,7 +233,7 @@ def _remote() -> None:
     from spmdrl.policy.remote import RemotePolicy
 
     def logprobs(self: Any, batch: Any, temperature: float, second: Any = "entropy") -> Any:
-        """Return this rank's own results, or zeros; requests and answers travel over the host."""
+        """Return the results of this rank's model, or zeros if other ranks have the model and answer over the host."""
         if self.model is not None:
             return self.model.logprobs(batch, temperature, second)
         first, second = torch.zeros(2, batch.n_tokens, dtype=self.dtype)
@@ -260,7 +260,7 @@ def _megatron() -> None:
     settings = model.transformer_config
 
     def fixed(*args: Any, **more: Any) -> Any:
-        """Fix the length of packs, which on paper are all equal, so that stages do not exchange lengths."""
+        """Fix the length of packs, because all packs of a plan are equal, so that stages do not exchange lengths."""
         return settings(*args, **more, variable_seq_lengths=False)
 
     model.transformer_config = fixed

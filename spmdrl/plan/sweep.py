@@ -1,4 +1,4 @@
-"""Plans other settings for a job: the nearest that fit if it does not, or several ranked by their least time."""
+"""Plans a job with other settings: searches for settings that fit, or ranks several by their least time."""
 
 import sys
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from spmdrl.plan.report import gib
 from spmdrl.plan.run import GIB, OUTSIDE, Plan, plan
 
 NEAREST = 8
-"""Largest number of plans in a search for one that fits; one of 671 G parameters takes tens of seconds on two cores."""
+"""Largest number of plans in a search for one that fits; one of 671 G parameters takes tens of seconds on 2 cores."""
 SINGLES = 5
-"""Largest number of these with a single change."""
+"""Largest number of plans with a single change in this search."""
 SWEPT = 12
 """Largest number of plans in a sweep."""
 
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def flags(self) -> str:
-        """The changed flags."""
+        """The changed settings as command line flags; empty for the settings of the job."""
         return self.change.flags if self.change else ""
 
     def facts(self) -> dict[str, Any]:
@@ -81,11 +81,11 @@ def row_of(made: Plan, change: Change | None = None) -> Row:
 
 
 def nearest(made: Plan) -> Tried:
-    """Plan a job that does not fit with one change, then with two, until one fits or `NEAREST` plans are made."""
+    """Plan a job that does not fit with one change, then with two, until a plan fits or `NEAREST` plans are made."""
     base = row_of(made)
     lacking = {name for name, left in base.free.items() if left < 0}
     helpful = [c for c in changes_of(made.cfg, made.world, config_of(made.cfg)) if c.frees & lacking]
-    # Changes that help in most places come first, and among them each setting's first value.
+    # Changes that free memory in the most places come first; the sort keeps the order of equal ones.
     helpful.sort(key=lambda change: -len(change.frees & lacking))
     rows: list[Row] = []
     failed: list[str] = []
@@ -117,7 +117,7 @@ def _pairs(base: Row, rows: list[Row]) -> list[Change]:
 
 
 def sweep(made: Plan) -> Tried:
-    """Plan a job with single changes, and rank them with the job itself: those that fit by their least seconds."""
+    """Plan a job with single changes; rank these plans and the job's own: first those that fit, by least seconds."""
     changes, failed = changes_of(made.cfg, made.world, config_of(made.cfg)), []
     rows = [row_of(made), *_planned(made, changes[: SWEPT - 1], failed)]
     rows.sort(key=lambda row: (not row.fits, row.seconds if row.fits else -row.spare))
@@ -125,7 +125,7 @@ def sweep(made: Plan) -> Tried:
 
 
 def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[Row]:
-    """Plan changes one by one; `failed` gets those that cannot be planned, and the search goes on."""
+    """Yield the plans of changes, one by one; append the changes that cannot be planned to `failed`."""
     for change in changes:
         print(f"trying {change.flags}", file=sys.stderr, flush=True)
         try:
@@ -135,28 +135,28 @@ def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[R
 
 
 def sweep_lines(tried: Tried) -> list[str]:
-    """Return the tried plans as text."""
+    """Return the lines of the report on these plans."""
     failed = [f"cannot be planned: {line}" for line in tried.failed]
     if not tried.rows:
-        return [*failed, "no change that the settings and the model allow helps here"]
+        return [*failed, "no possible change of one setting frees the missing memory"]
     lines = [f"{'GiB to spare':>12} {'least s':>9}  {'fullest':<8} changes"]
     for row in tried.rows:
         verdict = "" if row.fits else "  (does not fit)"
-        changes = row.flags or "none: as it was given"
+        changes = row.flags or "none (the job's settings)"
         lines.append(f"{gib(row.spare):>12} {row.seconds:>9,.3g}  {row.phase:<8} {changes}{verdict}")
     if tried.left_out:
-        lines.append(f"{tried.left_out} more single changes are allowed, and were not planned")
+        lines.append(f"{tried.left_out} more single changes are possible but were not planned")
     lines += failed
     last = tried.rows[-1]
     if tried.swept:
         best = tried.rows[0]
-        lines.append(f"best     {best.flags or 'as it was given'}" if best.fits else "best     none of these fits")
+        lines.append(f"best     {best.flags or 'the job as it is'}" if best.fits else "best     none of these fits")
     elif last.fits:
         lines.append(f"nearest that fits: {last.flags} ({gib(last.spare)} GiB to spare)")
     else:
         best = max(tried.rows, key=lambda row: row.spare)
         lines.append(
-            f"no single change of these fits, nor do two together; the nearest, {best.flags}, lacks "
+            f"neither one of these changes nor two together make the job fit; the nearest, {best.flags}, lacks "
             f"{gib(-best.spare)} GiB: take more ranks, or GPUs with more memory"
         )
     return lines
