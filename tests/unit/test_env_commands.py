@@ -161,7 +161,7 @@ def test_a_history_of_the_environment_is_shown_and_is_all_that_a_model_sees(tmp_
         ('[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "", [("f", {}), ("g", {})]),
     ],
 )
-def test_lines_are_parse_line(line, text, calls):
+def test_lines_are_parsed(line, text, calls):
     said, found = parse_line(line, {"f"})
     assert (said, [(call.name, call.arguments) for call in found]) == (text, calls)
 
