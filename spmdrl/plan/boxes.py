@@ -172,7 +172,7 @@ def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
         with ExitStack() as stack:
             for module in (transformer_block, transformer_layer, utils):
                 stack.enter_context(patch.object(module, "get_pg_rank", place))
-            chunks = build(policy.hf_config, None, grid, policy.dtype, META, policy.head)
+            chunks = build(policy.hf_config, None, grid, policy.compute, META, policy.head)
         local = np.arange(stages.shape[1])
         tp, etp, ep = local % grid.tp, local % grid.etp, local // grid.etp % grid.ep
         for key in sorted(set(zip(tp.tolist(), etp.tolist(), ep.tolist(), strict=True))):

@@ -86,7 +86,7 @@ def _passes(
 ) -> Any:
     run, kind = getattr(model, method), "update" if method == "gradient" else "logp"
 
-    def passes(micros: list, *args: Any) -> Any:
+    def passes(micros: list, *args: Any, **more: Any) -> Any:
         """Run a few of the micro-batches, and return results for all of them."""
         work = Work(name, kind, len(micros), times)
         works.append(work)
@@ -98,7 +98,7 @@ def _passes(
             paper.lap()
             before, flops, traffic = paper.live, paper.flops, paper.traffic.copy()
             with _first_start(paper) as start:
-                out = run(micros[:count], *args)
+                out = run(micros[:count], *args, **more)
                 if kind == "logp":
                     out = [x for x in out]
                 elif model.world.trains:

@@ -8,7 +8,8 @@ import torch
 
 from spmdrl.algos.aggregate import AGGREGATIONS, Totals, count_totals, token_weights
 from spmdrl.checkpoint import treefile
-from spmdrl.config.schema import Config, FilterConfig
+from spmdrl.config.learning import FilterConfig
+from spmdrl.config.schema import Config
 from spmdrl.data.batch import concatenate
 from spmdrl.data.episode import Episode, Segment, prompt_segment
 from spmdrl.data.pack import from_episodes, parents, to_episodes

@@ -406,7 +406,7 @@ def test_resume_templates_show_the_date_of_the_first_start(monkeypatch):
 
     template = templates()["gptoss"]
     tokenizer = tokenizer_for(template)
-    monkeypatch.setattr(Today, "kept", date(2026, 1, 31))
+    monkeypatch.setattr(Today, "first", date(2026, 1, 31))
     render = Renderer(tokenizer)
     assert "2026-01-31" in render(Dialogue([USER]))
     given = Renderer(tokenizer, "", {"strftime_now": "2025-02-28"})
