@@ -1,28 +1,28 @@
-"""The science: pure functions on tensors. No process groups, no configuration, nothing from the rooms above.
+"""Algorithms as pure functions on tensors, without process groups, configuration or imports from higher layers.
 
-Call advantages and losses through the rows of their dicts, because one of each is named `reinforce`.
+Look functions up in ADVANTAGES and LOSSES: an advantage and a loss share the name `reinforce`.
 
-advantages.py         outcome advantages: one number for each sequence
-credit.py             advantages by token; reward and cost combined
-turns.py              advantages by turn
-tree.py               which token and turn follows which, and sums along them
-estimators.py         a row for each advantage estimator: function, inputs; advantages of a padded batch
-samples.py            inputs of an estimator
-groups.py             groups of samples, and sums over them that no order changes
-token_losses.py       policy losses token by token
-sequence_losses.py    policy losses of whole sequences
-covariance_losses.py  KL-Cov, Clip-Cov, and the tokens that they hold back
-losses.py             a row for each policy loss: function, aggregation, scope; loss of a padded batch
-loss_inputs.py        inputs and results of a loss
-rows.py               settings and paper of a function; padded tensors
+advantages.py         advantages with one number for each sequence
+credit.py             advantages with one number for each token; the combination of reward and cost
+turns.py              advantages with one number for each turn
+tree.py               order of tokens and turns in an episode that may fork, and discounted sums along it
+estimators.py         table of all advantage estimators; advantages of a padded batch
+samples.py            inputs of an advantage estimator
+groups.py             groups of samples, and sums over them that do not depend on the order of the samples
+token_losses.py       policy losses computed token by token
+sequence_losses.py    policy losses computed from whole sequences
+covariance_losses.py  KL-Cov and Clip-Cov, and their selection of tokens
+losses.py             table of all policy losses; loss of a padded batch
+loss_inputs.py        inputs and results of a policy loss
+rows.py               settings and paper of a function; conversion of padded tensors
 aggregate.py          reduces per-token losses to one number
 kl.py                 estimates of KL to the reference
 correction.py         importance weights for the difference between engine and trainer
 filters.py            chooses the groups that a step learns from
-resample.py           draws samples whose reward is likely right more often
+resample.py           draws samples again, more often if their reward is likely to be right
 shaping.py            turns a score into the reward that advantages use
 preference.py         losses of pairs of responses, and of labelled responses
-value.py              critic, implicit process rewards, imitation of good samples, losses of given tokens
+value.py              losses of a critic, of implicit process rewards, of good samples and of given tokens
 """
 
 from spmdrl.algos.correction import correction_weights

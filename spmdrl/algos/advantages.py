@@ -1,8 +1,8 @@
-"""Outcome advantages: one number for each sequence, at all of its sampled tokens.
+"""Outcome advantages: one number for each sequence, used at all of its sampled tokens.
 
-N: sequences of all ranks; a group is the samples of one prompt. Estimators are functions of `Samples`, which
-describes shapes, errors and sequences without a sampled token; their returns equal the advantages. On a CPU, results do
-not depend on the order of the samples nor on their spread over ranks, to the bit: sums run in order of group and value.
+N: sequences of all ranks. A group is the samples of one prompt. Estimators are functions of `Samples`, whose docstring
+describes shapes and errors. The returns of these estimators equal the advantages. On a CPU, results are bitwise equal
+for any order of the samples and any distribution over ranks, because sums run in order of group and value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from spmdrl.algos.rows import in_range
 from spmdrl.algos.samples import Result, Samples, finite
 
 SCORE = "score"
-"""The total reward among the parts that `gdpo` weighs."""
+"""Name of the total reward in the weights of `gdpo`."""
 
 
 def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
-    """GRPO: the reward against its group, in units of the group's spread.
+    """GRPO: the reward minus the group's mean, divided by the group's standard deviation.
 
     Source: https://arxiv.org/abs/2402.03300
 
@@ -31,8 +31,8 @@ def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
 
 
 def dr_grpo(x: Samples) -> Result:
-    """Dr. GRPO: the reward minus the group's mean, without the division by std, which weighs easy and hard prompts
-    more.
+    """Dr. GRPO: the reward minus the group's mean. It does not divide by the std, which would give very easy and very
+    hard prompts more weight.
 
     Source: https://arxiv.org/abs/2503.20783
 
@@ -45,7 +45,7 @@ def dr_grpo(x: Samples) -> Result:
 
 
 def rloo(x: Samples) -> Result:
-    """RLOO: the reward minus the mean of the others.
+    """RLOO: the reward minus the mean reward of the other samples of the group.
 
     Source: https://arxiv.org/abs/2402.14740
 
@@ -64,10 +64,10 @@ def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
 
         A = r - baseline
 
-    `baseline`: `batch`, the mean reward of the step, or `none`, 0. Nothing is divided by a std or whitened: this is not
-    REINFORCE++.
+    `baseline`: `batch` is the mean reward of the step, `none` is 0. Unlike REINFORCE++, it does not whiten or divide by
+    a std.
 
-    It ignores groups. Equal rewards in the whole step: A is 0.
+    It ignores groups. If all rewards of the step are equal and the baseline is `batch`, A is 0.
     """
     if baseline == "none":
         return x.outcome(x.scores)
@@ -85,14 +85,14 @@ def reinforce_plus_plus_baseline(x: Samples) -> Result:
         A = (r - mean of the group), whitened
 
     Group of one: its raw reward enters the whitening. Equal rewards: 0 before the whitening, which then subtracts the
-    step's mean; where every group agrees, A is exactly 0.
+    step's mean. If the rewards are equal within every group, A is exactly 0.
     """
     advantages_T = x.whiten(dr_grpo(x)[0])
     return advantages_T, advantages_T
 
 
 def opo(x: Samples) -> Result:
-    """OPO: the reward minus the group's mean weighted by length, in sampled tokens.
+    """OPO: the reward minus the mean of the group weighted by length. Lengths are in sampled tokens.
 
     Source: https://arxiv.org/abs/2505.23585
 
@@ -108,15 +108,15 @@ def opo(x: Samples) -> Result:
 
 
 def gpg(x: Samples, *, f_norm: float = 1.0, count: str = "rewarded") -> Result:
-    """GPG: the reward minus the group's mean, scaled up for samples that do not count.
+    """GPG: the reward minus the group's mean, scaled up to make up for samples without a gradient.
 
     Source: https://arxiv.org/abs/2504.02546
 
         A = alpha * (r - mean of the group) / f_norm          alpha = samples of the step / samples that count
 
-    `count`: `rewarded` counts samples whose reward is not 0, as common implementations do; `mixed` those of groups
-    whose rewards differ, as the paper does, so that alpha makes up for groups without a gradient. If no sample counts,
-    alpha is the number of samples.
+    `count`: `rewarded` counts samples whose reward is not 0, as common implementations do. `mixed` counts samples of
+    groups whose rewards differ, as the paper does, so alpha makes up for groups without a gradient. If no sample
+    counts, alpha is the number of samples.
 
     Group of one: A is `alpha * r / f_norm`. Equal rewards: A is 0.
     """
@@ -131,13 +131,13 @@ def gpg(x: Samples, *, f_norm: float = 1.0, count: str = "rewarded") -> Result:
 
 
 def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
-    """GRPO for pass@k with k the group size: only the best sample of a group has an advantage.
+    """GRPO for pass@k, where k is the group size: only the best sample of a group has an advantage.
 
     Source: https://arxiv.org/abs/2503.19595
 
         A of the best sample of a group = (best - second best) / (std of the group + eps), all others 0
 
-    `std` False divides by nothing. If two or more samples are best, the whole group gets 0.
+    `std` False leaves the division out. If two or more samples share the best reward, the whole group gets 0.
 
     Group of one: A is 0. Equal rewards: A is 0.
     """
@@ -153,19 +153,20 @@ def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
 
 
 def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = None, eps: float = 1e-6) -> Result:
-    """GDPO: each part of the reward normalised by itself, so that a large part does not drown the others.
+    """GDPO: each part of the reward is normalised separately, so that a large part does not hide the others.
 
     Source: https://arxiv.org/abs/2601.05242
 
         A = sum over the score and its parts of weight * (part - mean of the group) / (std of the group + eps), whitened
 
-    The part `score` is the reward that other estimators see, with the reward model's score, shaping and KL in it.
-    `weights`: by name, where a part that is not named does not count; or a list, one for each part in their order,
-    which leaves the score out. None: the score and every part count 1. A score that is the sum of its parts then counts
-    them twice: name the parts alone, as in `--algo.part-weights right=1 format=0.5`.
+    The part `score` is the reward that other estimators use. It includes the reward model's score, shaping and KL.
+    `weights` is a mapping from names of parts to weights, in which a missing part counts as 0; or a list with one
+    weight for each part in their order, which leaves the score out. With None the score and every part have weight 1. A
+    score that is the sum of its parts then counts them twice: name only the parts, as in
+    `--algo.part-weights right=1 format=0.5`.
 
-    A part that some sample lacks, that is not finite or is named `score` is an error that names it. A grading that
-    timed out has 0 in all parts.
+    A part is an error if a sample lacks it, if it is not finite or if its name is `score`. A sample whose grading timed
+    out has 0 in all parts.
 
     Group of one: a part becomes `part / (1 + eps)` before the whitening. A part that is equal in a group adds 0 there.
     """
@@ -186,18 +187,19 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
 
 
 def win_rate(x: Samples) -> Result:
-    """Win rate: SPPO's estimate of how often a response beats the policy's own.
+    """Win rate: SPPO's estimate of the probability that a response beats another response of the policy.
 
     Source: https://arxiv.org/abs/2405.00675
 
         A = share of the other samples of the group with a lower reward, ties half, - 1/2            in [-1/2, 1/2]
 
-    The score of a judge of pairs (docs/judge.md#pairs) is already that share: take `dr_grpo` for it.
+    The score of a judge of pairs (docs/judge.md#pairs) is already that share: use `dr_grpo` with it.
 
     Group of one: A is 0. Equal rewards: A is 0.
     """
     score_N, groups, mine = _scores(x)
-    # Rows in order of (group, reward): below a sample are those of its group before its first equal.
+    # In the order of (group, reward), the samples with a lower reward are those of the group before the first equal
+    # reward.
     ranks = Groups.of([groups.index_N, score_N])
     starts = [torch.cumsum(torch.bincount(g.index_N), 0) - torch.bincount(g.index_N) for g in (ranks, groups)]
     below_N = starts[0][ranks.index_N] - starts[1][groups.index_N]
@@ -206,13 +208,13 @@ def win_rate(x: Samples) -> Result:
 
 
 def _scores(x: Samples) -> tuple[torch.Tensor, Groups, torch.Tensor]:
-    """Return the total reward of every sequence [N], the groups, and this rank's places [B]."""
+    """Return the total reward of every sequence [N], the groups, and the indices [B] of this rank's sequences."""
     score_N, group_N, mine = x.everyone(x.scores, x.group)
     return score_N, Groups.of([group_N], score_N), mine
 
 
 def _weights(weights: Mapping[str, float] | Sequence[float] | None, names: list[str]) -> dict[str, float]:
-    """Return the weights of the score and of each part, 0 where `weights` lacks a name. names: of the parts."""
+    """Return the weights by name, of the score and the parts. names: the parts of the reward, in their order."""
     everything = [SCORE, *names]
     if weights is None:
         weights = dict.fromkeys(everything, 1.0)
@@ -220,7 +222,7 @@ def _weights(weights: Mapping[str, float] | Sequence[float] | None, names: list[
         if len(weights) != len(names):
             raise ValueError(
                 f"{len(weights)} weights for {len(names)} parts of the reward: {names}; to weigh the score too, give "
-                f"them by name, {SCORE!r} being the score"
+                f"the weights by name, where {SCORE!r} is the score"
             )
         weights = dict(zip(names, weights, strict=True))
     if unknown := sorted(set(weights) - set(everything)):

@@ -2,9 +2,10 @@
 
 T: packed tokens of one micro-batch. A loss is `(loss_T * token_weights(...)).sum()`, summed over micro-batches and
 ranks. The weights divide by global counts, so the sum is the same for any division into micro-batches (law 2 of the
-design) that cuts no sequence in two.
+design) that does not cut a sequence in two.
 
-A sequence is an episode: one that branches is one sequence with the sampled tokens of all its paths, each once.
+A sequence is one episode. An episode that branches is also one sequence, which has each sampled token of its paths
+once.
 """
 
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ class Totals:
 
 
 def count_totals(mask_T: torch.Tensor, seq_T: torch.Tensor) -> Totals:
-    """Return the totals of these tokens; their sums over micro-batches and ranks are the global ones.
+    """Return the totals of these tokens. Their sums over micro-batches and ranks are the totals of the batch.
 
-    mask_T: bool [T]; seq_T: int64 [T], the token's sequence. Waits for the device once.
+    mask_T: bool [T]. seq_T: int64 [T], the token's sequence. The function waits for the device once.
     """
     per_seq = sum_per_sequence(mask_T, seq_T)
     tokens, sequences = torch.stack([per_seq.sum(), (per_seq > 0).sum().double()]).tolist()
@@ -48,11 +49,12 @@ def token_weights(
     - `seq-mean-token-sum-norm`: `seq-mean-token-sum` / horizon (Dr. GRPO, https://arxiv.org/abs/2503.20783)
 
     mask_T: bool [T], True where the loss counts. seq_T: int64 [T], index of the token's sequence in this micro-batch.
-    totals: global counts. horizon: tokens, a constant of the run such as the longest allowed response (verl takes the
-    width of its padded mask).
+    totals: global counts. horizon: number of tokens, a constant of the run such as the longest allowed response (verl
+    uses the width of its padded mask).
 
-    fp64, so that a sum over many tokens does not depend on their order at fp32 precision. Totals of 0 with an unmasked
-    token give nan, not a silent 0. ValueError: unknown mode, shapes that differ, horizon missing or not positive.
+    The weights are fp64, so that a sum over many tokens does not depend on their order at fp32 precision. Totals of 0
+    with an unmasked token give nan, not a silent 0. ValueError: unknown mode, shapes that differ, horizon missing or
+    not positive.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
@@ -64,7 +66,8 @@ def token_weights(
     else:
         weight = torch.full(mask_T.shape, _inverse(totals.sequences), dtype=torch.float64, device=mask_T.device)
     if mode == "seq-mean-token-mean":
-        # A sequence is never split, so its own count is known here. A count of 0 meets only masked tokens.
+        # A sequence is never split, so its count of tokens is known in this micro-batch. A sequence with a count of 0
+        # has only masked tokens.
         weight = weight / sum_per_sequence(mask_T, seq_T).clamp(min=1)[seq_T]
     if mode == "seq-mean-token-sum-norm":
         if horizon is None or not horizon > 0:
@@ -76,8 +79,8 @@ def token_weights(
 def sum_per_sequence(value_T: torch.Tensor, seq_T: torch.Tensor, sequences: int | None = None) -> torch.Tensor:
     """Return the sum of value over each sequence: [T] -> fp64 [B], differentiable in value.
 
-    sequences: B; None: up to the last sequence that has a token. Values that must not count have to be 0 already.
-    Without B it waits for the device once.
+    sequences: B; None: the index of the last sequence that has a token, plus 1, for which the function waits for the
+    device once. Values of masked tokens must be 0 already.
     """
     if sequences is None:
         sequences = int(seq_T.max()) + 1 if seq_T.numel() else 0

@@ -1,8 +1,8 @@
 """Rollout correction: importance weights for tokens whose log-probability differs between engine and trainer.
 
-T: packed tokens; B: sequences. The ratio of a token is r = exp(old_logp - rollout_logp), that of a sequence the product
-over its unmasked tokens; log ratios, summed first for a sequence, are clamped to +-20. Nothing here has a gradient, and
-everything is 0 (or counts nowhere) where the mask is False, where the inputs may hold anything.
+T: packed tokens; B: sequences. The ratio of a token is r = exp(old_logp - rollout_logp). The ratio of a sequence is the
+product of the ratios of its unmasked tokens. Log ratios are clamped to +-20, for a sequence after the sum. Results have
+no gradient. Masked tokens have weight 0 and do not count in any statistic, whatever values the inputs have there.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def mis(ratio: torch.Tensor, *, low: float | None = None, high: float = 2.0) -> 
 
     Source: https://richardli.xyz/rl-collapse
 
-    The default of `high` is that of truncation.
+    The default of `high` is the same as in `tis`.
     """
     return torch.where(_within(ratio, low, high), ratio, 0.0)
 
@@ -53,7 +53,7 @@ class Correction:
 
     function: Callable[..., torch.Tensor]
     of_sequence: bool = False
-    """The ratio is that of the whole sequence, at each of its tokens."""
+    """Whether each token gets the ratio of its whole sequence."""
 
 
 CORRECTIONS: dict[str, Correction] = {
@@ -75,16 +75,16 @@ def correction_weights(
     low: float | None = None,
     high: float | None = None,
 ) -> torch.Tensor:
-    """Return the weight of each token's loss, in the shape, dtype and place of old_logp; 0 where the mask is False.
+    """Return the weight of each token's loss, in the shape, dtype and device of old_logp; 0 where the mask is False.
 
     Args:
         kind: a key of CORRECTIONS.
         old_logp: the trainer's log-probabilities, packed [T] or padded [B, T], nats.
-        rollout_logp: those that the engine reported, alike.
-        mask: packed bool [T]; padded True or 1 where the policy sampled.
-        seq_T: int64 [T], the token's sequence; None: the inputs are padded, a row being a sequence.
-        low: smallest ratio that is kept; None: the kind's default.
-        high: largest ratio that is kept, or at which it is cut; None: the kind's default.
+        rollout_logp: the log-probabilities that the engine reported, in the same shape.
+        mask: bool [T] of packed inputs; of padded inputs [B, T], True or 1 where the policy sampled.
+        seq_T: int64 [T], the token's sequence; None: the inputs are padded, and a row is a sequence.
+        low: smallest ratio that is not set to 0; None: the default of the kind.
+        high: largest ratio; a larger one is truncated or set to 0, as the kind does. None: the default of the kind.
 
     Raises:
         ValueError: an unknown kind; low above high or negative; low for a kind that only truncates from above; shapes
@@ -123,8 +123,8 @@ def reject_sequences(
 
     Source: https://richardli.xyz/rl-collapse. Bounds close to 1 are usual, such as 0.99 and 1.001.
 
-    A geometric mean has no length in it, unlike the product. low, high: None for no bound. A sequence without an
-    unmasked token has the ratio 1. sequences: B, see `aggregate.sum_per_sequence`.
+    Unlike the product, a geometric mean does not grow or shrink with the length. low, high: None for no bound. A
+    sequence without an unmasked token has the ratio 1. sequences: B, as in `aggregate.sum_per_sequence`.
     """
     _check_bounds(low, high)
     total_B = sum_per_sequence(_log_ratio(old_logp_T, rollout_logp_T, mask_T), seq_T, sequences)
@@ -136,13 +136,13 @@ def mismatch(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return measures of the distance of old_logp from the engine's logp: name -> (mean, weight), 0-d fp64.
 
-    `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the mean of all; `finish_monitors` makes the
-    derived numbers of those means. Of tokens:
+    `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the mean of the batch, from which
+    `finish_monitors` derives further numbers. Means over tokens:
 
     - `mismatch/k1`, `mismatch/k3`: estimates of KL(rollout || old), log(1 / r) and r - 1 - log r
     - `mismatch/ratio`, `mismatch/ratio_square`: r and r^2
 
-    Of sequences that have an unmasked token: `mismatch/sequence_ratio`, `mismatch/sequence_ratio_square`.
+    Means over sequences that have an unmasked token: `mismatch/sequence_ratio`, `mismatch/sequence_ratio_square`.
     """
     log_ratio_T = _log_ratio(old_logp_T, rollout_logp_T, mask_T)
     count_B = sum_per_sequence(mask_T, seq_T)
@@ -165,9 +165,9 @@ def mismatch(
 def disagreement(
     logp_T: torch.Tensor, rollout_logp_T: torch.Tensor, mask_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean of |logp - rollout_logp| in nats, its weight (tokens), and the largest: 0-d fp64.
+    """Return the mean of |logp - rollout_logp| in nats, its weight (number of tokens), and the maximum: 0-d fp64.
 
-    Without tokens they are 0, 0 and -inf. They are reduced over micro-batches and ranks as those of `mismatch`.
+    Without tokens they are 0, 0 and -inf. The mean is reduced over micro-batches and ranks as in `mismatch`.
     """
     difference_T, tokens = _log_ratio(logp_T, rollout_logp_T, mask_T).abs(), mask_T.sum().double()
     largest = torch.where(mask_T, difference_T, -torch.inf).amax() if len(mask_T) else tokens - torch.inf
@@ -175,10 +175,11 @@ def disagreement(
 
 
 def finish_monitors(values: dict[str, float]) -> dict[str, float]:
-    """Return the numbers of a step with chi2 and ess in the place of the means of r and r^2.
+    """Return the numbers of a step, with the means of r and r^2 replaced by chi2 and ess.
 
-    For tokens, and with `sequence_` for sequences: `mismatch/chi2` = E[r^2] - 1, the chi-square divergence of old from
-    rollout; `mismatch/ess` = E[r]^2 / E[r^2], the effective sample size as a share of the samples, in (0, 1].
+    `mismatch/chi2` = E[r^2] - 1 is the chi-square divergence of old from rollout. `mismatch/ess` = E[r]^2 / E[r^2] is
+    the effective sample size as a share of the samples, in (0, 1]. Both are over tokens; `mismatch/sequence_chi2` and
+    `mismatch/sequence_ess` are over sequences.
     """
     done = dict(values)
     for level in ("", "sequence_"):

@@ -1,13 +1,13 @@
-"""KL-Cov and Clip-Cov: losses that hold back the few tokens which collapse the policy's entropy.
+"""KL-Cov and Clip-Cov: losses that restrain the few tokens which collapse the policy's entropy.
 
 Source: https://arxiv.org/abs/2505.22617. The log-probability and the advantage of these tokens are both far above their
-means. Their choice depends on the whole batch, so a selection over all micro-batches and ranks comes first and fills
-`x.selected`; a choice within each micro-batch would depend on how the batch was cut (law 2 of the design).
+means. The tokens are selected over the whole batch, all micro-batches and ranks, before the loss, which finds them in
+`x.selected`. A selection within each micro-batch would depend on how the batch is divided (law 2 of the design).
 
-A selection is `f(x: Selecting, **settings) -> bool [T]`, with the settings of the loss of that name. It gathers from
-other ranks twice, whatever the data (law 1): sums per sequence, then the best candidates of each rank. The result does
-not depend on how sequences are spread over ranks, to the bit: sums run in order of their terms, equal candidates are
-taken in order of sample and then of token.
+A selection is `f(x: Selecting, **settings) -> bool [T]`, with the settings of its loss. It gathers from other ranks
+exactly twice, independent of the data (law 1): first sums per sequence, then the best candidates of each rank. The
+result is bitwise equal for any distribution of sequences over ranks: sums run in order of their terms, and equal
+candidates are taken in order of sample and then of token.
 
 T: packed tokens, of a micro-batch in a loss and of this rank in a selection; B: sequences; N: rows of every rank.
 """
@@ -31,14 +31,14 @@ from spmdrl.algos.samples import Gather, Samples, alone
 
 
 def kl_cov(x: LossInputs, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> LossResult:
-    """KL-Cov: a penalty at the few tokens that collapse the entropy.
+    """KL-Cov: a KL penalty at the few tokens that collapse the entropy.
 
     Source: https://arxiv.org/abs/2505.22617; defaults of https://github.com/PRIME-RL/Entropy-Mechanism-of-RL
 
         covariance of a token = (A - mean A) (logp - mean logp), means over the tokens of the optimizer step, all ranks
-        loss = -A r + kl_coef |logp - old_logp| at the cov_ratio of tokens with the largest covariance; -A r elsewhere
+        loss = -A r + kl_coef |logp - old_logp| at the selected tokens; -A r elsewhere
 
-    At least one token is selected.
+    The selected tokens are those with the largest covariance: a share `cov_ratio` of all tokens, and at least one.
 
     Further stat: `selected_fraction`.
     """
@@ -61,16 +61,17 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> LossResult:
-    """Clip-Cov: PPO's clipped loss, and 0 at a random choice of the tokens that collapse the entropy.
+    """Clip-Cov: PPO's clipped loss, set to 0 at a random choice of the tokens that collapse the entropy.
 
     Source: https://arxiv.org/abs/2505.22617; defaults of https://github.com/PRIME-RL/Entropy-Mechanism-of-RL
 
-        loss = PPO's; 0 at cov_ratio of the tokens, drawn from those with cov_low < covariance < cov_high
-               that PPO did not clip
+        loss = PPO's; 0 at the selected tokens
 
-    The covariance is that of `kl_cov`. The draw is keyed by the sample and the token's place, not by the rank.
+    The selected tokens are a share `cov_ratio` of all tokens. They are drawn from the tokens with
+    `cov_low < covariance < cov_high` that PPO does not clip. The covariance is that of `kl_cov`. The draw is keyed by
+    the sample and the position of the token, not by the rank.
 
-    Further stat: `selected_fraction`. `clip_fraction` is the share of tokens where PPO's clip decided.
+    Further stat: `selected_fraction`. `clip_fraction` is the share of tokens where PPO's clip decides the loss.
     """
     selected = _selected(x, "clip_cov")
     check_share(cov_ratio)
@@ -94,8 +95,8 @@ def check_share(cov_ratio: float) -> None:
 def _selected(x: LossInputs, name: str) -> torch.Tensor:
     if x.selected is None:
         raise ValueError(
-            f"{name} needs `selected`: the tokens that it holds back are chosen over the whole batch first, by "
-            f"select_{name} of spmdrl.algos.covariance_losses"
+            f"{name} needs `selected`: its tokens are selected over the whole batch before the loss, by select_{name} "
+            "of spmdrl.algos.covariance_losses"
         )
     return x.selected & x.mask
 
@@ -107,7 +108,7 @@ def _selected(x: LossInputs, name: str) -> torch.Tensor:
 class Selecting:
     """This rank's tokens of one optimizer step, on the host.
 
-    Floats are fp64, and may hold anything where the mask is False; `seq` ascends.
+    Floats are fp64, and can have any value where the mask is False. `seq` ascends.
     """
 
     logp: torch.Tensor
@@ -115,7 +116,7 @@ class Selecting:
     advantages: torch.Tensor
     mask: torch.Tensor
     seq: torch.Tensor
-    """Those five are [T], as in `LossInputs`."""
+    """The fields from `logp` to `seq` are [T], as in `LossInputs`."""
     sequences: int
     """B."""
     draw: torch.Tensor | None = None
@@ -130,7 +131,7 @@ def select_kl_cov(x: Selecting, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0
     Source: https://arxiv.org/abs/2505.22617
 
     The covariance of a token is (A - mean A)(logp - mean logp), means over all unmasked tokens of all ranks.
-    cov_ratio: in [0, 1]; 0 selects none. kl_coef: the loss's, not used. Collective in a run.
+    cov_ratio: in [0, 1]; 0 selects none. kl_coef: a setting of the loss, not used. Collective in a run.
     """
     check_share(cov_ratio)
     cov_T, place_B, most = _covariance(x, cov_ratio)
@@ -146,12 +147,12 @@ def select_clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> torch.Tensor:
-    """Select random tokens with cov_low < covariance < cov_high that PPO's clip has not decided: bool [T].
+    """Select random tokens with cov_low < covariance < cov_high that PPO does not clip: bool [T].
 
     Source: https://arxiv.org/abs/2505.22617
 
-    max(1, int(cov_ratio * tokens)) of them over all ranks (all candidates if there are fewer), those with the lowest
-    `draw`. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`.
+    It selects max(1, int(cov_ratio * tokens)) candidates over all ranks, or all of them if there are fewer: those with
+    the lowest `draw`. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`.
     """
     check_share(cov_ratio)
     check_clip(clip_low, clip_high, most_low=1.0)
@@ -186,8 +187,8 @@ def _best(
 ) -> torch.Tensor:
     """Return bool [T]: True at the `most` candidates of all ranks with the largest value."""
     index = torch.nonzero(candidates_T).flatten()
-    # Sorted by value, equal values in sample order: candidates that are cut off here are not among the best of all
-    # ranks either.
+    # Sort by value, equal values in sample order. A candidate that is not among this rank's best is not among the best
+    # of all ranks either.
     index = index[torch.argsort(place_B[x.seq[index]], stable=True)]
     index = index[torch.argsort(value_T[index], descending=True, stable=True)][:most].sort().values
     value_N, place_n = _rows(x).everyone(value_T[index], seq_n=x.seq[index])

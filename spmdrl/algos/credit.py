@@ -1,8 +1,8 @@
 """Advantages that differ from token to token, and the combination of reward and cost.
 
 S: sampled tokens of this rank. The time of a token is the number of sampled tokens before it on its path (`tree.py`);
-tokens that a tool wrote take no time. Estimators are functions of `Samples`; a result does not depend on how the
-sequences are spread over ranks. ValueError: an input that is missing or not finite, settings out of range.
+tokens that a tool wrote do not count. Estimators are functions of `Samples`. Results do not depend on how the
+sequences are distributed over ranks. ValueError: an input that is missing or not finite, settings out of range.
 """
 
 import torch
@@ -22,7 +22,7 @@ def gae(
     critic_lam: float | None = None,
     whiten: bool = True,
 ) -> Result:
-    """GAE: a sum over later tokens of the errors of a critic.
+    """GAE: a discounted sum of the temporal-difference errors of a critic over later tokens.
 
     Source: https://arxiv.org/abs/1506.02438
 
@@ -33,7 +33,7 @@ def gae(
     It needs a critic. Time counts sampled tokens only, so values and discounts skip the tokens that a tool wrote.
     With `lam` 1 the advantage is the return minus the value; 0.95 is usual for short responses.
     `length_adaptive` is VAPO's alpha (https://arxiv.org/abs/2504.05118, with 0.05): it sets `lam = 1 - 1 / (alpha *
-    sampled tokens)`, not below 0, for the advantages alone. `critic_lam` None takes `lam`.
+    sampled tokens)`, at least 0, for the advantages but not for the returns. `critic_lam` None means `lam`.
 
     It ignores groups.
     """
@@ -66,11 +66,11 @@ def remax(x: Samples) -> Result:
 
         A_t = sum of the rewards from t on - reward of the greedy response to the same prompt
 
-    The engine samples one more response to every prompt, greedily. It is graded, and the policy does not learn from it.
-    Returns are the reward-to-go.
+    The engine samples one more response to every prompt, greedily. That response is graded, but the policy does not
+    learn from it. Returns are the reward-to-go.
 
-    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. A response as good as the greedy
-    one: A is 0.
+    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If an outcome reward equals that of the
+    greedy response, A is 0.
     """
     baseline_B = x.need("baseline")
     returns_T = to_go(x, x.rewards, 1.0)
@@ -85,22 +85,22 @@ def reinforce_plus_plus(x: Samples, *, gamma: float = 1.0) -> Result:
         G_t = reward_t + gamma * G_(t+1)
         A_t = G_t, whitened
 
-    It is meant with KL in the reward (`k1`). Returns are `G_t`.
+    It is meant to be used with KL in the reward (`k1`). Returns are `G_t`.
 
-    It ignores groups. Equal values at all tokens of the step: A is exactly 0.
+    It ignores groups. If `G_t` is equal at all tokens of the step, A is exactly 0.
     """
     return per_token(x, gamma=gamma, whiten=True)
 
 
 def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result:
-    """Reward-to-go of token rewards without a baseline, as for the teacher's logp minus the policy's own in on-policy
-    distillation.
+    """Reward-to-go of token rewards, without a baseline. In on-policy distillation the reward of a token is the
+    teacher's logp minus the policy's.
 
     Source: https://arxiv.org/abs/2306.13649
 
         A_t = reward_t + gamma * A_(t+1)
 
-    `gamma` 0 makes each token answer for its own reward. Returns are the sums before `whiten`.
+    With `gamma` 0 the advantage of a token is its own reward. Returns are the sums before `whiten`.
 
     It ignores groups.
     """
@@ -115,13 +115,13 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
 
         A_t = process_coef * sum from t on of gamma^k * (process reward - baseline) + outcome_coef * RLOO of the outcome
 
-    This is eq. 5. The baseline of a sequence is the mean, over the other samples of its group, of their mean process
-    reward per token. It is taken from every token before the sum, so a long rest of average tokens adds nothing.
-    Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file) the process rewards are
-    its scores of steps, and no implicit model is built.
+    This is eq. 5 of the paper. The baseline of a sequence is the mean, over the other samples of its group, of their
+    mean process reward per token. It is subtracted at every token before the sum, so a long run of tokens with average
+    rewards adds nothing. Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file)
+    the process rewards are its scores of steps, and the implicit model is not built.
 
-    Group of one: the baseline is 0 and the outcome is raw. Equal rewards: the outcome's term is 0, and the process term
-    stays.
+    Group of one: the baseline is 0 and the outcome is raw. Equal rewards: the outcome term is 0, the process term
+    remains.
     """
     in_range("gamma", gamma, 0, 1)
     process_T = x.need("process")
@@ -130,7 +130,7 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
     outcome_N = leave_one_out(score_N, Groups.of([group_N], score_N))
     groups = Groups.of([group_N], mean_N)
     low_N = groups.low(mean_N)
-    # From the lowest mean up, so that equal means give exactly that mean.
+    # Means are summed relative to the lowest one, so that the mean of equal numbers is exactly that number.
     others_N = low_N + (groups.sum(mean_N - low_N) - (mean_N - low_N)) / (groups.size_N - 1).clamp(min=1)
     baseline_N = torch.where(groups.size_N > 1, others_N, 0.0)
     process_T = to_go(x, process_T - x.at_tokens(baseline_N[mine]), gamma)
@@ -139,19 +139,19 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
 
 
 def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
-    """GRPO with process supervision: the sum of the normalised scores of all steps that end at the token or later.
+    """GRPO with process supervision: the sum of the normalised scores of all steps that end at this token or later.
 
     Source: https://arxiv.org/abs/2402.03300
 
         A_t = sum over the steps that end at t or later of
               (score - mean of the group's steps) / (std of the group's steps + eps)
 
-    This is section 4.1.3. It needs a process reward model, which scores each step
-    (docs/rewards.md#a-reward-model-in-a-file). Mean and std are of all steps of all samples of the group. The outcome
+    This is section 4.1.3 of the paper. It needs a process reward model, which scores each step
+    (docs/rewards.md#a-reward-model-in-a-file). Mean and std are over all steps of all samples of the group. The outcome
     and its shaping are ignored.
 
-    Group of one: its steps are compared with each other; a single step has mean 0 and std 1. Equal scores: A is exactly
-    0.
+    Group of one: the steps of the sample are compared with each other. For a single step the mean counts as 0 and the
+    std as 1. Equal scores: A is exactly 0.
     """
     process_S, ends_S = x.need("process")[x.mask], x.need("ends")[x.mask] != 0
     seq_n = x.seq[x.mask][ends_S]
@@ -163,25 +163,28 @@ def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
 
 
 def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
-    """Optimal token baseline: the group's mean return at each time, weighted by the energy spent until then.
+    """Optimal token baseline: the return minus the group's mean return at the same time. The mean is weighted by the
+    squared norm of the gradient up to that time.
 
     Source: https://arxiv.org/abs/2602.07078
 
         W_t = sum up to t of (1 - 2 p + sum over the vocabulary of p^2)            G_t = sum of the rewards from t on
         A_t = G_t - (sum over the group of W_t * G_t) / (sum over the group of W_t + eps)
 
-    `p` is the probability of the sampled token when the step began; `W_t` sums the squared norms of the gradient with
-    respect to the logits. The sums run over the samples that reach time `t`. Returns are `G_t`. It costs one more pass
-    of the policy, for the sum over the vocabulary. Every rank holds 4 fp64 columns of the sampled tokens of all ranks.
+    `p` is the probability of the sampled token when the step began. `W_t` sums the squared norms of the gradient with
+    respect to the logits. The sums over the group run over the samples that reach time `t`. Returns are `G_t`. It costs
+    one more forward of the policy, for the sum over the vocabulary. Every rank stores 4 fp64 columns of the sampled
+    tokens of all ranks.
 
-    The baseline is 0 at a time that only one sample reaches, because its own return would make A 0, and in a group of
-    one, where A is `G_t`. Equal rewards: A is 0 up to `eps` where at least two samples are left.
+    The baseline is 0 at a time that only one sample reaches, because with its own return as baseline A would be 0. In a
+    group of one A is `G_t`. Equal rewards: A is 0 up to `eps` at times that at least two samples reach.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]
     seq_S, returns_T = x.seq[x.mask], to_go(x, x.rewards, 1.0)
     energy_S = 1 - 2 * logp_S.exp() + collision_S
-    # Where p is near 1 rounding of the inputs may leave less than 0.
+    # Rounding can make the result slightly negative if p is near 1. A larger negative number comes from wrong inputs
+    # and is not hidden.
     energy_S = torch.where(energy_S > -1e-4, energy_S.clamp(min=0), energy_S)
     after_S = tokens_follow(x)
     energy_S, time_S = discount(energy_S, after_S, torch.ones_like(energy_S), forward=True), depths(after_S)
@@ -201,7 +204,7 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
 
 
 def lagrangian(advantages_T: torch.Tensor, cost_advantages_T: torch.Tensor, multiplier: float) -> torch.Tensor:
-    """Return the advantage of reward against cost, (A - multiplier * A_cost) / (1 + multiplier), [T].
+    """Return the advantage that combines reward and cost, (A - multiplier * A_cost) / (1 + multiplier), [T].
 
     Source: Safe RLHF, https://arxiv.org/abs/2310.12773
 
@@ -217,9 +220,9 @@ def lagrangian(advantages_T: torch.Tensor, cost_advantages_T: torch.Tensor, mult
 
 
 def to_go(x: Samples, x_T: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return the discounted sum from each sampled token to the end of its sequence, in a tree over all descendants.
+    """Return the discounted sum of x from each sampled token to the end of its sequence.
 
-    [T] -> [T], fp64, 0 elsewhere.
+    In a tree the sum is over all descendants. [T] -> [T], fp64, 0 at tokens that were not sampled.
     """
     x_S = x_T.double()[x.mask]
     return x.spread(discount(x_S, tokens_follow(x), torch.full_like(x_S, gamma)))

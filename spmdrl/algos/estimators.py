@@ -1,4 +1,4 @@
-"""All advantage estimators by name, with the inputs that each takes, and the advantages of a padded batch."""
+"""The table of all advantage estimators, and the advantages of a padded batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -17,30 +17,30 @@ PER_TOKEN = tuple(f.name for f in fields(Samples) if f.default is None and f.met
 
 @dataclass(frozen=True)
 class Advantage:
-    """One advantage estimator: its function, whose keyword-only parameters are its settings, and its inputs.
+    """One advantage estimator: its function and its inputs.
 
-    The paper stands in the function's docstring (`rows.paper_of`).
+    The keyword-only parameters of the function are its settings. Its docstring names the paper (`rows.paper_of`).
     """
 
     function: Callable[..., Result]
     needs: tuple[str, ...] = ()
     """Fields of Samples that it requires."""
     reads: tuple[str, ...] = ()
-    """Further fields of Samples that it reads if they are given."""
+    """Optional fields of Samples that it also uses."""
     compares: bool = True
-    """Whether it compares the samples of a group; others ignore `group`."""
+    """Whether it compares the samples of a group. If not, it ignores `group`."""
     gradient: Literal["exact", "scaled", "biased"] = "biased"
-    """Expectation of its policy gradient: `exact`; `scaled` by 1 - 1/n because the baseline of n samples includes the
-    sample itself; or `biased` (docs/credit.md)."""
+    """Expectation of its policy gradient (docs/credit.md): `exact`; `scaled` by 1 - 1/n, because the baseline of n
+    samples includes the sample itself; or `biased`."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the fields of Samples that it reads beside rewards and groups."""
+        """Return the fields of Samples that it uses in addition to rewards and groups."""
         return (*self.needs, *self.reads)
 
 
 def own_advantage(function: Callable[..., Result]) -> Advantage:
-    """Return the row of a user's own function, whose attribute `needs` names the fields of Samples that it needs."""
+    """Return the table row of a user's function. The attribute `needs` of the function names fields of Samples."""
     return Advantage(function, needs=getattr(function, "needs", ()), compares=False)
 
 
@@ -77,12 +77,12 @@ def compute_advantages(
 
     Args:
         name: such as "grpo" or "gae".
-        rewards: [B, T] for each token, or [B] outcomes, which are placed on the last sampled token.
+        rewards: [B, T], a reward for each token; or [B], outcomes, which are placed on the last sampled token.
         mask: [B, T], True or 1 where the policy sampled.
         group: [B], the prompt of each row, as numbers or strings; estimators that compare samples need it.
-        inputs: fields of Samples, [B, T]; of them `baseline` is [B] or one number, `parts` a dict of name -> [B] or
-            [B, T]; and keyword settings of the estimator, such as gamma. Fields that the estimator does not use are
-            ignored. `baseline` of "reinforce" is its setting.
+        inputs: keyword settings of the estimator, such as gamma, and fields of Samples. Fields are [B, T], but
+            `baseline` is [B] or one number, and `parts` is a dict of name -> [B] or [B, T]. Fields that the estimator
+            does not use are ignored. For "reinforce", `baseline` is a setting and not a field.
 
     Returns:
         advantages [B, T] and returns [B, T], 0 where the mask is 0, on the device and in the dtype of `rewards`

@@ -1,10 +1,10 @@
-"""Chooses the groups that a step learns from: dynamic sampling.
+"""Chooses the groups that a step learns from (dynamic sampling).
 
-B: sequences, whole groups of them; a group is the samples of one prompt. A filter is
-`f(score_B, group_B, **settings) -> bool [B]`, True where the sequence is kept, alike for all samples of a group.
+B: sequences. A group is the samples of one prompt, and all of its samples are in the batch. A filter is
+`f(score_B, group_B, **settings) -> bool [B]`: True if the sequence is kept, the same for all samples of a group.
 score_B: any real dtype; group_B: int64, any numbering. The result depends neither on the order of the samples nor on
-the other groups, so ranks that hold different groups decide as one rank would. ValueError: shapes that are not
-[B], a score that is not finite.
+the other groups, so the number of ranks does not change it. ValueError: shapes that are not [B], a score that is not
+finite.
 """
 
 import math
@@ -16,7 +16,7 @@ from spmdrl.algos.groups import grouped
 
 
 def mixed(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Dynamic sampling: groups whose scores differ, since equal ones have no advantage to learn from. bool [B].
+    """Dynamic sampling: groups whose scores differ, because the advantages of equal scores are 0. bool [B].
 
     Source: DAPO, https://arxiv.org/abs/2503.14476
 
@@ -29,16 +29,17 @@ def mixed(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
 def accuracy_range(
     score_B: torch.Tensor, group_B: torch.Tensor, *, low: float = 0.2, high: float = 0.8
 ) -> torch.Tensor:
-    """Online prompt filtering: groups whose mean score lies in [low, high], both ends included. bool [B].
+    """Online prompt filtering: groups whose mean score is in [low, high], both bounds included. bool [B].
 
     Source: PRIME, https://arxiv.org/abs/2502.01456
 
-    It takes any score; the default bounds are for accuracy, 0 or 1. ValueError: low above high.
+    The default bounds are for scores of 0 and 1, whose mean is the accuracy. ValueError: low above high.
     """
     if not low <= high:
         raise ValueError(f"accuracy_range needs low <= high, got {low} and {high}")
     score_B, groups = grouped(score_B, group_B)
-    # The sum runs in order of score, not of arrival: a mean that lies on a bound must not fall off it by rounding.
+    # `groups.sum` adds in order of score. Otherwise rounding, which depends on the order of the samples, could decide
+    # whether a mean that equals a bound is within it.
     mean_B = groups.sum(score_B) / groups.size_N
     return (low <= mean_B) & (mean_B <= high)
 
@@ -50,9 +51,9 @@ FILTERS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the filter") -> torch.Tensor:
-    """Check that a filter, perhaps a user's own, returned bool [B], alike within each group; return it.
+    """Return `keep_B` after a check that it is bool [B] and the same within each group.
 
-    name: the function, for the message. ValueError: anything else.
+    name: of the filter function, for the message. ValueError: the check fails.
     """
     if not isinstance(keep_B, torch.Tensor) or keep_B.dtype != torch.bool or keep_B.shape != group_B.shape:
         got = f"{keep_B.dtype} {list(keep_B.shape)}" if isinstance(keep_B, torch.Tensor) else type(keep_B).__name__
@@ -62,17 +63,17 @@ def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the f
     if bool(some_B.any()):
         split = torch.unique(group_B[some_B])[:8].tolist()
         raise ValueError(
-            f"{name} kept only a part of groups {split}: it must decide alike for all samples of a prompt, because "
-            "advantages compare them with each other"
+            f"{name} kept only a part of groups {split}: it must keep or drop all samples of a prompt together, "
+            "because advantages compare them with each other"
         )
     return keep_B
 
 
 def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -> torch.Tensor:
-    """Return the lowest `wanted` of the kept positions, or all if there are fewer: int64, ascending.
+    """Return the `wanted` lowest kept positions, or all if there are fewer: int64, ascending.
 
-    kept_positions: int64, one tensor or one per rank or round, in any order; a position that occurs more than once (the
-    samples of a prompt) counts once.
+    kept_positions: int64, in any order; one tensor, or one for each rank or round. A position that occurs several times
+    (the samples of a prompt) counts once.
     """
     parts = [kept_positions] if isinstance(kept_positions, torch.Tensor) else list(kept_positions)
     assert wanted >= 0 and all(part.dtype == torch.int64 for part in parts), (wanted, [p.dtype for p in parts])
@@ -80,9 +81,9 @@ def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -
 
 
 def shortage(name: str, kept: int, sampled: int, wanted: int, rounds: int) -> str:
-    """Return the message for a step that the filter `name` left short of prompts, with the flags to change.
+    """Return the error message for a step with too few prompts after the filter `name`, with the flags to change.
 
-    kept, sampled: prompts over all ranks and all `rounds`; wanted: prompts that the step needs.
+    kept, sampled: number of prompts over all ranks and all `rounds`. wanted: number of prompts that the step needs.
     """
     rate = kept / sampled if sampled else 0.0
     shortfall = (

@@ -1,6 +1,6 @@
-"""Groups of rows, and sums over them that do not depend on the order in which the rows arrive.
+"""Groups of rows, and sums over groups that do not depend on the order of the rows.
 
-N: rows; B: rows too, where they are the sequences of a batch. A group is usually the samples of one prompt.
+N: rows; B: rows that are the sequences of a batch. A group is usually the samples of one prompt.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from spmdrl.algos.rows import in_range
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of rows, and an order of summation that does not depend on their arrival."""
+    """Groups of rows, and an order of summation that does not depend on the order of the rows."""
 
     index_N: torch.Tensor
     """int64: the group of each row, 0 .. G - 1, in order of the keys."""
     order_N: torch.Tensor
-    """int64: rows by group, then by value."""
+    """int64: indices of the rows, sorted by group and then by value."""
     size_N: torch.Tensor
-    """fp64: rows in the group of each row."""
+    """fp64: number of rows in the group of each row."""
 
     @staticmethod
     def of(keys: Sequence[torch.Tensor], *values_N: torch.Tensor) -> "Groups":
-        """Group rows with equal keys [N]. values_N: the terms of later sums are functions of these numbers."""
+        """Group rows with equal keys [N]. values_N: numbers [N] that fix the order of the terms in later sums."""
         index_N = torch.zeros(len(keys[0]), dtype=torch.int64)
         for key_N in keys:
             _, number_N = torch.unique(key_N, return_inverse=True)
@@ -52,8 +52,8 @@ class Groups:
 
 def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return x - group mean; 0 in a group of one."""
-    # Differences from the group's lowest value make equal values centre to exactly 0, so that grpo does not divide
-    # rounding errors by eps.
+    # Subtract the lowest value of the group first: equal values are then centred to exactly 0, and `normalise` does not
+    # divide rounding errors by eps.
     above_N = x_N - groups.low(x_N)
     return above_N - groups.sum(above_N) / groups.size_N
 
@@ -79,20 +79,20 @@ def subtract_mean(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def leave_one_out(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return x - mean of the others of the group; in a group of one x itself."""
+    """Return x - mean of the other rows of the group; in a group of one x itself."""
     # x - (sum - x) / (n - 1) = (x - mean) * n / (n - 1)
     scaled_N = centre(x_N, groups) * groups.size_N / (groups.size_N - 1).clamp(min=1)
     return torch.where(groups.size_N > 1, scaled_N, x_N)
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """Return the power of two just above each |x|, 1 for 0: dividing by it is exact and keeps squares in range."""
+    """Return the power of two just above each |x|, 1 for 0. Dividing by it is exact and keeps squares in range."""
     mantissa, _ = torch.frexp(x.abs())
     return torch.where(x == 0, 1.0, x.abs() / torch.where(x == 0, 1.0, mantissa))
 
 
 def finite_column(score_B: torch.Tensor, what: str = "rewards") -> torch.Tensor:
-    """Return a column [B] in fp64, without gradient. ValueError: not [B], or not finite, naming the sequences."""
+    """Return a column [B] in fp64, without gradient. ValueError: not [B], or sequences whose number is not finite."""
     if score_B.ndim != 1:
         raise ValueError(f"{what} must be [B], one per sequence, got {list(score_B.shape)}")
     score_B = score_B.detach().double()
@@ -100,7 +100,7 @@ def finite_column(score_B: torch.Tensor, what: str = "rewards") -> torch.Tensor:
     if bool(bad_B.any()):
         bad = torch.nonzero(bad_B).flatten()[:8]
         values = ", ".join(f"sequence {i}: {v}" for i, v in zip(bad.tolist(), score_B[bad].tolist(), strict=True))
-        raise ValueError(f"{what} are not finite ({values}): check the function that gave them")
+        raise ValueError(f"{what} are not finite ({values}): check the function that computed them")
     return score_B
 
 

@@ -13,11 +13,12 @@ from spmdrl.algos.loss_inputs import LOG_RATIO_LIMIT
 from spmdrl.algos.rows import as_tensor, find
 
 K3_LIMIT = 10.0
-"""k3 grows as exp: one token of a drifted reference would own the mean. verl 0.9.1 clamps at the same value."""
+"""Upper bound of k3. It grows exponentially, so without a bound one token could dominate the mean. verl 0.9.1 has the
+same bound."""
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
-    """Unbiased, either sign. The mean of its gradient is 0, so in the loss it does nothing; it belongs in the reward.
+    """Unbiased, of either sign. Its gradient is 0 on average, so it has no effect in the loss: use it in the reward.
 
     value: d; gradient: 1
     """
@@ -33,7 +34,7 @@ def absolute(d: torch.Tensor) -> torch.Tensor:
 
 
 def k2(d: torch.Tensor) -> torch.Tensor:
-    """Biased, small variance. Its gradient is, in the mean, that of the KL.
+    """Biased, with a small variance. Its gradient is on average that of the KL.
 
     value: d^2 / 2; gradient: d
     """
@@ -41,12 +42,12 @@ def k2(d: torch.Tensor) -> torch.Tensor:
 
 
 def k3(d: torch.Tensor) -> torch.Tensor:
-    """Unbiased, never negative. Its gradient is, in the mean, that of KL(reference || policy).
+    """Unbiased, never negative. Its gradient is on average that of KL(reference || policy).
 
     value: exp(-d) - 1 + d; gradient: 1 - exp(-d)
     """
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # expm1(x) - x instead of exp(x) - x - 1: near 0, where training lives, the latter is rounding noise in fp32.
+    # Not exp(x) - x - 1, which is rounding noise in fp32 for the small x of training.
     return (torch.expm1(-d) + d).clamp(max=K3_LIMIT)
 
 
@@ -81,9 +82,9 @@ def kl_estimate(kind: str, logp: torch.Tensor, ref_logp: Any, mask: torch.Tensor
 
     Args:
         kind: a key of KL_KINDS.
-        logp: of the sampled tokens under the policy, any shape.
+        logp: log-probabilities of the sampled tokens under the policy, any shape.
         ref_logp: the same under the reference; a tensor, an array or a list.
-        mask: optional bool; where False the estimate and its gradients are exactly 0, whatever the inputs hold there.
+        mask: optional bool; where it is False the estimate and its gradient are exactly 0, whatever the inputs are.
 
     Raises:
         ValueError: an unknown kind, shapes that differ.
@@ -96,14 +97,14 @@ def kl_estimate(kind: str, logp: torch.Tensor, ref_logp: Any, mask: torch.Tensor
 
 
 def adaptive_coef(coef: float, kl: float, target: float, horizon: float, samples: float) -> float:
-    """Return the KL coefficient after one step: larger where the measured KL is above the target, smaller where below.
+    """Return the KL coefficient after one step: larger if the measured KL is above the target, smaller if below.
 
     Source: https://arxiv.org/abs/1909.08593, section 2.2
 
-    coef * (1 + e * samples / horizon) with e = kl / target - 1 clipped to +-0.2. kl, target: nats, of the same kind
-    (per sequence in the paper). samples: sequences of the step; horizon: sequences over which the coefficient may
-    change by at most 20 %. ValueError: negative coef, target or horizon not positive, more than 5 horizons in one step
-    (the coefficient could turn negative), kl not finite.
+    The result is coef * (1 + e * samples / horizon) with e = kl / target - 1 clipped to +-0.2. kl, target: in nats,
+    both per token or both per sequence (as in the paper). samples: number of sequences of the step. horizon: number of
+    sequences over which the coefficient changes by at most 20 %. ValueError: negative coef, target or horizon not
+    positive, more than 5 horizons in one step (the coefficient could turn negative), kl not finite.
     """
     if not coef >= 0 or not target > 0 or not horizon > 0:
         raise ValueError(f"coef must be >= 0, target and horizon > 0, got {coef}, {target} and {horizon}")

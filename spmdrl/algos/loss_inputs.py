@@ -7,15 +7,15 @@ import torch
 from spmdrl.algos.aggregate import sum_per_sequence
 
 LOG_RATIO_LIMIT = 20.0
-"""A log ratio is clamped here before exp, so that one broken token cannot make the whole batch inf."""
+"""Bound at which a log ratio is clamped before exp, so that one bad token does not make the loss of the batch inf."""
 
 LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""loss_T and named stats, detached [T], both 0 where the mask is False."""
+"""The loss [T], and statistics by name, detached [T]. Both are 0 where the mask is False."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a policy loss, all packed [T]; log-probabilities are of the sampled tokens, in nats."""
+    """Inputs of a policy loss, all packed [T]. Log-probabilities are those of the sampled tokens, in nats."""
 
     logp: torch.Tensor
     """Current policy, with gradient."""
@@ -23,10 +23,10 @@ class LossInputs:
     """Policy at the start of the step, no gradient."""
     advantages: torch.Tensor
     mask: torch.Tensor
-    """bool, True where the policy sampled. Elsewhere the other tensors may hold anything, nan included."""
+    """bool, True where the policy sampled. Elsewhere the other tensors can have any value, even nan."""
     seq: torch.Tensor
-    """int64, ascending: the token's sequence in this micro-batch, never cut, so a loss may sum over it. All paths of an
-    episode that branches are one sequence, of which each sampled token is under the mask once."""
+    """int64, ascending: the token's sequence in this micro-batch. A sequence is never cut, so a loss can sum over it.
+    All paths of an episode that branches are one sequence, and the mask is True for each sampled token once."""
     entropy: torch.Tensor | None = None
     """Entropy of the current policy at this token, nats, with gradient."""
     ref_logp: torch.Tensor | None = None
@@ -35,12 +35,12 @@ class LossInputs:
     weights: torch.Tensor | None = None
     """Importance weights that multiply the loss (correction for rollout_logp != old_logp), no gradient."""
     selected: torch.Tensor | None = None
-    """bool: tokens that were selected over the whole batch beforehand, for the losses with a `select`."""
+    """bool: tokens selected over the whole batch before the loss, for losses with a `Loss.select`."""
 
 
 def masked(value_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Return the value where the mask is True, else exactly 0, in the gradient too."""
-    # On the inputs, before any arithmetic: a nan multiplied by 0 later is still nan, in the gradient too.
+    """Return the value where the mask is True, else exactly 0; the gradient too is 0 there."""
+    # Losses call this on their inputs, before any arithmetic: nan times 0 is still nan, in the gradient too.
     return torch.where(mask_T, value_T, 0.0)
 
 
@@ -50,7 +50,7 @@ def log_ratio_of(x: LossInputs) -> torch.Tensor:
 
 
 def exp_clamped(log_ratio_T: torch.Tensor) -> torch.Tensor:
-    """Return exp of the log ratio clamped to +-20; no gradient beyond."""
+    """Return exp of the log ratio clamped to +-20. The gradient is 0 where it is clamped."""
     return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -62,7 +62,7 @@ def ratio_stats(ratio_T: torch.Tensor, log_ratio_T: torch.Tensor, x: LossInputs)
 def clipped_surrogate(
     advantages_T: torch.Tensor, ratio_T: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PPO's -A r and -A clip(r, 1 - clip_low, 1 + clip_high), of which the larger is the loss."""
+    """Return -A r and -A clip(r, 1 - clip_low, 1 + clip_high). PPO's loss is the larger one."""
     return -advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
 
 
@@ -72,24 +72,24 @@ def weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def sequence_sum(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return at every unmasked token the sum of value over those of its sequence; 0 elsewhere; fp64 [T]."""
+    """Return at each unmasked token the sum of value over those of its sequence, fp64 [T], 0 elsewhere."""
     return masked(sum_per_sequence(masked(value_T, x.mask), x.seq)[x.seq], x.mask)
 
 
 def sequence_mean(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return the mean in the way of `sequence_sum`."""
-    # A count of 0 belongs to a sequence without any unmasked token, whose sum is 0.
+    """Return at each unmasked token the mean of value over those of its sequence, fp64 [T], 0 elsewhere."""
+    # A sequence without an unmasked token has a count of 0 and a sum of 0.
     return sequence_sum(value_T, x) / sum_per_sequence(x.mask, x.seq).clamp(min=1)[x.seq]
 
 
 def sequence_weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return a loss with one number per sequence times the geometric mean of the sequence's importance weights.
+    """Return a loss with one number per sequence, times the geometric mean of the sequence's importance weights.
 
-    Where all tokens have the sequence's weight, that is the weight. A token of weight 0 takes its whole sequence out.
+    Equal weights give that weight. A token of weight 0 makes the weight of its whole sequence 0.
     """
     if x.weights is None:
         return loss_T
-    # log 0 = -inf, whose mean is -inf and whose exp is the 0 that is meant; the weights carry no gradient.
+    # A weight of 0 has the log -inf, so the mean is -inf and its exp is 0. The weights have no gradient.
     return loss_T * masked(sequence_mean(masked(x.weights.detach().double(), x.mask).log(), x).exp(), x.mask)
 
 

@@ -1,7 +1,7 @@
-"""All policy losses by name, and the loss of a padded batch as one number.
+"""The table of all policy losses, and the loss of a padded batch as one number.
 
-The functions stand in `token_losses.py`, where their form is described, `sequence_losses.py` and
-`covariance_losses.py`.
+The functions are in `token_losses.py`, `sequence_losses.py` and `covariance_losses.py`. The docstring of the first file
+describes their inputs and results.
 """
 
 from collections.abc import Callable
@@ -20,30 +20,33 @@ from spmdrl.algos.token_losses import cispo, dppo_kl, dppo_tv, dro, gpg, ppo, re
 
 @dataclass(frozen=True)
 class Loss:
-    """One policy loss: its function, whose keyword-only parameters are its settings, and facts that a run reads.
+    """One policy loss: its function, and properties that a run uses.
 
-    The paper stands in the function's docstring (`rows.paper_of`).
+    The keyword-only parameters of the function are its settings. Its docstring names the paper (`rows.paper_of`).
     """
 
     function: Callable[..., LossResult]
     aggregation: str = "token-mean"
-    """Aggregation of the loss's paper, for a run that names no other."""
+    """Aggregation of the paper, which a run uses if it does not set another."""
     scope: Literal["token", "sequence", "one per sequence"] = "token"
-    """Tokens whose logp the loss of a token depends on: its own alone, or all of its sequence. `one per sequence`: all
-    unmasked tokens of a sequence have the same loss (gspo's where advantages are equal), of which only the mean over
-    sequences has a meaning, so the run's aggregation is always that of the row."""
+    """Tokens whose logp the loss of a token depends on: `token`, only its own; `sequence`, all of its sequence; `one
+    per sequence`, all of its sequence, and all of these tokens have the same loss. Only the mean over sequences has a
+    meaning for the last kind, so a run always uses the aggregation of this row. (`gspo` is of this kind if the
+    advantages of a sequence are equal.)"""
     select: Callable[..., torch.Tensor] | None = None
-    """Selects tokens over the whole batch beforehand, for `LossInputs.selected`; takes the settings of the loss."""
+    """Function that selects tokens over the whole batch before the loss, for `LossInputs.selected`. It takes the
+    settings of the loss."""
     has_ratio: bool = True
-    """Whether it weighs tokens by the ratio of the policy to old_logp, or by their distance."""
+    """Whether it compares logp with old_logp, by their ratio or their difference."""
     skips: bool = True
-    """Whether a sequence of advantage 0 adds nothing, so that the forward may skip it."""
+    """Whether the loss of a sequence with advantage 0 is 0, so that the forward may skip the sequence."""
 
 
 def own_loss(function: Callable[..., LossResult]) -> Loss:
-    """Return the row of a user's own function.
+    """Return the table row of a user's function.
 
-    Its scope is `token` if its attribute `token_separable` is True, or if it is a built-in loss of that scope.
+    Its scope is `token` if the attribute `token_separable` of the function is True, or if the function is a built-in
+    loss of that scope.
     """
     built_in = any(loss.function is function and loss.scope == "token" for loss in LOSSES.values())
     separable = built_in or getattr(function, "token_separable", False)
@@ -62,7 +65,7 @@ LOSSES: dict[str, Loss] = {
     # Dr. GRPO's aggregation, which the authors recommend with it.
     "dppo_tv": Loss(dppo_tv, "seq-mean-token-sum-norm"),
     "dppo_kl": Loss(dppo_kl, "seq-mean-token-sum-norm"),
-    # log p of a response is the sum over its tokens, here and in reinforce.
+    # The papers of dro and reinforce use log p of a response, which is a sum over its tokens.
     "dro": Loss(dro, "seq-mean-token-sum", skips=False),
     "sppo": Loss(sppo, "seq-mean-token-mean", "one per sequence", skips=False),
     "gpg": Loss(gpg, has_ratio=False),
@@ -93,13 +96,13 @@ def compute_loss(
         logp: [B, T] of the current policy, nats; the only input that must be a tensor, for its gradient.
         old_logp: [B, T] of the policy at the start of the step.
         advantages: [B, T].
-        mask: [B, T], True or 1 where the policy sampled. Rows without any count nowhere.
-        aggregation: one of AGGREGATIONS; None: that of the loss's paper. Without effect on losses with one number per
-            sequence, which are means over sequences.
+        mask: [B, T], True or 1 where the policy sampled. Rows without a sampled token do not count.
+        aggregation: one of AGGREGATIONS; None: that of the loss's paper. It has no effect on losses with one number per
+            sequence, which are always means over sequences.
         horizon: tokens by which `seq-mean-token-sum-norm` divides; None: T.
-        draw: [B, T], numbers in [0, 1) by which clip_cov chooses tokens; None: numbers of a fixed seed.
+        draw: [B, T], uniform numbers in [0, 1) by which clip_cov selects tokens; None: numbers from a fixed seed.
         settings: keyword settings of the loss, such as clip_low; and inputs [B, T]: weights, ref_logp, rollout_logp,
-            entropy, selected (see LossInputs). Without `selected`, kl_cov and clip_cov select over this batch.
+            entropy, selected (see LossInputs). Without `selected`, kl_cov and clip_cov select tokens of this batch.
 
     Returns:
         0-d, in the dtype and on the device of `logp`.
@@ -121,12 +124,12 @@ def compute_loss(
         raise ValueError(f"logp must be a tensor of floats, got {getattr(logp, 'dtype', type(logp).__name__)}")
     mask_T, seq_T, shape = unpad(mask)
     as_tensor("logp", logp, shape)
-    # A ratio of 1 + 4e-4 is no bfloat16 number: half precision is computed in float32.
+    # bfloat16 cannot represent a ratio of 1 + 4e-4, so half precision is computed in float32.
     logp_T = (logp if logp.dtype in (torch.float32, torch.float64) else logp.float()).flatten()
     given = {"old_logp": old_logp, "advantages": advantages} | {k: settings.pop(k, None) for k in INPUTS}
     columns = {k: as_tensor(k, v, shape).flatten().to(logp_T) for k, v in given.items() if v is not None}
     if isinstance(given["entropy"], torch.Tensor):
-        columns["entropy"] = given["entropy"].flatten()  # may carry a gradient
+        columns["entropy"] = given["entropy"].flatten()  # not detached, unlike the other inputs
     mask_T, seq_T = mask_T.to(logp.device), seq_T.to(logp.device)
     x = LossInputs(logp=logp_T, mask=mask_T, seq=seq_T, **columns)
     if x.selected is not None:
@@ -142,7 +145,7 @@ def compute_loss(
 def _select(
     select: Callable[..., torch.Tensor], x: LossInputs, shape: tuple[int, int], draw: Any, settings: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the tokens that a loss holds back, bool [T]."""
+    """Return the tokens that `select` chooses in this batch, bool [T]."""
     if draw is None:
         draw_T = torch.rand(len(x.mask), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     else:

@@ -1,10 +1,10 @@
 """Losses of preference learning, per pair (a chosen and a rejected response to one prompt) or per labelled response.
 
-Each is a function of `Pairs` and returns the loss of every pair. A step's loss is their mean, which does not depend on
-micro-batches or ranks (law 2); a loss that sorts over the whole step (AOT) reads values of other pairs from
-`Pairs.matched`, which is computed before the first micro-batch.
+A loss is a function of `Pairs` or `Labelled` that returns the loss of every pair or response. A step's loss is their
+mean, which does not depend on micro-batches or ranks (law 2). AOT sorts the pairs of the whole step: it uses values of
+other pairs, which are computed before the first micro-batch (`Pairs.matched`).
 
-Log-ratio: log p of a response by the policy, minus that by the reference.
+Log-ratio: log p of a response under the policy, minus log p of it under the reference.
 """
 
 import math
@@ -20,20 +20,20 @@ from spmdrl.algos.rows import settings_of
 
 @dataclass
 class Pairs:
-    """P pairs. Tensors [P]; `chosen` and `rejected` have a gradient."""
+    """P pairs. Tensors are [P]; `chosen` and `rejected` have a gradient."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
-    """log p of each response: the sum over its tokens."""
+    """log p of each response under the policy: the sum over its tokens."""
     ref_chosen: torch.Tensor
     ref_rejected: torch.Tensor
-    """The same by the reference; zeros where a loss has none."""
+    """log p of each response under the reference; zeros if the loss has no reference."""
     chosen_tokens: torch.Tensor
     rejected_tokens: torch.Tensor
-    """Tokens of each response."""
+    """Number of tokens of each response."""
     matched: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of a loss that sorts -> [P, 2]: for each response the value that the other side has at its rank, over all
-    pairs of the step; without gradient."""
+    """Name of a loss that sorts -> [P, 2]: for each response the value to compare it with, which has the same rank when
+    both sides are sorted over all pairs of the step; without gradient."""
 
     @property
     def ratio_chosen(self) -> torch.Tensor:
@@ -58,7 +58,7 @@ def score(ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
         return math.log(2) + logsigmoid(ratio)
     if divergence == "alpha" and abs(alpha - 1) > 1e-6:
         power = alpha - 1
-        # exp stays finite in float32.
+        # The clamp keeps exp finite in float32.
         return torch.expm1((power * ratio).clamp(max=80.0)) / power
     return ratio
 
@@ -69,7 +69,7 @@ def difference(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
 
 
 def difference_per_token(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
-    """Return the `difference` of scores that are divided by the tokens of their responses."""
+    """Return the difference of both scores, each divided by the number of tokens of its response."""
     chosen, rejected = (score(ratio, divergence, alpha) for ratio in (x.ratio_chosen, x.ratio_rejected))
     return chosen / x.chosen_tokens - rejected / x.rejected_tokens
 
@@ -95,7 +95,7 @@ def hinge(x: Pairs, *, beta: float, divergence: str, alpha: float) -> torch.Tens
 
 
 def ipo(x: Pairs, *, beta: float, divergence: str, alpha: float) -> torch.Tensor:
-    """IPO (https://arxiv.org/abs/2310.12036) on scores per token, as its authors meant it."""
+    """IPO (https://arxiv.org/abs/2310.12036), on scores per token as its authors recommend."""
     per_token = difference_per_token(x, divergence, alpha)
     return (per_token - 1 / (2 * beta)) ** 2
 
@@ -119,7 +119,7 @@ def bco_pair(x: Pairs, *, beta: float) -> torch.Tensor:
 
 
 def sppo_hard(x: Pairs, *, beta: float) -> torch.Tensor:
-    """SPPO with a winner for certain (https://arxiv.org/abs/2405.00675, eq. 4.7)."""
+    """SPPO in which the chosen response wins with probability 1 (https://arxiv.org/abs/2405.00675, eq. 4.7)."""
     half = 0.5 / beta
     return (x.ratio_chosen - half) ** 2 + (x.ratio_rejected + half) ** 2
 
@@ -149,41 +149,42 @@ def sigmoid_norm(x: Pairs, *, beta: float, label_smoothing: float, divergence: s
 
 
 def aot(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """AOT for pairs (https://arxiv.org/abs/2406.05882): the margin against the reference's margin of equal rank."""
+    """AOT for pairs (https://arxiv.org/abs/2406.05882): each margin minus the reference's margin of the same rank."""
     return _smoothed(beta * (x.chosen - x.rejected - x.matched["aot"][:, 0]), label_smoothing)
 
 
 def aot_unpaired(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """AOT for responses apart (https://arxiv.org/abs/2406.05882): log-ratios of equal rank on either side."""
+    """AOT for unpaired responses (https://arxiv.org/abs/2406.05882): compares log-ratios of the same rank."""
     matched = x.matched["aot_unpaired"]
     chosen = _smoothed(beta * (x.ratio_chosen - matched[:, 0]), label_smoothing)
     rejected = _smoothed(beta * (matched[:, 1] - x.ratio_rejected), label_smoothing)
-    # Summed over the step both are the same number; each has the gradient of its own side.
+    # The sums of `chosen` and `rejected` over the step are equal. Adding both gives the gradient of both sides;
+    # subtracting the detached term keeps the loss from counting twice.
     return chosen + rejected - rejected.detach()
 
 
 def simpo(x: Pairs, *, beta: float, label_smoothing: float, margin: float) -> torch.Tensor:
-    """SimPO (https://arxiv.org/abs/2405.14734): mean log p with a target margin, no reference."""
+    """SimPO (https://arxiv.org/abs/2405.14734): mean log p per token with a target margin, without a reference."""
     per_token = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
     return _smoothed(beta * per_token - margin, label_smoothing)
 
 
 def cpo(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """CPO without its likelihood term, which `sft` is (https://arxiv.org/abs/2401.08417); no reference."""
+    """CPO (https://arxiv.org/abs/2401.08417) without its likelihood term, which is `sft`; without a reference."""
     return _smoothed(beta * (x.chosen - x.rejected), label_smoothing)
 
 
 def orpo(x: Pairs) -> torch.Tensor:
-    """ORPO's odds ratio on mean log p, without its likelihood term (https://arxiv.org/abs/2403.07691); no reference."""
+    """ORPO's odds ratio of mean log p (https://arxiv.org/abs/2403.07691), without its likelihood term; no reference."""
     won, lost = x.chosen / x.chosen_tokens, x.rejected / x.rejected_tokens
     odds = won - lost - (torch.log1p(-won.exp()) - torch.log1p(-lost.exp()))
     return -logsigmoid(odds)
 
 
 def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `Pairs.matched` of all pairs of a step, float64 [P, 2] each.
+    """Return `Pairs.matched` for all pairs of a step, float64 [P, 2] each.
 
-    logp_P2, ref_P2: log p of (chosen, rejected) by policy and reference.
+    logp_P2, ref_P2: log p of (chosen, rejected) under the policy and under the reference.
     """
     margin, ref_margin = logp_P2[:, 0] - logp_P2[:, 1], ref_P2[:, 0] - ref_P2[:, 1]
     chosen, rejected = (logp_P2 - ref_P2).unbind(1)
@@ -193,74 +194,80 @@ def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, to
 
 
 def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return, for each number, the one of the others that has its rank; ties go by place."""
+    """Return, for each number of `mine`, the number of `others` with the same rank. Ties are ranked by index."""
     rank = torch.argsort(torch.argsort(mine, stable=True), stable=True)
     return others.sort().values[rank]
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, centre: float) -> torch.Tensor:
-    """Return the loss of a reward model, per pair [P]: minus log p that the chosen one wins (Bradley and Terry, 1952).
+    """Return the loss of a reward model per pair, [P]: minus the log-probability that the chosen response wins.
 
-    chosen, rejected: scores. margin: by which the chosen one should lead (Llama 2, https://arxiv.org/abs/2307.09288).
-    centre: weight of the squared sum of both scores, which keeps their mean at 0 (https://arxiv.org/abs/2312.09244).
+    Source: Bradley and Terry, 1952
+
+    chosen, rejected: scores. margin: difference of scores that the loss demands (Llama 2,
+    https://arxiv.org/abs/2307.09288). centre: weight of the squared sum of both scores, which keeps their mean near 0
+    (https://arxiv.org/abs/2312.09244).
     """
     return -logsigmoid(chosen - rejected - margin) + centre * (chosen + rejected) ** 2
 
 
 @dataclass
 class Labelled:
-    """N labelled responses. Tensors [N]; `ratio` has a gradient."""
+    """N labelled responses. Tensors are [N]; `ratio` has a gradient."""
 
     ratio: torch.Tensor
-    """Log-ratio."""
+    """Log-ratio of each response."""
     wanted: torch.Tensor
-    """bool."""
+    """bool: the label, True for a desirable response."""
 
 
 def kto(x: Labelled, shift: float, *, beta: float) -> torch.Tensor:
-    """KTO (https://arxiv.org/abs/2402.01306, eq. 7). shift: estimate of the KL to the reference, at least 0."""
+    """KTO (https://arxiv.org/abs/2402.01306, eq. 7). shift: an estimate of the KL to the reference, at least 0."""
     sign = torch.where(x.wanted, 1.0, -1.0)
     return 1 - (sign * beta * (x.ratio - shift)).sigmoid()
 
 
 def bco(x: Labelled, shift: float, *, beta: float) -> torch.Tensor:
-    """BCO (https://arxiv.org/abs/2404.04656). shift: mean of beta times log-ratio, half of it of either label."""
+    """BCO (https://arxiv.org/abs/2404.04656). shift: mean of beta times log-ratio, in which both labels weigh 1/2."""
     sign = torch.where(x.wanted, 1.0, -1.0)
     return -logsigmoid(sign * (beta * x.ratio - shift))
 
 
 def apo_zero_unpaired(x: Labelled, shift: float, *, beta: float) -> torch.Tensor:
-    """APO-zero for responses apart (https://arxiv.org/abs/2408.06266, eq. 7)."""
+    """APO-zero for unpaired responses (https://arxiv.org/abs/2408.06266, eq. 7)."""
     sign = torch.where(x.wanted, 1.0, -1.0)
     return 1 - (sign * beta * x.ratio).sigmoid()
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """One loss of preference learning: its function, whose keyword-only parameters are its settings, and its inputs."""
+    """One loss of preference learning: its function and its inputs.
+
+    The keyword-only parameters of the function are its settings.
+    """
 
     function: Callable[..., torch.Tensor]
     labelled: bool = False
-    """Whether it takes `Labelled` responses and a shift, one number for the whole step, instead of `Pairs`."""
+    """Whether it takes `Labelled` responses and a shift (one number for the whole step) instead of `Pairs`."""
     has_reference: bool = True
     matched: bool = False
     """Whether it sorts the pairs of the whole step, and needs `Pairs.matched`."""
     needs_smoothing: bool = False
-    """Whether it is for partly wrong labels, with `label_smoothing` above 0."""
+    """Whether it needs `label_smoothing` above 0, because it assumes that some labels are wrong."""
     shift: Literal["", "other prompts", "steps so far"] = ""
-    """Source of the shift: log-ratios of responses to other prompts of the step, or those of all steps so far."""
+    """Log-ratios that the shift is computed from: of responses to other prompts of the step, or of all steps so far."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Return the names of the settings that the loss or its objective reads.
 
-        Losses that sort compare responses of different pairs, so they cannot weigh pairs.
+        A loss that sorts compares responses of different pairs, so it cannot give weights to pairs.
         """
         of_pairs = ("tail",) if self.matched else ("tail", "weighted")
         return (*settings_of(self.function), *(("wanted_weight", "unwanted_weight") if self.labelled else of_pairs))
 
     def of(self, x: Pairs | Labelled, settings: Any, *shift: float) -> torch.Tensor:
-        """Return the loss of each pair or response. settings: an object with the values as attributes."""
+        """Return the loss of each pair or response. settings: an object with the settings as attributes."""
         return self.function(x, *shift, **{name: getattr(settings, name) for name in settings_of(self.function)})
 
 
@@ -287,9 +294,10 @@ LOSSES: dict[str, PreferenceLoss] = {
     "kto": PreferenceLoss(kto, labelled=True, shift="other prompts"),
 }
 SFT = "sft"
-"""Cross-entropy of the chosen responses, beside the losses of pairs; it has no reference and no settings."""
+"""Name of the cross-entropy of the chosen responses, which can be added to losses of pairs. It has no reference and no
+settings."""
 
 
 def needs_reference(losses: Iterable[str]) -> bool:
-    """Tell whether any of these losses, by name, compares the policy with a reference."""
+    """Return whether any of these losses compares the policy with a reference. losses: names."""
     return any(name != SFT and LOSSES[name].has_reference for name in losses)

@@ -1,9 +1,8 @@
-"""Policy filtration: draw samples whose reward is likely right more often; a buffer to replay earlier steps.
+"""Policy filtration: draws samples again, more often if their reward is likely to be right. A replay buffer.
 
 Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks, in sample order, so that every rank draws
-the same ones. A method is `f(score_N, groups, power)` and returns how often to draw each sequence relative to the
-others, fp64 [N], >= 0. Samples of equal score share the weight of their ranks, so the order of the samples makes no
-difference; a group of equal scores (or of one) is drawn from evenly.
+the same ones. A method is `f(score_N, groups, power)` and returns the relative frequency of each sequence, fp64 [N],
+>= 0. Samples of a group with equal scores get the same weight, so the order of the samples makes no difference.
 """
 
 from collections import deque
@@ -27,28 +26,28 @@ def by_power(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tenso
 
 
 def max_min(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """1 for the highest and the lowest reward of the step, 0 for all else."""
+    """1 for the highest and the lowest reward of the step, 0 for all others."""
     return ((score_N == score_N.max()) | (score_N == score_N.min())).double()
 
 
 def max_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """0.4 for the highest reward of the step, 0.1 for all else."""
+    """0.4 for the highest reward of the step, 0.1 for all others."""
     return torch.where(score_N == score_N.max(), torch.tensor(0.4, dtype=torch.float64), 0.1)
 
 
 def best_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """In its group: 1/2 for the best, the other half shared by the rest."""
+    """Within each group: 1/2 for the best sample; the other samples share 1/2 equally."""
     best_N = groups.high(score_N)
     is_best_N = score_N == best_N
     size_N, tied_N = groups.size_N, groups.sum(is_best_N.double())
     other_N = 0.5 / (size_N - 1).clamp(min=1)
-    # Of k samples tied for the best, one takes 1/2 and k - 1 are of the rest; each gets the mean.
+    # If k samples tie for the best, one would get 1/2 and k - 1 the weight of the others: each gets the mean of these.
     best_weight_N = torch.where(is_best_N, (0.5 + (tied_N - 1) * other_N) / tied_N, other_N)
     return torch.where(best_N == groups.low(score_N), 1 / size_N, best_weight_N)
 
 
 def best_worst(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """In its group: 1/2 for the best, 1/2 for the worst."""
+    """Within each group: 1/2 for the best sample, 1/2 for the worst."""
     ends = [score_N == end_N for end_N in (groups.high(score_N), groups.low(score_N))]
     best_N, worst_N = (0.5 * is_end_N / groups.sum(is_end_N.double()) for is_end_N in ends)
     return best_N + worst_N
@@ -64,10 +63,10 @@ METHODS: dict[str, Callable[[torch.Tensor, Groups, float], torch.Tensor]] = {
 
 
 def weights(score_N: torch.Tensor, method: str, group_N: torch.Tensor, power: float = 2.0) -> torch.Tensor:
-    """Return the weight of each sequence by a key of METHODS: fp64 [N], >= 0.
+    """Return the weight of each sequence, fp64 [N], >= 0.
 
-    score_N: any real dtype. group_N: int64, the prompt of each sequence. ValueError: unknown method, negative power, a
-    score that is not finite, |score|^power beyond fp64.
+    score_N: any real dtype. method: a key of METHODS. group_N: int64, the prompt of each sequence. ValueError: unknown
+    method, negative power, a score that is not finite, |score|^power beyond fp64.
     """
     function = find(method, METHODS, "resampling method")
     score_N, groups = grouped(score_N, group_N)
@@ -77,9 +76,9 @@ def weights(score_N: torch.Tensor, method: str, group_N: torch.Tensor, power: fl
 def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
     """Draw rows with replacement in proportion to their weight: int64 [n]. A row of weight 0 is never drawn.
 
-    weights_N: [N], finite and >= 0. uniform_n: one number in [0, 1) for each draw, keyed by data: such as
-    `seeds.uniform` of a seed for (seed, step) and of 0 .. n - 1. The same inputs give the same rows on every rank.
-    ValueError: negative weights or ones that are not finite; draws where no weight is positive.
+    weights_N: [N], finite and >= 0. uniform_n: one number in [0, 1) for each draw, keyed by the data, for example
+    `seeds.uniform` with a seed for (seed, step) at the positions 0 .. n - 1. The same inputs give the same rows on
+    every rank. ValueError: weights that are negative or not finite; no positive weight.
     """
     if not len(uniform_n):
         return torch.zeros(0, dtype=torch.int64)
@@ -89,9 +88,9 @@ def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
     if not bool((weights_N > 0).any()):
         raise ValueError(f"cannot draw {len(uniform_n)} of {len(weights_N)} sequences: no weight is positive")
     assert bool(((uniform_n >= 0) & (uniform_n < 1)).all()), "uniform numbers must be in [0, 1)"
-    # Scaled by the largest, so that neither huge nor tiny weights leave fp64.
+    # Divide by the largest weight, so that very large or small weights stay within the range of fp64.
     edges_N = torch.cumsum(weights_N / weights_N.max(), 0)
-    # A number below 1 times the last edge rounds to below that edge, so that no draw falls behind it.
+    # The product of a number below 1 and the last edge rounds to below that edge, so every draw gets a row.
     return torch.searchsorted(edges_N, uniform_n.double() * edges_N[-1], right=True)
 
 
@@ -99,9 +98,9 @@ Item = TypeVar("Item")
 
 
 class Buffer(Generic[Item]):
-    """Replay buffer of the items of the last `steps` steps. Age 0 is the step added last.
+    """Replay buffer of the items of the last `steps` steps. The step added last has age 0.
 
-    Ages count steps and not items: a rank that got no item in a step appends none and stays in line with the others.
+    Ages are counted in steps, so a rank without items in a step appends an empty list and agrees with the other ranks.
     ValueError: steps below 1.
     """
 
@@ -112,7 +111,7 @@ class Buffer(Generic[Item]):
         self._held: deque[tuple[int, list[Item]]] = deque()
 
     def append(self, step: int, items: Iterable[Item]) -> None:
-        """Add items of a step, the last one or a later one; steps that are `steps` or more older are dropped."""
+        """Add items of the last step or a later one, and drop the steps whose age becomes `steps` or more."""
         assert not self._held or step >= self._held[-1][0], f"step {step} comes after {self._held[-1][0]}"
         if not self._held or step > self._held[-1][0]:
             self._held.append((step, []))
@@ -121,9 +120,9 @@ class Buffer(Generic[Item]):
             self._held.popleft()
 
     def entries(self) -> list[tuple[int, Item]]:
-        """Return all (step, item), oldest step first, in the order in which they were added."""
+        """Return all items as (step, item), in the order in which they were added."""
         return [(step, item) for step, items in self._held for item in items]
 
     def aged(self, age: int) -> list[Item]:
-        """Return the items of the step `age` steps before the last one; maybe none."""
+        """Return the items of the step that is `age` steps before the last one; an empty list if there are none."""
         return [item for step, items in self._held for item in items if step == self._held[-1][0] - age]

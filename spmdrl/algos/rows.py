@@ -1,6 +1,6 @@
-"""Functions that are called by name: their settings and papers, checks of what they are given, and padded tensors.
+"""Settings and papers of functions that are chosen by name, checks of their inputs, and conversion of padded tensors.
 
-Padded tensors are [B, T] with a mask: B sequences, T the padded length. Tensors, numpy arrays and lists serve alike.
+Padded inputs are [B, T] with a mask: B sequences, T the padded length. They are tensors, numpy arrays or lists.
 """
 
 import difflib
@@ -13,7 +13,7 @@ import torch
 
 F = TypeVar("F")
 LARGEST = 1e290
-"""Largest size of an input, so that sums over a whole step stay finite."""
+"""Largest absolute value of an input, so that sums over a whole step stay finite."""
 
 
 def settings_of(function: Callable) -> dict[str, Any]:
@@ -23,36 +23,36 @@ def settings_of(function: Callable) -> dict[str, Any]:
 
 
 def paper_of(function: Callable) -> str:
-    """Return the first address in a function's docstring, "" where there is none."""
+    """Return the first URL in a function's docstring, "" if there is none."""
     found = re.search(r"https?://[^\s,;)]+", function.__doc__ or "")
     return found[0].rstrip(".") if found else ""
 
 
 def find(name: str, table: Mapping[str, F], what: str) -> F:
-    """Return table[name]. ValueError: an unknown name; the message has the nearest one and the list."""
+    """Return table[name]. ValueError: an unknown name; the message lists all names and suggests the nearest."""
     if name in table:
         return table[name]
     raise ValueError(f"unknown {what} {name!r}{nearest(name, table)}: choose one of {', '.join(table)}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean ...?` for a name that is close to a known one, else nothing."""
+    """Return ` (did you mean ...?)` if the name is similar to a known one, else ""."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def in_range(name: str, value: float, low: float, high: float = LARGEST) -> float:
-    """Return the setting if it lies within [low, high]. ValueError otherwise, naming it."""
-    if not low <= value <= high:  # refuses nan too
+    """Return the value of a setting if it is in [low, high]. ValueError: it is not; the message has the name."""
+    if not low <= value <= high:  # True for nan too
         raise ValueError(f"{name} must be {f'in {low} .. {high}' if high < LARGEST else f'{low} or more'}, got {value}")
     return value
 
 
 def as_tensor(name: str, value: Any, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a detached tensor of a tensor, an array or a list of numbers; a list of floats gives fp64.
+    """Return a tensor, an array or a list of numbers as a detached tensor. A list of floats gives fp64.
 
     Raises:
-        ValueError: no numbers, or not of that shape.
+        ValueError: the value does not consist of numbers, or has another shape.
     """
     try:
         x = torch.as_tensor(value).detach()
@@ -66,9 +66,9 @@ def as_tensor(name: str, value: Any, shape: tuple[int, ...] | None = None) -> to
 
 
 def unpad(mask: Any) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Return mask_T (bool) and seq_T (int64), both [B * T] on the host, and (B, T) of a padded mask [B, T].
+    """Return a padded mask [B, T] as mask_T (bool) and seq_T (int64), both [B * T] on the host, and the shape (B, T).
 
-    Every position is kept: x_BT.flatten() is x_T, and x_T.view(B, T) goes back.
+    Padding is kept: x_BT.flatten() is x_T, and x_T.view(B, T) is x_BT.
     """
     mask_BT = as_tensor("mask", mask).cpu()
     if mask_BT.ndim != 2:

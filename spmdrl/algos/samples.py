@@ -1,8 +1,8 @@
-"""Inputs of an advantage estimator: the sequences of this rank, and a way to gather those of all ranks.
+"""Inputs of an advantage estimator: the sequences of this rank, and a function that gathers those of all ranks.
 
-T: packed tokens of this rank; S: its sampled tokens, those under the mask; B: its sequences; N: rows of every rank.
+T: packed tokens of this rank; S: its sampled tokens, where the mask is True; B: its sequences; N: rows of all ranks.
 An estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It reads
-sequences of other ranks only through `everyone`, and calls it equally often whatever the data (law 1).
+sequences of other ranks only through `everyone`. The number of these calls must not depend on the data (law 1).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from spmdrl.algos.groups import power_of_two
 from spmdrl.algos.rows import LARGEST
 
 Result = tuple[torch.Tensor, torch.Tensor]
-"""advantages_T and returns_T, the targets of a critic; outcome methods return the advantages twice."""
+"""advantages_T and returns_T. Returns are the targets of a critic; outcome advantages return the advantages twice."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -24,12 +24,12 @@ WHOLE = 2**53
 
 
 def _given(shape: str, dtype: str = "floats", says: str = "", **more: Any) -> Any:
-    """Declare a field of Samples: its shape, `T` or `B`; `floats`, `integers` or `bool`; how an error names it."""
+    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. says: text for errors."""
     return field(**more, metadata={"shape": shape, "dtype": dtype, "says": says})
 
 
 def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather rows in a world of one: every row is this rank's."""
+    """Return the rows and their indices unchanged: the `gather` of a single rank."""
     return columns_nK, torch.arange(len(seq_n))
 
 
@@ -37,49 +37,49 @@ def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, 
 class Samples:
     """One step's experience on this rank, on the host. Floats are fp64; `seq` ascends.
 
-    A sequence without a sampled token is a sample of reward 0 in its group.
+    A sequence without a sampled token counts in its group as a sample with reward 0.
 
     Raises:
         ValueError: shapes that do not fit, or numbers that are not finite where the mask is True.
     """
 
     rewards: torch.Tensor = _given("T")
-    """Reward at each token; the reward of a turn stands on its last sampled token, an outcome on that of the last
-    turn. 0 where the mask is False."""
+    """Reward at each token. The reward of a turn is at its last sampled token, an outcome at the last sampled token of
+    the last turn. 0 where the mask is False."""
     mask: torch.Tensor = _given("T", "bool")
     """True where the policy sampled."""
     seq: torch.Tensor = _given("T", "integers")
-    """The token's sequence, 0 .. B - 1. All paths of an episode that branches are one, in the order in which they
-    ended."""
+    """The token's sequence, 0 .. B - 1. All paths of an episode that branches are one sequence, in the order in which
+    the paths ended."""
     group: torch.Tensor = _given("B", "integers")
     """The prompt of each sequence, any numbering."""
     values: torch.Tensor | None = _given("T", says="the critic's value before each token", default=None)
     baseline: torch.Tensor | None = _given("B", says="the reward of the greedy response to each prompt", default=None)
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name -> [B]: several rewards of one sequence, beside the total; the same names in the same order on every rank.
-    nan where a sequence lacks the part."""
+    """name -> [B]: parts of the reward of each sequence, in addition to the total. Every rank has the same names in the
+    same order. nan if the sequence lacks the part."""
     logp: torch.Tensor | None = _given("T", says="log p of each sampled token", default=None)
     """log p when the step began."""
     collision: torch.Tensor | None = _given(
         "T", says="the sum over the vocabulary of p squared at each sampled token", default=None
     )
     process: torch.Tensor | None = _given("T", says="the process reward of each token", default=None)
-    """An implicit reward, or the score of the step that ends there, 0 elsewhere."""
+    """An implicit reward of each token; or the score of a step at the token where the step ends, 0 at other tokens."""
     ends: torch.Tensor | None = _given(
         "T", says="a mark, 1 instead of 0, at the tokens where a step ends", default=None
     )
-    """1 where a step ends that `process` scores."""
+    """1 at the tokens where a step ends that `process` scores."""
     turn: torch.Tensor | None = _given("T", "integers", default=None)
-    """Turn of each token, 0, 1, ... in its sequence, in order of creation. None: a turn is a run of tokens under the
-    mask."""
+    """Turn of each token, 0, 1, ... in its sequence, in order of creation. None: a turn is a run of sampled tokens."""
     state: torch.Tensor | None = _given("T", "integers", default=None)
-    """The state of the environment that the token's turn answers; equal numbers are equal states (of one prompt).
-    None: all first turns of a prompt have the same state, and every later one has its own."""
+    """State of the environment in which the token's turn acts. Equal numbers within a prompt are equal states. None:
+    all first turns of a prompt have the same state, and every later turn has a state of its own."""
     parent: torch.Tensor | None = _given("T", "integers", default=None)
-    """The turn that this token's turn follows as a decision, whether or not its tokens stand in this one's context; -1
-    for a first turn. Several turns may follow one, as the episode forks there. None: the turn before."""
+    """Number of the turn that this token's turn follows in time, even if the tokens of that turn are not in the context
+    of this one; -1 for a first turn. Several turns follow the same turn if the episode forks there. None: the previous
+    turn."""
     gather: Gather = alone
-    """(seq_n, columns_nK) -> (rows of every rank in sample order [N, K], this rank's places in them [n])."""
+    """(seq_n, columns_nK) -> (rows of all ranks in sample order [N, K], indices of this rank's rows in them [n])."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -100,37 +100,37 @@ class Samples:
         return self.sum_tokens(torch.ones_like(self.mask, dtype=torch.float64))
 
     def sum_tokens(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum over each sequence's sampled tokens: [T] -> [B], fp64."""
+        """Return the sum over each sequence's sampled tokens: [T] -> [B], fp64."""
         masked = torch.where(self.mask, x_T.double(), 0.0)
         return torch.zeros(self.sequences, dtype=torch.float64).index_add_(0, self.seq, masked)
 
     def need(self, name: str) -> torch.Tensor:
-        """Return the input `name` in fp64. ValueError: it was not given, or is not finite for some sequence."""
+        """Return the input `name` in fp64. ValueError: the input is missing, or is not finite for some sequence."""
         value, declared = getattr(self, name), INPUTS[name]
         if value is None:
             raise ValueError(f"this estimator needs `{name}`: {declared['says']}")
         return finite(self, name, value, per_token=declared["shape"] == "T")
 
     def everyone(self, *columns_n: torch.Tensor, seq_n: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Return the rows of every rank, in sample order, and last this rank's places in them. Collective in a run.
+        """Return columns of the rows of all ranks, in sample order. Collective in a run.
 
         Args:
-            columns_n: each [n], of which the result holds [N] in fp64 (integers up to 2^53 survive).
+            columns_n: columns of this rank's rows, [n] each. fp64 represents integers up to 2^53.
             seq_n: int64 [n] ascending, the sequence of each row; None: one row for each sequence (n = B).
 
         Returns:
-            a column [N] for each one given, then int64 [n]: `column[places]` are this rank's rows.
+            a column [N] in fp64 for each column given; then the indices of this rank's rows in them, int64 [n].
         """
         seq_n = torch.arange(self.sequences) if seq_n is None else seq_n
         rows_NK, places = self.gather(seq_n, torch.stack([c.double() for c in columns_n], 1))
         return [*rows_NK.unbind(1), places]
 
     def at_tokens(self, x_B: torch.Tensor) -> torch.Tensor:
-        """Return a per-sequence value at its sampled tokens: [B] -> [T], 0 elsewhere."""
+        """Return the value of each sequence at its sampled tokens: [B] -> [T], 0 elsewhere."""
         return torch.where(self.mask, x_B.double()[self.seq], 0.0)
 
     def spread(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Return values of the sampled tokens at their places: [S] -> [T], 0 elsewhere."""
+        """Return values of the sampled tokens at their positions in the pack: [S] -> [T], 0 elsewhere."""
         return torch.zeros(len(self.mask), dtype=torch.float64).masked_scatter_(self.mask, x_S.double())
 
     def outcome(self, advantage_B: torch.Tensor) -> Result:
@@ -139,13 +139,13 @@ class Samples:
         return advantages_T, advantages_T
 
     def whiten(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Return (x - mean) / sqrt(variance + 1e-8) over the sampled tokens of all ranks, [T], 0 elsewhere; unbiased.
+        """Return (x - mean) / sqrt(variance + 1e-8) over the sampled tokens of all ranks, [T], 0 elsewhere.
 
-        Two calls of `everyone` with one row for each sequence. Sums run in order of their terms, so the result is bit
-        for bit that of any other order of the samples; equal values give exactly 0.
+        The variance is unbiased. The function calls `everyone` twice, with one row for each sequence. Sums run in order
+        of their terms, so the result is bitwise the same for any order of the samples. Equal values give exactly 0.
         """
         x_S, seq_S = x_T.double()[self.mask], self.seq[self.mask]
-        ends = torch.zeros(2, self.sequences, dtype=torch.float64)  # lowest and highest value; 0 of no tokens
+        ends = torch.zeros(2, self.sequences, dtype=torch.float64)  # lowest and highest value; 0 without tokens
         for row, reduce in zip(ends, ("amin", "amax"), strict=True):
             row.scatter_reduce_(0, seq_S, x_S, reduce, include_self=False)
         above_B = self.sum_tokens(self.spread(x_S - ends[0][seq_S]))
@@ -153,7 +153,7 @@ class Samples:
         filled_N = count_N > 0
         lowest = low_N[filled_N].min() if filled_N.any() else torch.zeros((), dtype=torch.float64)
         highest = high_N[filled_N].max() if filled_N.any() else lowest
-        # Measured from the lowest value, so that the mean of equal values is exactly that value.
+        # Sums are relative to the lowest value, so that the mean of equal values is exactly that value.
         sums_N = torch.where(filled_N, above_N + count_N * (low_N - lowest), 0.0)
         count, scale = count_N.sum(), power_of_two(highest - lowest)
         mean = lowest + sums_N.sort().values.sum() / count.clamp(min=1)
@@ -163,13 +163,13 @@ class Samples:
 
 
 INPUTS: dict[str, Mapping[str, str]] = {each.name: each.metadata for each in fields(Samples) if each.metadata}
-"""Tensors of Samples: what `_given` declares of each."""
+"""Name of each tensor of Samples -> what `_given` declares about it."""
 
 
 def at_last_sampled(
     x_B: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each sequence's number at the token that `last_sampled` finds, 0 elsewhere: fp64 [T]."""
+    """Return each sequence's value at its last sampled token (`last_sampled`), 0 elsewhere: fp64 [T]."""
     last_B = last_sampled(mask_T, seq_T, len(x_B), turn_T)
     x_T = torch.zeros(mask_T.shape, dtype=torch.float64)
     x_T[last_B[last_B >= 0]] = x_B.double()[last_B >= 0]
@@ -179,10 +179,10 @@ def at_last_sampled(
 def last_sampled(
     mask_T: torch.Tensor, seq_T: torch.Tensor, sequences: int, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the index in the pack of each sequence's last sampled token, -1 without one: int64 [B].
+    """Return the index in the pack of each sequence's last sampled token, -1 if it has none: int64 [B].
 
-    turn_T: int64 [T], the turn of each token; the last token of the last turn counts then, as turns of a tree stand in
-    another order than they were made.
+    turn_T: int64 [T], the turn of each token. With it, the result is the last sampled token of the last turn: the turns
+    of a tree are not packed in the order of their creation.
     """
     if turn_T is not None:
         latest = torch.full((sequences,), -1).scatter_reduce_(0, seq_T, torch.where(mask_T, turn_T, -1), "amax")
@@ -192,10 +192,12 @@ def last_sampled(
 
 
 def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> torch.Tensor:
-    """Return an input [T] (checked under the mask) or [B] in fp64, if its size is at most 1e290 for every sequence.
+    """Return an input [T] or [B] in fp64, after a check that its absolute values are at most 1e290.
+
+    An input [T] is checked where the mask is True.
 
     Raises:
-        ValueError: it is not, naming the sequences.
+        ValueError: a value is larger or not a number; the message lists the sequences.
     """
     bad = ~(value.abs() <= LARGEST)  # True for nan
     bad = x.seq[x.mask & bad].unique() if per_token else bad.nonzero().flatten()
@@ -206,7 +208,7 @@ def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> to
 
 
 def check(x: Samples) -> None:
-    """Refuse inputs that no estimator can use. Estimators check the optional inputs they need for nan.
+    """Check shapes, dtypes and rewards. Estimators check the optional inputs that they use for nan.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, rewards that are not finite, integers beyond 2^53.

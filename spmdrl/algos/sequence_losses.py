@@ -1,6 +1,6 @@
-"""Policy losses of whole sequences, in the form that `token_losses.py` describes.
+"""Policy losses computed from whole sequences. The docstring of `token_losses.py` describes inputs and results.
 
-Sums over a sequence run in fp64, as a response of thousands of tokens adds up thousands of rounding errors.
+Sums over a sequence run in fp64, because the rounding errors of thousands of tokens add up.
 """
 
 import torch
@@ -29,21 +29,21 @@ def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> L
         s = exp(mean over the sequence of logp - old_logp)
         loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), a mean over sequences
 
-    In the paper all tokens of a sequence have one advantage; the gradient is then that of `s`. With advantages that
-    differ each token's gradient has its own, which is the paper's GSPO-token. A mean of log ratios moves far less than
-    one ratio, so the clip is narrow.
+    In the paper all tokens of a sequence have one advantage, and the gradient is that of `s`. If the advantages differ
+    within a sequence, the gradient of each token uses the advantage of that token, as in the paper's GSPO-token. A mean
+    of log ratios changes far less than one ratio, so the clip is narrow.
 
-    `ratio` is the sequence's.
+    The stat `ratio` is the ratio of the sequence.
     """
     return gspo_token(x, clip_low=clip_low, clip_high=clip_high)
 
 
 def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
-    """GSPO-token: the numbers of `gspo`, for advantages that differ within a sequence and for any aggregation.
+    """GSPO-token: like `gspo`, but for advantages that differ within a sequence and for any aggregation.
 
     Source: https://arxiv.org/abs/2507.18071
 
-    The ratio of a token is `sg(s) p / sg(p)`: the value of the sequence's ratio, the gradient of the token's own.
+    The ratio of a token is `sg(s) p / sg(p)`: its value is the ratio of the sequence, its gradient that of the token.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     advantages = masked(x.advantages, x.mask)
@@ -56,17 +56,18 @@ def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 
 
 def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossResult:
-    """GMPO: the geometric mean of the tokens' clipped ratios, where GRPO takes the arithmetic mean.
+    """GMPO: the geometric mean of the tokens' clipped ratios, instead of GRPO's arithmetic mean.
 
     Source: https://arxiv.org/abs/2507.20673
 
         loss = -A exp(mean over the sequence of the clipped log ratios), a mean over sequences
         log r is at most clip_high where A > 0, at least -clip_low where A < 0, and counts as 0 where A = 0
 
-    `A` in the loss is the mean advantage of the sequence, in the clip the token's. The clip widths are in log space.
-    Importance weights multiply by their geometric mean, so a token whose weight is 0 takes its whole sequence out.
+    In the loss `A` is the mean advantage of the sequence, in the clip the advantage of the token. The clip widths are
+    in log space. The loss is multiplied by the geometric mean of the importance weights, so a token whose weight is 0
+    removes its whole sequence.
 
-    `ratio` is the sequence's geometric mean after clipping.
+    The stat `ratio` is the geometric mean of the sequence after clipping.
     """
     check_clip(clip_low, clip_high)
     advantages = masked(x.advantages, x.mask)
@@ -82,19 +83,19 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Los
 
 
 def sppo(x: LossInputs, *, eta: float = 1.0) -> LossResult:
-    """SPPO: a regression of the sequence's log ratio on how much it is preferred.
+    """SPPO: a squared error that pulls the log ratio of a sequence to the win rate of the response.
 
     Source: https://arxiv.org/abs/2405.00675
 
         loss = (sum over the sequence of (logp - old_logp) - eta A)^2, a mean over sequences
 
-    `A` is the mean advantage of the sequence and should be P(it beats the current policy) - 1/2, as of the advantage
-    `win_rate`. The default of `eta` is for rewards on the scale of a log ratio, as in
-    https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper has 1000. The first optimizer step of a step has a
-    log ratio of 0, so `eta` alone sets the size of its gradient. Importance weights multiply by their geometric mean
-    over the sequence.
+    `A` is the mean advantage of the sequence. It should be the probability that the response beats the current policy,
+    minus 1/2, as the advantage `win_rate` estimates it. The default of `eta` is for rewards on the scale of a log
+    ratio, as in https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper has 1000. The log ratio is 0 at the
+    first optimizer step of a step, so the size of its gradient is proportional to `eta`. The loss is multiplied by the
+    geometric mean of the importance weights of the sequence.
 
-    Stats: `old_kl`; `sequence_log_ratio`, the sum; `sequence_error`, the sum less its target.
+    Stats: `old_kl`; `sequence_log_ratio`, the sum; `sequence_error`, the sum minus its target.
     """
     if not eta > 0:
         raise ValueError(f"eta must be above 0, got {eta}")

@@ -1,8 +1,8 @@
 """Turns the scores of a reward function into the rewards to learn from: length terms, bounds, normalisation, masks.
 
-B: sequences, T: packed tokens, both on the host. Terms and shaped rewards are fp64 [B]; a term is to be added to the
-reward. The batch may be empty (a rank without sequences). ValueError: shapes that do not fit, a reward that is not
-finite.
+B: sequences; T: packed tokens. Tensors are on the host. Terms and shaped rewards are fp64 [B]; the caller adds a term
+to the reward. The batch may be empty (a rank without sequences). ValueError: shapes that do not fit, a reward that is
+not finite.
 """
 
 import math
@@ -21,10 +21,10 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13
 
-    0 up to longest - buffer tokens, from there linear down to -factor at `longest`, and -factor beyond.
+    The term is 0 up to longest - buffer tokens, falls linearly to -factor at `longest`, and is -factor beyond.
 
-    length_B: tokens that the limit counts. longest: the limit on them. buffer: how many tokens before the limit the
-    punishment begins. ValueError: buffer not in 1 .. longest, negative factor.
+    length_B: number of tokens that count towards the limit. longest: the limit. buffer: number of tokens before the
+    limit at which the punishment begins. ValueError: buffer not in 1 .. longest, negative factor.
     """
     if not 0 < buffer <= longest:
         raise ValueError(f"the overlong buffer must be in 1 .. {longest} (the longest response), got {buffer}")
@@ -37,11 +37,11 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
 def length_penalty_linear(length_B: torch.Tensor, longest: int, coef: float) -> torch.Tensor:
     """Return the linear length penalty, a term: -coef * length / longest.
 
-    Source: https://arxiv.org/abs/2310.03716, where the coefficient is the running std of the rewards. Its constant is
-    left out here, because a baseline cancels it.
+    Source: https://arxiv.org/abs/2310.03716, where the coefficient is the running std of the rewards. The constant term
+    of the paper is left out, because a baseline cancels it.
 
-    length_B: tokens that the limit counts. longest: the limit on them, a constant of the run. A negative coef rewards
-    length. ValueError: longest not positive.
+    length_B: number of tokens that count towards the limit. longest: the limit, a constant of the run. A negative coef
+    rewards length. ValueError: longest not positive.
     """
     if not longest > 0:
         raise ValueError(f"the longest response must be > 0 tokens, got {longest}")
@@ -51,15 +51,16 @@ def length_penalty_linear(length_B: torch.Tensor, longest: int, coef: float) -> 
 def length_penalty_group(
     length_B: torch.Tensor, correct_B: torch.Tensor, group_B: torch.Tensor, coef: float = 1.0
 ) -> torch.Tensor:
-    """Kimi k1.5's length reward, a term in [-coef / 2, coef / 2]: shorter than the other samples is better.
+    """Return Kimi k1.5's length reward, a term in [-coef / 2, coef / 2] that is larger for shorter samples.
 
     Source: https://arxiv.org/abs/2501.12599
 
-    lambda = 0.5 - (length - shortest) / (longest - shortest), over all samples of the group: coef * lambda for a
-    correct sequence, coef * min(0, lambda) for a wrong one. 0 where all lengths of the group are equal.
+    lambda = 0.5 - (length - shortest) / (longest - shortest), with the shortest and longest sample of the group. The
+    term is coef * lambda for a correct sequence, coef * min(0, lambda) for a wrong one, and 0 if all lengths of the
+    group are equal.
 
-    length_B: sampled tokens. correct_B: bool. group_B: int64, any numbering; the caller gives every sample of each
-    group, as a part of it may lack the shortest or longest. ValueError: correct not bool.
+    length_B: number of sampled tokens. correct_B: bool. group_B: int64, any numbering. The caller must pass all samples
+    of each group, because its shortest or longest could be missing otherwise. ValueError: correct not bool.
     """
     length_B, groups = grouped(length_B, group_B, "lengths")
     if correct_B.dtype != torch.bool or correct_B.shape != length_B.shape:
@@ -76,9 +77,9 @@ def overlong_mask(mask_T: torch.Tensor, seq_T: torch.Tensor, cut_B: torch.Tensor
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4
 
-    mask_T: bool [T]. seq_T: int64 [T], the token's sequence. cut_B: bool [B], True where the sequence ended at the
-    limit. A sequence without unmasked tokens drops out of the totals too: count them afterwards. Its reward still
-    counts in the statistics of its group.
+    mask_T: bool [T]. seq_T: int64 [T], the token's sequence. cut_B: bool [B], True if the sequence ended at the limit.
+    Compute the totals of the batch (`count_totals`) from the new mask, so that they leave these sequences out. The
+    rewards of these sequences still count in the statistics of their groups.
     """
     _check_tokens(mask_T, seq_T)
     if cut_B.dtype != torch.bool or cut_B.ndim != 1:
@@ -94,7 +95,7 @@ def clip_reward(reward_B: torch.Tensor, low: float, high: float) -> torch.Tensor
 
     Source: https://doi.org/10.1038/nature14236; for language models https://arxiv.org/abs/2307.04964
 
-    -inf or inf for no bound on that side. ValueError: low above high.
+    low, high: -inf and inf for no bound. ValueError: low above high.
     """
     if not low <= high:
         raise ValueError(f"reward clipping needs low <= high, got {low} and {high}")
@@ -103,12 +104,12 @@ def clip_reward(reward_B: torch.Tensor, low: float, high: float) -> torch.Tensor
 
 @dataclass
 class RunningMoments:
-    """Mean and spread of all rewards of the run so far, with equal weight; the same on every rank.
+    """Mean and std of all rewards of the run so far, with equal weights; the same on every rank.
 
     Source: Chan, Golub, LeVeque 1979, for joining two sets of moments
 
-    Plain fp64 numbers. A step's spread comes from its sum of squares, so it loses digits as (mean / std)^2 grows:
-    rewards around 1e6 times their std keep four.
+    The numbers are Python floats. The std of a step comes from its sum of squares, so it loses digits as (mean / std)^2
+    grows: about four digits are right if the mean is 1e6 times the std.
     """
 
     count: float = 0.0
@@ -122,14 +123,17 @@ class RunningMoments:
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, count: float, total: float, total_sq: float) -> "RunningMoments":
-        """Add a step, and return self. Arguments: `reward_moments`, summed over ranks. ValueError: not finite."""
+        """Add the rewards of a step, and return self.
+
+        count, total, total_sq: the result of `reward_moments`, summed over ranks. ValueError: a number is not finite.
+        """
         if not all(map(math.isfinite, (count, total, total_sq))):
             raise ValueError(f"sums of rewards are not finite: {count}, {total}, {total_sq}; check the reward function")
         assert count >= 0, count
         if count:
             mean = total / count
             distance, both = mean - self.mean, self.count + count
-            # Rounding can leave the spread of equal rewards below 0.
+            # Rounding can make the sum of squared distances of equal rewards negative.
             self.m2 += max(total_sq - total * mean, 0.0) + distance**2 * self.count * count / both
             self.mean += distance * count / both
             self.count = both
@@ -137,21 +141,21 @@ class RunningMoments:
 
 
 def reward_moments(reward_B: torch.Tensor) -> torch.Tensor:
-    """Return count, sum and sum of squares of these rewards, fp64 [3]; sums over ranks give the global ones."""
+    """Return count, sum and sum of squares of this rank's rewards, fp64 [3]. The caller sums them over ranks."""
     reward_B = finite_column(reward_B)
     return torch.stack([torch.tensor(len(reward_B), dtype=torch.float64), reward_B.sum(), reward_B.square().sum()])
 
 
 NORMAL_EPS = 1e-6
-"""Added to the std that rewards are divided by."""
+"""Added to the std before the rewards are divided by it."""
 
 
 def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float = NORMAL_EPS) -> torch.Tensor:
-    """Return (reward - mean) / (std + eps) by moments, of the run so far or of one step.
+    """Return (reward - mean) / (std + eps). The std is that of the population, without the n - 1 correction.
 
     Source: https://arxiv.org/abs/2307.04964
 
-    moments: must hold at least one reward; `update` with this step's rewards comes first. Population std.
+    moments: of the run so far or of one step. They must include this step's rewards (`RunningMoments.update`).
     """
     reward_B = finite_column(reward_B)
     assert moments.count > 0 or not len(reward_B), "update the moments with this step's rewards before normalising"
@@ -164,10 +168,11 @@ def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float
 def place_outcome(
     reward_B: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each sequence's reward at its last sampled token, with turns that of its last turn: fp64 [T].
+    """Return each sequence's reward at its last sampled token, 0 elsewhere: fp64 [T].
 
     mask_T: bool [T], True where the policy sampled. seq_T: int64 [T], the token's sequence. turn_T: int64 [T], the
-    token's turn. A sequence without a sampled token has no place for its reward, which is left out.
+    token's turn; with it, the reward is at the last sampled token of the last turn. The reward of a sequence without a
+    sampled token is left out.
     """
     _check_tokens(mask_T, seq_T)
     return at_last_sampled(finite_column(reward_B), mask_T, seq_T, turn_T)
@@ -182,14 +187,15 @@ def token_rewards(
     turn_T: torch.Tensor | None = None,
     turn_reward_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the reward of each token: the outcome at the last sampled one, minus kl_coef * KL at all. fp64 [T].
+    """Return the reward of each token: the outcome at the last sampled token, minus kl_coef * KL at every token.
 
     Source: https://arxiv.org/abs/1909.08593 (KL in the reward)
 
-    kl_T: [T], estimate of KL(policy || reference), nats; None: the reward has no KL term. turn_T, turn_reward_T: [T],
-    the turn of each token and the part of `reward_B` that fell there; the rest of it is the outcome, which stands on
-    the last turn, so a sequence's rewards add up to `reward_B`. All may hold anything outside the mask; the result is
-    0 there. ValueError: a KL or a turn's reward under the mask that is not finite, naming the sequences.
+    The result is fp64 [T], 0 where the mask is False, whatever the inputs are there. kl_T: [T], estimate of
+    KL(policy || reference), nats; None: the reward has no KL term. turn_T: [T], the turn of each token.
+    turn_reward_T: [T], the part of `reward_B` that a turn earned, at one of its tokens. The remainder is the outcome,
+    at the last turn. Without the KL term a sequence's rewards add up to `reward_B`. ValueError: a KL or a turn's reward
+    that is not finite where the mask is True; the message lists the sequences.
     """
     rewards_T = place_outcome(reward_B, mask_T, seq_T, turn_T)
     if turn_reward_T is not None:
@@ -203,7 +209,10 @@ def token_rewards(
 
 
 def _under_mask(name: str, look: str, x_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor) -> torch.Tensor:
-    """Return a number of each token in fp64, 0 where the mask is False. look: advice if it is not finite."""
+    """Return x in fp64, 0 where the mask is False.
+
+    name: of x, for errors. look: the place to look at, for the error if a number is not finite.
+    """
     if x_T.shape != mask_T.shape:
         raise ValueError(f"{name} and the mask must both be [T], got {list(x_T.shape)} and {list(mask_T.shape)}")
     x_T = torch.where(mask_T, x_T.detach().double(), 0.0)

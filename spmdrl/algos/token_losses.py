@@ -1,11 +1,11 @@
-"""Policy losses in which each token counts for itself. T: packed tokens of one micro-batch.
+"""Policy losses in which the loss of a token depends on that token only. T: packed tokens of one micro-batch.
 
-A loss is `f(x: LossInputs, **settings) -> (loss_T, stats)`: loss_T before aggregation (`aggregate.token_weights` turns
-it into a number), stats a dict of detached [T] tensors, 0 where the mask is False, so that their sum over all tokens
-divided by the unmasked ones is the mean. Stats that several losses share: `ratio` = exp(logp - old_logp); `old_kl` =
-old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decided the loss.
+A loss is `f(x: LossInputs, **settings) -> (loss_T, stats)`. loss_T is not aggregated yet (see
+`aggregate.token_weights`). stats is a dict of detached tensors [T], 0 where the mask is False, so their sum divided by
+the number of unmasked tokens is their mean. Stats that several losses share: `ratio` = exp(logp - old_logp); `old_kl` =
+old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decides the loss.
 
-Every log ratio is clamped to +-20 before exp. `x.weights` multiplies every loss. A setting out of its range is a
+Every log ratio is clamped to +-20 before exp. `x.weights` multiplies every loss. A setting out of its range raises a
 ValueError that names it.
 """
 
@@ -24,7 +24,7 @@ from spmdrl.algos.loss_inputs import (
 )
 
 REST_FLOOR = 1e-8
-"""Added to the probability of all other tokens, 1 - p, before it is divided by: p may round to 1."""
+"""Added to 1 - p, the probability of all other tokens, before a division by it, because p can round to 1."""
 
 
 def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossResult:
@@ -34,10 +34,10 @@ def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_cl
 
         loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          for A < 0 at most -A dual_clip
 
-    `clip_high` above `clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). The dual clip is that of
+    `clip_high` above `clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). `dual_clip` is the bound of
     https://arxiv.org/abs/1912.09729; 3 is usual, None is off.
 
-    Further stat: `dual_clip_fraction` (with `dual_clip`), the share of tokens where that bound decided.
+    Further stat: `dual_clip_fraction` (with `dual_clip`), the share of tokens where that bound decides the loss.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     if dual_clip is not None and not dual_clip > 1:
@@ -57,14 +57,13 @@ def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_cl
 
 
 def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> LossResult:
-    """CISPO: REINFORCE with a clipped importance weight that carries no gradient, so no token is dropped.
+    """CISPO: REINFORCE with a clipped importance weight that has no gradient, so every token keeps its gradient.
 
     Source: https://arxiv.org/abs/2506.13585
 
         loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp
 
-    The paper sets no lower bound, which is `clip_low` 1 or more, and does not publish its `clip_high`: 0.28 is the
-    value of
+    The paper has no lower bound (`clip_low` of 1 or more) and does not publish its `clip_high`. 0.28 is the value of
     https://modelscope.github.io/Trinity-RFT/en/main/_modules/trinity/algorithm/policy_loss_fn/cispo_policy_loss.html.
 
     `clip_fraction` is the share of tokens whose weight was clipped.
@@ -79,14 +78,14 @@ def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> L
 
 
 def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossResult:
-    """SAPO: a sigmoid gate of the ratio in the place of a clip.
+    """SAPO: a sigmoid gate of the ratio instead of a clip.
 
     Source: https://arxiv.org/abs/2511.20347
 
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
 
-    The gradient is that of the plain policy gradient at `r = 1` for any tau, and fades as `r` leaves 1, faster for a
-    larger tau.
+    At `r = 1` the gradient is the plain policy gradient for any tau. It decreases as `r` moves away from 1, faster for
+    a larger tau.
 
     Further stat: `gate`, the factor on the gradient, 4 p (1 - p) with p the sigmoid.
     """
@@ -109,8 +108,8 @@ def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
 
         loss = -A logp + beta / 2 (logp - old_logp)^2
 
-    It pulls each token towards `logp = old_logp + A / beta`. The paper writes it for whole responses, with a reference
-    in the place of `old_logp`; the token form and its `beta` are those of
+    The loss of each token is smallest at `logp = old_logp + A / beta`. The paper defines the loss for whole responses,
+    with a reference instead of `old_logp`; the token form and its `beta` are those of
     https://tinker-docs.thinkingmachines.ai/tinker/losses/dro.
 
     Stats: `old_kl`; `penalty`, the quadratic term.
@@ -130,7 +129,7 @@ def reinforce(x: LossInputs) -> LossResult:
 
         loss = -A logp
 
-    It is right for one optimizer step per rollout.
+    It is unbiased only with one optimizer step per rollout.
 
     Stat: `old_kl`, which shows how far off-policy the samples are.
     """
@@ -140,7 +139,7 @@ def reinforce(x: LossInputs) -> LossResult:
 
 
 def gpg(x: LossInputs) -> LossResult:
-    """GPG: the loss of `reinforce` as a mean over tokens, for GPG's advantage.
+    """GPG: the loss of `reinforce`, aggregated as a mean over tokens, for use with GPG's advantage.
 
     Source: https://arxiv.org/abs/2504.02546
     """
@@ -148,11 +147,12 @@ def gpg(x: LossInputs) -> LossResult:
 
 
 # ── DPPO ─────────────────────────────────────────────────────────────────────
-# The trust region is a divergence of the two policies, estimated from the sampled token against all others together.
+# The trust region is a divergence of the two policies. It is estimated with two outcomes: the sampled token, and all
+# other tokens together.
 
 
 def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_cap: float = 20.0) -> LossResult:
-    """DPPO with total variation: a token is dropped where its probability has moved too far in the direction of its
+    """DPPO with total variation: a token is dropped if its probability has moved too far in the direction of its
     advantage.
 
     Source: https://arxiv.org/abs/2602.04879; threshold of its launch script
@@ -161,10 +161,10 @@ def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, r
         loss = -A sg(min(r, ratio_cap)) logp
                0 where A > 0 and p - p_old > clip_high, or A <= 0 and p_old - p > clip_low
 
-    The clip widths are differences of probability, in [0, 1]. Section 5.4 of the paper asks for a large `ratio_cap`.
+    The clip widths are differences of probability, in [0, 1]. Section 5.4 of the paper recommends a large `ratio_cap`.
 
-    `ratio` is not capped; `clip_fraction` is the share of dropped tokens. Further stat: `cap_fraction`, kept tokens
-    with a capped ratio.
+    The stat `ratio` is not capped. `clip_fraction` is the share of dropped tokens. Further stat: `cap_fraction`, the
+    share of tokens that are not dropped and whose ratio is capped.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     moved = _probability(x.logp, x) - _probability(x.old_logp, x)
@@ -173,20 +173,20 @@ def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, r
 
 
 def dppo_kl(x: LossInputs, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0) -> LossResult:
-    """DPPO with KL: as `dppo_tv`, with KL(old || current) of the sampled token against all others as the measure.
+    """DPPO with KL: like `dppo_tv`, but it limits KL(old || current) of two outcomes, the sampled token and all others.
 
     Source: https://arxiv.org/abs/2602.04879; threshold of its launch script
     (https://verl.readthedocs.io/en/latest/algo/dppo.html)
 
         D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
-        loss = as dppo_tv
+        loss = -A sg(min(r, ratio_cap)) logp
                0 where A > 0, p > p_old and D > clip_high, or A <= 0, p < p_old and D > clip_low
 
     The clip widths are in nats.
     """
     check_clip(clip_low, clip_high)
     p, old_p = _probability(x.logp, x), _probability(x.old_logp, x)
-    # A log-probability of 1e-7 above 0 is rounding; 1 - p must not turn negative for it.
+    # Rounding can make a log-probability slightly positive: 1 - p must not become negative.
     rest, old_rest = (1 - p).clamp(min=0), (1 - old_p).clamp(min=0)
     kl = -old_p * log_ratio_of(x).detach() + old_rest * torch.log((old_rest + REST_FLOOR) / (rest + REST_FLOOR))
     keep = torch.where(

@@ -1,9 +1,9 @@
-"""The order of tokens and turns in an episode that may fork, and sums along it.
+"""The order of tokens and turns in an episode that may fork, and sums along this order.
 
-The sampled tokens of an episode are decisions in time. Each one follows an earlier one; after a fork several follow the
-same one, so they form a tree. Rows (tokens or turns) hold the index of the row that they follow, -1 for none.
+Each sampled token of an episode follows an earlier one. After a fork several tokens follow the same one, so the tokens
+form a tree. `after_n` has for each row (a token or a turn) the index of the row that it follows, -1 for none.
 
-S: sampled tokens of this rank; n: its rows. ValueError: turns without a consistent order.
+S: sampled tokens of this rank; n: rows of this rank. ValueError: turns without a consistent order.
 """
 
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ class Turns:
     seq_n: torch.Tensor
     """int64, ascending: the sequence of each turn."""
     after_n: torch.Tensor
-    """int64: the turn that each one follows, an earlier row; -1 for a first one."""
+    """int64: index of the turn that each turn follows, an earlier row; -1 for a first turn."""
 
     @staticmethod
     def of(x: Samples) -> "Turns":
         """Return the turns of this rank's sequences: a chain in each, or with `x.parent` a tree.
 
         Raises:
-            ValueError: without `parent`, turn numbers that fall within a sequence; with it, a turn that follows itself,
-                a later turn, two turns or a turn of another sequence, or turns without numbers.
+            ValueError: without `x.parent`, turn numbers that decrease within a sequence. With `x.parent`, turns without
+                numbers; or a turn that follows itself, a later turn, two turns or a turn of another sequence.
         """
         if x.parent is not None:
             return _tree(x)
@@ -54,22 +54,25 @@ class Turns:
         return torch.zeros(len(self.seq_n), dtype=torch.float64).index_add_(0, self.of_S, x_S.double())
 
     def one(self, name: str, x_S: torch.Tensor) -> torch.Tensor:
-        """Return the number that all sampled tokens of a turn share, [n]. ValueError: they differ; name: for it."""
+        """Return for each turn the number that all of its sampled tokens have, [n].
+
+        name: of the numbers, for the message. ValueError: the numbers of a turn differ.
+        """
         x_n = x_S[self.first_n]
         _refuse(self.seq_n[self.of_S], x_n[self.of_S] != x_S, f"all tokens of a turn must have the same {name}, not as")
         return x_n
 
 
 def tokens_follow(x: Samples) -> torch.Tensor:
-    """Return the sampled token that each one follows, -1 for the first of a sequence: int64 [S].
+    """Return for each sampled token the index of the one that it follows, -1 for the first of a sequence: int64 [S].
 
-    In a tree the first token of a turn follows the last one of the turn that its turn follows.
+    In a tree the first token of a turn follows the last token of the parent turn.
     """
     seq_S = x.seq[x.mask]
     if x.parent is None:
         return chain(seq_S)
     turns = Turns.of(x)
-    # Turn by turn; within one the tokens keep their order.
+    # Sort by turn; the tokens of a turn keep their order.
     order_S = torch.argsort(turns.of_S, stable=True)
     ends_n = torch.cumsum(torch.bincount(turns.of_S, minlength=len(turns.seq_n)), 0) - 1
     last_n = order_S[ends_n]
@@ -80,15 +83,16 @@ def tokens_follow(x: Samples) -> torch.Tensor:
 
 
 def chain(seq_n: torch.Tensor) -> torch.Tensor:
-    """Return the row before each one in its sequence, -1 for the first: int64 [n]. seq_n: ascending."""
+    """Return for each row the index of the previous row of its sequence, -1 for the first: int64 [n]. seq_n ascends."""
     after_n = torch.arange(len(seq_n)) - 1
     after_n[1:][seq_n[1:] != seq_n[:-1]] = -1
     return after_n
 
 
 def depths(after_n: torch.Tensor) -> torch.Tensor:
-    """Return the number of rows before each one on its path, int64 [n]."""
-    # Rows that follow the one before them make runs, which are few; only their first rows are followed upwards.
+    """Return for each row the number of rows before it on its path, int64 [n]."""
+    # Rows that follow the row directly before them form runs. There are few runs, and only their first rows are
+    # followed upwards.
     rows_n = torch.arange(len(after_n))
     first_n = after_n != rows_n - 1
     first_n[:1] = True
@@ -96,7 +100,7 @@ def depths(after_n: torch.Tensor) -> torch.Tensor:
     place_n, above_r = rows_n - firsts_r[run_n], after_n[firsts_r]
     up_r = torch.where(above_r >= 0, run_n[above_r], -1)
     depth_r = torch.where(above_r >= 0, place_n[above_r] + 1, 0)
-    while bool((up_r >= 0).any()):  # jumps double their length
+    while bool((up_r >= 0).any()):  # each iteration doubles the length of the jumps
         depth_r = depth_r + torch.where(up_r >= 0, depth_r[up_r], 0)
         up_r = torch.where(up_r >= 0, up_r[up_r], -1)
     return depth_r[run_n] + place_n
@@ -109,9 +113,9 @@ def sum_following(x_n: torch.Tensor, after_n: torch.Tensor) -> torch.Tensor:
 
 
 def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *, forward: bool = False) -> torch.Tensor:
-    """Return y = x + decay * sum of y over the next rows; with `forward` y = x + decay * y of the row before.
+    """Return y = x + decay * sum of y over the rows that follow; with `forward`, y = x + decay * y of the row before.
 
-    decay_n: [n], equal for all rows of a tree. The result is fp64 [n]. The loop runs over depths.
+    decay_n: [n], equal for all rows of a tree. The result is fp64 [n]. The loop has one iteration for each depth.
     """
     depth_n = depths(after_n)
     order_n = torch.argsort(depth_n, stable=True)
@@ -120,7 +124,7 @@ def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *,
     y_n, decay_n = x_n.double()[order_n], decay_n.double()[order_n]
     up_n = place_n[after_n[order_n]]
     ends = torch.cumsum(torch.bincount(depth_n), 0).tolist()
-    levels = list(zip(ends[:-1], ends[1:], strict=True))  # without the first rows, which follow none
+    levels = list(zip(ends[:-1], ends[1:], strict=True))  # without depth 0, whose rows do not follow another row
     for a, b in levels if forward else reversed(levels):
         if forward:
             y_n[a:b] += decay_n[a:b] * y_n[up_n[a:b]]
@@ -130,19 +134,19 @@ def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *,
 
 
 def td_errors(reward_n: torch.Tensor, value_n: torch.Tensor, after_n: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return reward + gamma * (sum of the values of the next rows) - value, fp64 [n]. No next row counts as 0."""
+    """Return reward + gamma * (sum of the values of the rows that follow) - value, fp64 [n]."""
     return reward_n.double() + gamma * sum_following(value_n, after_n) - value_n
 
 
 def _tree(x: Samples) -> Turns:
-    """Return the turns of sequences whose tokens name the parents of their turns."""
+    """Return the turns of sequences with `x.parent`."""
     assert x.parent is not None
     if x.turn is None:
         raise ValueError("parent names turns by their number: give turn, too")
     seq_S, turn_S, parent_S = (column_T[x.mask] for column_T in (x.seq, x.turn, x.parent))
     early_S = (turn_S < 0) | (parent_S < -1) | (parent_S >= turn_S)
     _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, not as")
-    # A turn without a sampled token is skipped: its children follow its parent, which its other tokens name.
+    # A turn without a sampled token is skipped: its children follow its parent, which its other tokens give.
     number_t, turn_T = torch.unique(x.turn, return_inverse=True)
     key_m, row_T = torch.unique(x.seq * (len(number_t) + 1) + turn_T, return_inverse=True)
     row_S = row_T[x.mask]

@@ -1,10 +1,10 @@
-"""Advantages that differ from turn to turn: every sampled token of a turn has the turn's.
+"""Advantages with one number for each turn, used at all sampled tokens of the turn.
 
-The turns of an episode are a chain, or a tree where it forked (`tree.py`). The return of a turn is the sum of the
-rewards of its tokens plus gamma times the returns of the turns that follow it; in a tree it excludes parallel branches.
-Estimators are functions of `Samples`; a result does not depend on how the sequences are spread
-over ranks. Turns without a sampled token do not count. ValueError: an input that is missing or not finite, settings out
-of range, turns without a consistent order (`Turns.of`). docs/credit.md says which estimators are unbiased.
+The turns of an episode are a chain, or a tree if the episode forked (`tree.py`). The return of a turn is the sum of the
+rewards of its tokens plus gamma times the returns of the turns that follow it. In a tree it excludes parallel branches.
+Estimators are functions of `Samples`. Results do not depend on how the sequences are distributed over ranks. Turns
+without a sampled token do not count. ValueError: an input that is missing or not finite, settings out of range, turns
+without a consistent order (`Turns.of`). docs/credit.md lists the estimators that are unbiased.
 """
 
 import torch
@@ -16,7 +16,7 @@ from spmdrl.algos.tree import Turns, depths, discount, td_errors
 
 
 def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
-    """RLOO turn by turn: the return of a turn minus the mean return of the turns at its depth.
+    """RLOO per turn: the return of a turn minus the mean return of the turns at the same depth.
 
     Source: https://arxiv.org/abs/2402.14740
 
@@ -24,18 +24,17 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
         A   = G_n - mean of G over the turns at the same depth in the other samples of the group
 
     All sampled tokens of a turn have its advantage. Returns are `G_n`. The depth of a turn is the number of turns
-    before it on its path; without a fork that is its number. Turns of the same sample are left out of the mean, as the
-    return of a later one depends on what this one did. With one turn in each sample it is `rloo`; without turns in the
-    data a turn is a run of sampled tokens.
+    before it on its path; without a fork it is the number of the turn. Turns of the same sample are left out of the
+    mean, because the return of a later turn depends on this turn. With one turn in each sample it equals `rloo`. If the
+    data has no turns, a turn is a run of sampled tokens.
 
-    A turn at a depth that no other sample reaches keeps `G_n`, and so does every turn of a group of one. Equal returns
-    at a depth: A is exactly 0.
+    A is `G_n` at a depth that no other sample reaches, and in a group of one. Equal returns at a depth: A is exactly 0.
     """
     turns = Turns.of(x)
     return_n, depth_n = _returns(x, turns, gamma), depths(turns.after_n)
     return_N, group_N, depth_N, mine_n = x.everyone(return_n, x.group[turns.seq_n], depth_n, seq_n=turns.seq_n)
     everyone = Groups.of([group_N, depth_N], return_N)
-    # Measured from the lowest return, so that equal ones give exactly 0.
+    # Sums are relative to the lowest return, so that equal returns give exactly 0.
     above_N = return_N - everyone.low(return_N)
     above_n = above_N[mine_n]
     own = Groups.of([turns.seq_n, depth_n], above_n)
@@ -56,9 +55,10 @@ def turn_gae(
         A_n      = error_n + gamma * lam * sum of A over the turns that follow it
         return_n = the same sum with critic_lam, + V_n
 
-    It needs a critic. `V_n` is the value before the first sampled token of the turn. The paper takes `gamma` 0.99 and
-    `lam` 0.9; its clipping by turn is a loss and is not in it. `critic_lam` None takes `lam`. All sampled tokens of a
-    turn have its advantage, and the critic learns `return_n` at all of them. `whiten` is of the advantages alone.
+    It needs a critic. `V_n` is the value before the first sampled token of the turn. The paper uses `gamma` 0.99 and
+    `lam` 0.9. The paper's clipping by turn belongs to its loss and is not part of this advantage. `critic_lam` None
+    means `lam`. All sampled tokens of a turn have its advantage, and the critic learns `return_n` at all of them.
+    `whiten` applies to the advantages, not to the returns.
 
     It ignores groups.
     """
@@ -73,20 +73,21 @@ def turn_gae(
 
 
 def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: bool = True, eps: float = 1e-6) -> Result:
-    """GiGPO: the episode against its group, plus each turn against the turns of the group in the same state.
+    """GiGPO: an advantage of the episode within its group, plus one of each turn among turns in the same state.
 
     Source: https://arxiv.org/abs/2505.10978
 
-        A = GRPO's of the episode
-            + step_weight * GRPO's of the turn's return among the turns of the group with the same state
+        A = GRPO's advantage of the episode
+            + step_weight * GRPO's advantage of the turn's return among the turns of the group with the same state
 
     The return of a turn is the sum of its rewards plus `gamma` times the returns of the turns that follow it: the next
-    one, or several after a fork (docs/credit.md#trees). `std` False subtracts means alone. Without turns in the data a
-    turn is a run of sampled tokens. Without states all first turns of a prompt share one state, and every later turn
-    has its own. A state that occurs once adds 0. An environment names its state by `state_key` (docs/credit.md#states);
-    else the history is the state. A turn of two states is an error.
+    one, or several after a fork (docs/credit.md#trees). `std` False subtracts means and does not divide. If the data
+    has no turns, a turn is a run of sampled tokens. If the data has no states, all first turns of a prompt have one
+    state, and every later turn has a state of its own. A state that occurs once adds 0. An environment gives its state
+    by `state_key` (docs/credit.md#states); without `state_key` the history is the state. A turn with two states is an
+    error.
 
-    Group of one: the episode's part is `r / (1 + eps)`. Equal rewards: A is 0.
+    Group of one: the episode's term is `r / (1 + eps)`. Equal rewards: A is 0.
     """
     turns = Turns.of(x)
     return_n = _returns(x, turns, gamma)
@@ -100,7 +101,7 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
     return_N, group_N, state_N, own_N, mine_n = x.everyone(
         return_n, x.group[turns.seq_n], state_n, own_n, seq_n=turns.seq_n
     )
-    own_N = own_N * torch.arange(1, len(own_N) + 1)  # 0 for a state that others may share
+    own_N = own_N * torch.arange(1, len(own_N) + 1)  # 0 for a state that other turns may have, else unique
     steps = Groups.of([group_N, state_N, own_N], return_N)
     step_N = normalise(return_N, steps, eps) if std else subtract_mean(return_N, steps)
     step_N = torch.where(steps.size_N > 1, step_N, 0.0)

@@ -1,8 +1,7 @@
-"""Losses of other models than the policy of RL, and additions to its objective.
+"""Losses of a critic, of implicit process rewards, of good samples and of given tokens; the multiplier of a cost.
 
-They are those of a critic, of implicit process rewards and of given tokens, the imitation of good samples, and the
-multiplier of a cost. T: packed tokens of one micro-batch; B: its sequences. Losses are per token, before aggregation
-(`aggregate.token_weights`), and 0 where the mask is False, where the inputs may hold anything.
+T: packed tokens of one micro-batch; B: its sequences. Losses are per token, before aggregation
+(`aggregate.token_weights`), and 0 where the mask is False, whatever the inputs are there.
 """
 
 import math
@@ -26,8 +25,9 @@ def value_loss(
 
     Source: the value clip of https://github.com/openai/baselines (ppo2), used since https://arxiv.org/abs/2203.02155
 
-    values_T: with gradient; old_values_T: when the step began; returns_T: what to learn. clip: > 0, None for plain
-    squared error. Stats (detached [T]): `value_clip_fraction`, 1 where the clip decided; `value_error`, v - R.
+    values_T: v, with gradient. old_values_T: old, the values when the step began. returns_T: R, the targets. clip: > 0;
+    None: the plain squared error. Stats (detached [T]): `value_clip_fraction`, 1 where the clip decides the loss;
+    `value_error`, v - R.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"the value clip must be above 0, or None for off, got {clip}")
@@ -49,7 +49,8 @@ def implicit_rewards(
 
     Source: https://arxiv.org/abs/2502.01456
 
-    logp_T: of the implicit reward model, with or without gradient; ref_logp_T: of its frozen reference. beta: > 0.
+    logp_T: log p under the implicit reward model, with or without gradient. ref_logp_T: log p under its frozen
+    reference. beta: > 0.
     """
     if not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}")
@@ -68,9 +69,9 @@ def implicit_reward_loss(
 
     Source: https://arxiv.org/abs/2502.01456
 
-    One number per sequence, at each of its unmasked tokens: `seq-mean-token-mean` gives the mean over sequences.
-    outcome: in [0, 1], 1 for a right answer; [B], or [T] with the sequence's outcome at each of its tokens. ValueError:
-    an outcome out of range, beta not positive.
+    All unmasked tokens of a sequence have the same loss, so the aggregation `seq-mean-token-mean` gives the mean over
+    sequences. outcome: in [0, 1], 1 for a right answer; [B], or [T] with the sequence's outcome at each of its tokens.
+    ValueError: an outcome out of range, beta not positive.
     """
     total = sum_per_sequence(implicit_rewards(logp_T, ref_logp_T, mask_T, beta), seq_T)[seq_T]
     outcome_T = outcome if outcome.shape == mask_T.shape else outcome[seq_T]
@@ -82,12 +83,12 @@ def implicit_reward_loss(
 
 
 def positive_nll(logp_T: torch.Tensor, mask_T: torch.Tensor, good_T: torch.Tensor) -> torch.Tensor:
-    """Return the loss of VAPO's imitation of good samples: -logp at their tokens, 0 elsewhere.
+    """Return VAPO's loss that imitates good samples: -logp at their tokens, 0 elsewhere.
 
-    Source: https://arxiv.org/abs/2504.05118 (added to the policy loss times 0.1)
+    Source: https://arxiv.org/abs/2504.05118, which adds it to the policy loss with a coefficient of 0.1
 
-    good_T: bool [T], True at the tokens of samples to imitate. The paper's mean is over the tokens of good samples
-    alone: `token-mean` with the totals and the weights of the mask `mask_T & good_T`.
+    good_T: bool [T], True at the tokens of good samples. The paper's mean is over the tokens of good samples only: use
+    the aggregation `token-mean` with totals and weights of the mask `mask_T & good_T`.
     """
     return -masked(logp_T, mask_T & good_T)
 
@@ -97,28 +98,28 @@ def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most
 
     Source: https://arxiv.org/abs/2310.12773 (Safe RLHF)
 
-    log multiplier += lr * multiplier * (mean_cost - limit), and the multiplier is at most `most`. It stays positive: it
-    grows while the mean cost is above the limit and fades below it. multiplier, lr, most: > 0; cost and limit in the
-    unit of the cost. ValueError: one of the three not positive, a cost that is not finite.
+    log multiplier += lr * multiplier * (mean_cost - limit), with at most `most` as the result. The multiplier stays
+    positive: it increases while the mean cost is above the limit, and decreases below. multiplier, lr, most: > 0.
+    ValueError: multiplier, lr or most not positive, a cost or limit that is not finite.
     """
     if not multiplier > 0 or not lr > 0 or not most > 0:
         raise ValueError(f"multiplier, lr and most must be above 0, got {multiplier}, {lr} and {most}")
     if not math.isfinite(mean_cost - limit):
         raise ValueError(f"mean_cost and limit must be finite, got {mean_cost} and {limit}: check the cost function")
     log = math.log(multiplier) + lr * multiplier * (mean_cost - limit)
-    # Not below the smallest positive number, as the multiplier would stay at 0.
+    # The bound keeps the multiplier above 0: a multiplier of 0 could never increase again.
     return min(math.exp(max(min(log, math.log(most)), -700.0)), most)
 
 
 def nll(logp: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of given tokens: minus log p."""
+    """Return the cross-entropy of given tokens: minus log p."""
     return -logp
 
 
 def dft(logp: torch.Tensor) -> torch.Tensor:
-    """Dynamic fine-tuning: cross-entropy times p, through which no gradient flows (https://arxiv.org/abs/2508.05629)."""
+    """Return the loss of dynamic fine-tuning: cross-entropy times the detached p (https://arxiv.org/abs/2508.05629)."""
     return -logp.detach().exp() * logp
 
 
 TOKEN_LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nll": nll, "dft": dft}
-"""Losses of given tokens, from log p of each."""
+"""Losses of given tokens by name, as functions of log p of each token."""
