@@ -1,6 +1,6 @@
-"""Numerical guards of an update: steps that are not finite, spikes of the gradient norm, the loss scale of float16.
+"""Numerical guards of an update: non-finite steps, spikes of the gradient norm, the loss scale of float16.
 
-All values judged here were reduced over ranks before, so every rank decides alike (law 1).
+All decisions depend on values that were reduced over ranks, so every rank makes the same decision (law 1).
 """
 
 import math
@@ -16,18 +16,19 @@ from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import HeadFunction, TokenLoss
 
 WINDOW, LEAST = 32, 8
-"""A spike is measured against the median of the last WINDOW norms, once there are at least LEAST."""
+"""A spike is a norm far above the median of the last WINDOW norms; the test needs at least LEAST norms."""
 MOST = 3
-"""Largest number of batches stored in a run, for spikes and for non-finite steps separately: batches are large."""
+"""Largest number of batches that a run stores, separately for spikes and for non-finite steps, because batches are
+large."""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is not finite; the message names the optimizer step."""
+    """Error: a loss or gradient is not finite. The message names the optimizer step."""
 
 
 @dataclass(frozen=True)
 class AnomalousStep:
-    """An optimizer step whose gradient spikes, or whose loss or gradient is not finite."""
+    """An optimizer step that `Guard.passes` judges; it is anomalous if its gradient norm spikes or is not finite."""
 
     batch: Batch
     """This rank's sequences of the step, with every column."""
@@ -40,13 +41,13 @@ class AnomalousStep:
     """Norm of the gradient before clipping; may be nan or inf."""
     loss_finite: bool
     median: float
-    """Median of the last norms; nan if there are none."""
+    """Median of the last gradient norms; nan if there are none."""
     on_policy: bool
-    """As in `Shared`."""
+    """`Shared.on_policy` of the step."""
 
     @property
     def finite(self) -> bool:
-        """True if loss and gradient are finite, so that the step is a spike."""
+        """True if loss and gradient norm are finite."""
         return self.loss_finite and math.isfinite(self.norm)
 
 
@@ -59,20 +60,21 @@ class Guard:
     factor: float
     """`--run.spike-factor`."""
     store: Callable[[AnomalousStep], str] | None = None
-    """Stores an anomalous step and returns how to inspect it. Collective over the training ranks."""
+    """Stores an anomalous step and returns a hint how to inspect it, for messages. Collective over the training
+    ranks."""
     row: int = 0
     """Consecutive non-finite steps so far."""
     stored: list[int] = field(default_factory=lambda: [0, 0])
-    """Steps stored so far: spikes, non-finite ones."""
+    """Number of steps stored so far: spikes, non-finite steps."""
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passes(self, step: AnomalousStep) -> bool:
-        """Return True if the optimizer may take this step; count it, and store it if it is anomalous.
+        """Return True if the optimizer may take this step; record its norm, and store it if it is anomalous.
 
         Collective if the step is anomalous.
 
         Raises:
-            NonFiniteError: the step is not finite, and is the last of `limit` such steps in a row.
+            NonFiniteError: `limit` steps in a row were not finite.
         """
         where = ""
         if (not step.finite or self.spikes(step.norm)) and self.store and self.stored[not step.finite] < MOST:
@@ -96,11 +98,11 @@ class Guard:
 
     @property
     def median(self) -> float:
-        """The median of the last norms; nan if there are none."""
+        """The median of the last gradient norms; nan if there are none."""
         return statistics.median(self.norms) if self.norms else math.nan
 
     def spikes(self, norm: float) -> bool:
-        """Return True if a finite norm is more than `factor` times the median of the norms before it."""
+        """Return True if the norm is more than `factor` times the median of the norms before it."""
         return bool(self.factor) and len(self.norms) >= LEAST and norm > self.factor * self.median
 
     def state(self) -> dict:
@@ -117,26 +119,27 @@ class Guard:
 class LossScale:
     """The scale of one model's loss for a backward in float16: a power of 2, equal on every rank.
 
-    Gradients in float16 below 6e-8 become 0, those above 65,504 become inf. So the loss is multiplied by a scale before
-    its backward, and the gradient divided by it in float32 (https://arxiv.org/abs/1710.03740). The scale follows
-    torch's GradScaler: it halves when the gradient is not finite, and doubles after INTERVAL finite steps in a row.
+    In float16, gradients below 6e-8 become 0, and gradients above 65,504 become inf. So the loss is multiplied by a
+    scale before its backward, and the gradient is divided by the scale in float32 (https://arxiv.org/abs/1710.03740).
+    As in torch's GradScaler, the scale is halved when the gradient is not finite, and doubled after INTERVAL finite
+    steps in a row.
     """
 
     scale: float = 2.0**16
     clean: int = 0
-    """Steps in a row with a finite gradient since the scale changed."""
+    """Number of steps in a row with a finite gradient since the scale last changed."""
 
     INTERVAL: ClassVar[int] = 2000
     LEAST: ClassVar[float] = 1.0
-    """At this scale the loss scale is not the cause of a gradient that is not finite."""
+    """Smallest scale. At this scale, another cause makes the gradient non-finite."""
 
     @property
     def can_shrink(self) -> bool:
-        """True where a smaller scale may make the gradient finite."""
+        """True if a smaller scale is possible, which may make the gradient finite."""
         return self.scale > self.LEAST
 
     def adapt(self, finite: bool) -> None:
-        """Adapt the scale after a step. finite: whether the gradient over all ranks was, before the division."""
+        """Adapt the scale after a step. finite: whether the scaled gradient was finite on all ranks."""
         self.clean = self.clean + 1 if finite else 0
         if not finite:
             self.scale = max(self.scale / 2, self.LEAST)
@@ -153,17 +156,15 @@ class LossScale:
 
 
 def scaled(token_loss: TokenLoss | HeadFunction | None, scale: float) -> TokenLoss | HeadFunction | None:
-    """Multiply a loss that is computed in chunks, together with its gradient, by the scale.
+    """Multiply a loss that is computed in chunks, and thereby its gradient, by the scale.
 
     Raises:
-        ValueError: a function of the whole head, which computes a loss of its own.
+        ValueError: the loss is a `HeadFunction`, which cannot be scaled.
     """
     if scale == 1 or token_loss is None:
         return token_loss
     if callable(token_loss):
-        raise ValueError(
-            "--model.dtype float16: a divergence from a teacher has no loss scale; take bfloat16 or float32"
-        )
+        raise ValueError("--model.dtype float16: distillation supports no loss scale; use bfloat16 or float32")
     function, columns = token_loss
 
     def multiplied(*args, **more) -> tuple[torch.Tensor, dict]:

@@ -1,7 +1,7 @@
 """Transformers over packed sequences, each with a head that computes two numbers for every token under the loss mask.
 
 `PackedLM` computes logp and entropy of the sampled token. `PackedScalar` computes one number from the hidden state
-before the token (a critic) or after it (a reward model); a reward model may have several numbers, one per label.
+before the token (a critic) or after it (a reward model). A reward model may compute several numbers, one per label.
 """
 
 from typing import Any, Literal
@@ -22,17 +22,19 @@ from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 from spmdrl_kernels.linear import wide
 
 Form = Literal["tree", "packed", "apart"]
-"""The way in which the sequences of a pack run: all in one forward with shared tokens once; all in one forward, each
-whole; or each in a forward of its own, by the model's own attention. The results are the same: `self_check.py` finds
-the forms that a model supports."""
+"""How the sequences of a pack run. `tree`: in one forward in which shared tokens run once; `packed`: in one forward
+without sharing; `apart`: one forward per sequence, with the attention of transformers. The results are the same;
+`self_check.py` finds the forms that a model supports."""
 
 Noise = tuple[torch.Tensor, torch.Tensor]
-"""For each token: a seed (int64), and the bound of the noise on its embedding times the root of the width."""
+"""For each token [T]: a seed (int64), and the bound of the noise on its embedding, times the square root of the
+width."""
 
 
 def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
-    """Draw uniform noise for embeddings [1, n, D], the same for a token in every layout (NEFTune,
-    https://arxiv.org/abs/2310.05914).
+    """Return uniform noise for embeddings [1, n, D] as in NEFTune (https://arxiv.org/abs/2310.05914).
+
+    A token gets the same noise in every layout.
     """
     seed_T, scale_T = (part.mine(x.to(like.device)) for x in noise)
     width = torch.arange(like.shape[-1], device=like.device)
@@ -41,7 +43,7 @@ def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tenso
 
 
 class Packed(nn.Module):
-    """A HF model over packs; its subclasses apply a head to the states of the tokens under the loss mask.
+    """A HF model that runs packs; its subclasses apply a head to the states of the tokens under the loss mask.
 
     The HF model is the attribute `hf`, so parameter names are the HF names with the prefix `hf.`.
     """
@@ -51,7 +53,7 @@ class Packed(nn.Module):
     def __init__(
         self, hf: nn.Module, attention: str = "auto", group: dist.ProcessGroup | None = None, share: bool = False
     ):
-        """group: ranks that divide a pack's tokens (`attention/ulysses.py`); share: prompts once (`data/tree.py`)."""
+        """group: ranks that divide a pack's tokens (`attention/ulysses.py`). share: run shared prompts once."""
         super().__init__()
         self.hf, self.attention, self.group = hf, attention, group
         self.form: Form = "tree" if share else "packed"
@@ -69,13 +71,15 @@ class Packed(nn.Module):
         begins_B: torch.Tensor | None = None,
         runs: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
-        """Return the tokens under the mask in this rank's slice, int64 [n]; the state of each, [n, D]; the slice.
+        """Return the indices of the tokens under the mask in this rank's slice, int64 [n]; their states [n, D]; the
+        slice.
 
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: return the state before a token, which
-        predicts it, instead of the one after it. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1)
-        where the choice is theirs (`hub/routing.py`). noise: added to the embeddings; excludes prompts that run once.
-        begins_B: bool [B], False for a further path of the previous episode (`data/tree.py`); None: no further paths.
-        runs: number of forwards in the form `apart`, at least B: ranks that share weights all-gather them in each.
+        predicts it, instead of the state after it. experts_TLK: [T, L, K], experts that routers must choose; where it
+        is FREE (-1), the router chooses (`hub/routing.py`). noise: added to the embeddings; not possible with shared
+        prompts. begins_B: bool [B], False for a further path of the previous episode (`data/tree.py`); None: there
+        are no further paths. runs: number of forwards in the form `apart`, at least B. All ranks that shard the
+        weights must run the same number, because each forward all-gathers them.
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
@@ -98,7 +102,7 @@ class Packed(nn.Module):
         part = TokenSlice(sum(lengths), self.group)
         packing = Packing(lengths, parents, device, self.attention, part)
         if experts_TLK is not None:
-            # Padding tokens of a slice are routed freely.
+            # Padding becomes FREE: routers choose the experts of padding tokens.
             packing.experts = part.mine(experts_TLK.to(device) - FREE) + FREE
         ids = part.mine(tokens_T.to(device))[None]
         given: dict[str, Any] = {"input_ids": ids}
@@ -114,7 +118,7 @@ class Packed(nn.Module):
         return rows[here].to(device), states.index_select(0, at.to(device)), part
 
     def _apart(self, tokens_T: torch.Tensor, lengths: list[int], noise: Noise | None, runs: int) -> torch.Tensor:
-        """Return the states [T, D] of sequences that run one at a time in plain forwards of the HF model."""
+        """Return the states [T, D] of sequences that run one by one in plain forwards of the HF model."""
         given: list[dict[str, torch.Tensor]] = [{"input_ids": ids[None]} for ids in tokens_T.split(lengths)]
         if noise is not None:
             embedded = self.hf.get_input_embeddings()(tokens_T)[None]
@@ -122,40 +126,40 @@ class Packed(nn.Module):
             given = [{"inputs_embeds": part} for part in embedded.split(lengths, 1)]
         states = [self.hf.base_model(**each, use_cache=False).last_hidden_state[0] for each in given]
         for _ in range(runs - len(lengths)):
-            # No row of this forward is used, but its backward runs, as on the ranks that have a sequence here.
+            # No row of this forward is used, but its backward runs, as on ranks with more sequences.
             states.append(self.hf.base_model(input_ids=tokens_T[None, :2], use_cache=False).last_hidden_state[0, :0])
         return torch.cat(states)
 
     def states(self, tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-        """Return the states [T, D] after the tokens of a pack, zeros where mask_T is False; for `self_check.py`."""
+        """Return the states [T, D] after the tokens of a pack, zeros where mask_T is False; used by `probe.py`."""
         rows, states, part = self.run(tokens_T, lengths_B, mask_T, before=False)
         return part.total(at_rows(rows, states, len(tokens_T)))[0]
 
     def plain(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return the states [1, n, D] of one sequence in the HF model's own forward; for `self_check.py`."""
+        """Return the states [1, n, D] of one sequence from the plain forward of the HF model; used by `probe.py`."""
         return self.hf.base_model(input_ids=ids_n[None], use_cache=False).last_hidden_state
 
     def off(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return the distance of this module's head from the HF model's own on one sequence, as float64 [m].
+        """Return the difference of this module's head from the HF model's on one sequence, float64 [m].
 
-        Each is the difference between the two numbers for a token as a share of the numbers' spread.
+        An element is the difference between the two heads' numbers for a token, relative to the spread of numbers.
         """
         states, logits = self.plain(ids_n)[0], self.hf(input_ids=ids_n[None], use_cache=False).logits
         return self._distance(states, logits[0] if logits.dim() == 3 else logits, ids_n)
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """Compare the head's numbers for these states with the HF model's logits of all tokens or of the last one."""
+        """Compare the head's numbers for these states with the HF model's logits of all tokens or of the last token."""
         raise NotImplementedError
 
 
 def stand_in() -> Batch:
-    """Return a dummy batch for a rank without sequences, because others wait for it in the layers; its loss is 0."""
+    """Return a dummy batch for a rank without sequences, which other ranks need in collectives; its loss is 0."""
     token = {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.tensor([False, True])}
     return Batch(torch.tensor([2]), token)
 
 
 def at_rows(rows: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Put the values [n, ...] of some tokens into zeros [T, ...]."""
+    """Return a tensor [T, ...] with `values` [n, ...] at the indices `rows` and zeros elsewhere."""
     return values.new_zeros(tokens, *values.shape[1:]).index_copy(0, rows, values)
 
 
@@ -168,7 +172,7 @@ def sampled(
     softcap: float | None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logp and `second` (see the contract) of the sampled tokens, [n] each.
+    """Return logp and `second` (`contract.Second`) of the sampled tokens, [n] each.
 
     divisor, softcap: as in `HeadFunction`. group: ranks that divide the vocabulary.
     """
@@ -181,12 +185,12 @@ def sampled(
 
 
 def softcap_of(config: Any) -> float | None:
-    """Return the cap on logits that a family's config sets (Gemma 2), or None."""
+    """Return the cap on logits in a model's config (as in Gemma 2), or None."""
     return getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
 def divisor_of(config: Any) -> float:
-    """Return the divisor of logits (Granite) over their multiplier (Cohere, Falcon-H1, HyperCLOVA X)."""
+    """Return the config's divisor of logits (Granite), divided by its multiplier (Cohere, Falcon-H1, HyperCLOVA X)."""
     scaling = getattr(config, "logits_scaling", None) or 1.0
     if config.model_type == "hyperclovax":
         scaling = 1 / scaling
@@ -196,10 +200,10 @@ def divisor_of(config: Any) -> float:
 
 
 class PackedLM(Packed):
-    """HF causal LM whose forward gives logp and entropy of the sampled tokens, never logits [T, V]."""
+    """HF causal LM whose forward returns logp and entropy of the sampled tokens, never logits [T, V]."""
 
     def __init__(self, hf: nn.Module, *args: Any, **kwargs: Any):
-        """See `Packed`."""
+        """Build the module; arguments as in `Packed`."""
         super().__init__(hf, *args, **kwargs)
         config = self.hf.config.get_text_config()
         self.softcap, self.logit_divisor = softcap_of(config), divisor_of(config)
@@ -216,19 +220,19 @@ class PackedLM(Packed):
     ) -> tuple[torch.Tensor, ...]:
         """Return logp and `second` [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
-        mask_T: False on first tokens. token_loss: see the contract; both numbers then have no gradient, and a third
-        element is the loss of this rank's rows, a scalar with gradient. A `HeadFunction` computes all of them itself.
-        more: further arguments of `run`.
+        mask_T: must be False on the first token of each sequence. token_loss: if given, a third element is the loss of
+            this rank's rows, a scalar with gradient, and the other two have no gradient; a `HeadFunction` computes all
+            of them. more: further arguments of `run`.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
         rows, states, part = self.run(tokens_T, lengths_B, mask_T, True, **more)
         tokens, targets = len(tokens_T), tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
-        # Mamba accumulates the outputs of its layers in float32.
+        # The states of Mamba are float32, because it accumulates the outputs of its layers in float32.
         states = states.to(weight.dtype)
         if callable(token_loss):
             loss, outputs = token_loss(states, weight, rows, divisor, self.softcap)
-            # One by one, because they differ in type and width.
+            # Each is summed separately, because they differ in type and width.
             numbers = tuple(part.total(at_rows(rows, number, tokens))[0] for number in outputs)
             return numbers if loss is None else (*numbers, loss)
         if token_loss is None:
@@ -243,7 +247,7 @@ class PackedLM(Packed):
         return *part.total(*(at_rows(rows, x, tokens) for x in numbers)), loss
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """See `Packed`: compares the logp of each token but the first, in standard deviations of the logits."""
+        """Compare the logp of all tokens but the first, in standard deviations of the logits."""
         theirs_nV, targets = logits_mV[:-1].double(), ids_n[1:]
         weight = self.hf.get_output_embeddings().weight
         states = states_nD[:-1].to(weight.dtype)
@@ -253,13 +257,13 @@ class PackedLM(Packed):
 
 
 class PackedScalar(Packed):
-    """HF classifier of sequences or tokens, evaluated at tokens: a critic or a reward model.
+    """HF classifier of sequences or tokens that is evaluated at every token under the mask: a critic or a reward model.
 
-    Its head is a linear layer named `score`, the name in published reward models.
+    Its head is a linear layer named `score`, as in published reward models.
     """
 
     def __init__(self, hf: nn.Module, *args: Any, after: bool = False, **kwargs: Any):
-        """after: read the state after the token (a reward model) instead of the one before it (a value)."""
+        """after: use the state after the token (a reward model) instead of the state before it (a critic)."""
         super().__init__(hf, *args, **kwargs)
         self.after = after
 
@@ -272,9 +276,9 @@ class PackedScalar(Packed):
         second: Second = "entropy",
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of each token under the mask, [T] (float32, float64 for float64 models), and zeros alike.
+        """Return the number of each token under the mask, [T] (float32, float64 for float64 models), and zeros [T].
 
-        A head with two or more labels L returns [T, L]. temperature and second have no effect. more: see `run`.
+        With L > 1 labels both are [T, L]. temperature and second have no effect. more: further arguments of `run`.
         """
         rows, states, part = self.run(tokens_T, lengths_B, mask_T, not self.after, **more)
         value = self.hf.score(states)
@@ -283,6 +287,6 @@ class PackedScalar(Packed):
         return value_T, value_T.detach() * 0
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """See `Packed`: a classifier of sequences has numbers for the last token only."""
+        """Compare the numbers; a HF classifier of sequences has them for the last token only."""
         ours = self.hf.score(states_nD)
         return (ours[-len(logits_mV) :] - logits_mV).abs().amax(1).double() / (ours.abs().max() + 1e-6)

@@ -1,4 +1,4 @@
-"""Labels of a reward model that a file describes: their names, their weights, and the tokens that the model reads."""
+"""Describes a reward model that a file configures: names and weights of its labels, and its tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,35 +13,35 @@ from spmdrl.hub.tokenizer import differing_tokens
 from spmdrl.weights.folder import Tensors
 
 ALONE = "model"
-"""Name of a model's only score if its config has no name for it."""
+"""Name of a model's only score if its config does not name it."""
 STEPS = "steps"
-"""Name of the number of steps beside the labels, in metrics and samples."""
+"""Name of the number of steps in metrics and samples; no label may have it."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
-SEVERAL = "only a file gives several their weights: name them by --reward.model rm.yaml with a path (docs/rewards.md)"
-ONE = "one is read: name a classifier with one label"
-"""Endings of messages about the number of labels: of a model with a file, of one without, of a cost model."""
+SEVERAL = "several labels need weights from a file: use --reward.model rm.yaml with a path in it (docs/rewards.md)"
+ONE = "only one is supported: use a classifier with one label"
+"""Endings of messages about the number of labels: for a model with a file, for one without, for a cost model."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The numbers that a classifier computes for a token, and their use."""
+    """The scores that a classifier computes for a token, and how they are used."""
 
     names: tuple[str, ...]
     """Names of the scores."""
     weights: tuple[float, ...]
     """Factor of each score in the reward."""
     outputs: int
-    """Numbers that the model computes for a token."""
+    """Number of outputs that the model computes for a token."""
     probability: bool
     """True if the only score is the probability of the second of two outputs, as in process reward models."""
     own_tokens: bool
-    """True if the model reads tokens of its own tokenizer, not the policy's."""
+    """True if texts are encoded with the model's tokenizer instead of the policy's."""
     note: str
-    """A line for the log about the tokens that it reads, and why."""
+    """A line for the log: which tokenizer is used, and why."""
     positions: int
-    """Largest number of tokens that it can read; 0: not known."""
+    """Largest number of tokens that the model can read; 0: unknown."""
     pad: int | None
-    """The token that transformers skips at the end of a sequence."""
+    """The padding token, which transformers skips at the end of a sequence; None: the config names none."""
 
 
 def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels:
@@ -50,7 +50,7 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
     policy: path of the policy, as `--model.path`.
 
     Raises:
-        ValueError: file, folder and labels do not fit together; the message tells what to change.
+        ValueError: file, folder and labels do not fit together; the message names the change to make.
     """
     classifier = read_classifier(file)
     with named(f"{FLAG} {file}: path"):
@@ -67,34 +67,34 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
 
 
 def positions_of(config: Any) -> int:
-    """Return the largest number of tokens that the model of a config (transformers) can read; 0: not known."""
+    """Return the largest number of tokens that a model can read, from its transformers config; 0: unknown."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def check_head(folder: Path, source: str, labels: int, wrong: str) -> None:
-    """Raise ValueError unless the weights of a folder have a classifier's head with so many labels.
+    """Raise ValueError unless the weights in a folder have a classifier's head for this number of labels.
 
-    source: begins messages. wrong: ends the message about another number of labels.
+    source: beginning of the messages. wrong: ending of the message about another number of labels.
     """
     with plain_errors(folder):
         tensors = Tensors(folder)
         if "score.weight" not in tensors:
             raise ValueError(
-                f"{source}: its weights have no head score.weight; name a classifier (...ForSequenceClassification, or "
+                f"{source}: its weights have no head score.weight; use a classifier (...ForSequenceClassification, or "
                 "...ForTokenClassification with steps), not a language model"
             )
         rows = tensors.shape("score.weight")[0]
     if rows != labels:
-        raise ValueError(f"{source}: its head score.weight gives {rows} numbers, and {wrong.format(labels=labels)}")
+        raise ValueError(f"{source}: its head score.weight computes {rows} numbers, but {wrong.format(labels=labels)}")
 
 
 def check_alone(path: str, flag: str, trust_remote_code: bool = False) -> None:
-    """Raise ValueError unless a classifier without a describing file computes one number. path: as `--model.path`."""
+    """Raise ValueError unless a classifier that no file describes computes one number. path: as `--model.path`."""
     check_head(resolve(path, trust_remote_code), f"{flag} {path}", 1, SEVERAL if flag == FLAG else ONE)
 
 
 def _weighed(classifier: ClassifierConfig, file: str, config: Any) -> tuple[tuple[str, ...], tuple[float, ...], bool]:
-    """Return names and weights of the scores, and whether the only one is a probability."""
+    """Return names and weights of the scores, and True if the only score is a probability."""
     count, source = config.num_labels or 1, f"{FLAG} {file}: "
     names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(count))
     named = not any(name in ("", f"LABEL_{i}") for i, name in enumerate(names)) and len(set(names)) == count
@@ -113,11 +113,11 @@ def _weighed(classifier: ClassifierConfig, file: str, config: Any) -> tuple[tupl
         return (names if named else (ALONE,)), (1.0,), False
     if count > 1 and not named:
         raise ValueError(
-            f"{source}the {count} labels of {classifier.path} have no names of their own ({', '.join(names[:3])}): "
+            f"{source}the {count} labels of {classifier.path} have no distinct names ({', '.join(names[:3])}): "
             "write them into id2label of its config.json, and give the file weights for them"
         )
     if not classifier.weights:
-        raise ValueError(f"{source}weights: say how much each label counts; {classifier.path} has {', '.join(names)}")
+        raise ValueError(f"{source}weights: set the weight of each label; {classifier.path} has {', '.join(names)}")
     for name in classifier.weights:
         if name not in names:
             near = nearest(name, names)

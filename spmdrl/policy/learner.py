@@ -1,4 +1,4 @@
-"""Updates a model on any backend: optimizer steps over shares of the batch, micro-batches, numerical guards."""
+"""Updates a model on any backend: splits batches into steps and micro-batches, and applies numerical guards."""
 
 import math
 from functools import cached_property
@@ -27,7 +27,7 @@ from spmdrl.weights.reshard import Piece, catalogue
 
 
 class SummedLoss:
-    """Wraps an objective and adds up the losses of its micro-batches."""
+    """Wraps an objective and sums the losses of its micro-batches in `total`."""
 
     def __init__(self, objective: Objective, total: torch.Tensor):
         self.objective, self.total = objective, total
@@ -42,14 +42,14 @@ class SummedLoss:
 
 
 class Learner:
-    """The part of the Policy contract (`contract.py`) that backends share. A backend implements the last methods."""
+    """The part of `Policy` (`contract.py`) that backends share; they implement the methods of the last section."""
 
     hf_config: Any
-    """The configuration (transformers) that the model was built with."""
+    """The transformers configuration with which the model was built."""
     can_share = False
     """True if `--policy.share-prompts` has an effect; see `share`."""
     keeps_masters = False
-    """True if the optimizer state holds the weights even where `model/` stores them without rounding."""
+    """True if the optimizer state includes the weights even if `model/` stores them without rounding."""
 
     def __init__(
         self,
@@ -70,18 +70,19 @@ class Learner:
         Args:
             cfg: the run's settings.
             world: ranks and their axes.
-            total_updates: optimizer steps that will be due in the run, for the schedule.
+            total_updates: number of optimizer steps in the run, for the learning rate schedule.
             trainable: False for a frozen model, which is stored in the compute type and has no optimizer.
-            path: as `--model.path`; empty means that one.
-            head: as in the contract; a `value` head that the folder lacks starts at 0.
-            optimizer: None means the policy's, `cfg.optimizer`.
+            path: as `--model.path`; empty means `--model.path`.
+            head: a `contract.Head`; a `value` head that the folder lacks starts at 0.
+            optimizer: its settings; None means those of the policy, `cfg.optimizer`.
             routing_replay: send tokens to the experts in `token["experts"]` (`hub/routing.py`).
             adapt: train only the adapters of `cfg.lora`, if its rank is not 0 (`fsdp/lora.py`).
-            labels: numbers that a `score` or `steps` head computes for a token.
-            average: a frozen model that averages another's weights over steps; FSDP stores it in their type.
+            labels: number of outputs that a `score` or `steps` head computes for a token.
+            average: the model is frozen and averages the policy's weights over steps; FSDP stores it in the type of
+                master weights.
 
         Raises:
-            ValueError: the model cannot train here; the message names the path or the flag.
+            ValueError: the backend does not support the model; the message names the path or the flag.
         """
         self.cfg, self.world, self.labels = cfg, world, labels
         self.head: Head = head
@@ -94,12 +95,13 @@ class Learner:
         self.multiple = 1
         """The number of micro-batches must be a multiple of this."""
         self.compute = self.stored = DTYPES[cfg.model.dtype]
-        """Types of the forward, and of the weights in a checkpoint."""
+        """Types of the forward and of the weights in a checkpoint."""
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
-        """Type of gradients, moments and of the tensors that `logprobs` returns."""
+        """Type of gradients, of the optimizer's moments, and of the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
         self.loss_scale = LossScale() if self.compute == torch.float16 else None
-        """Scale of the loss in `gradient`, whose result is divided by it."""
+        """Scale of the loss inside `gradient`, which returns the unscaled gradient; None unless the forward is
+        float16."""
         self.away: list[Parked] = []
         self.parameters_away = False
         self.build(trainable, path or cfg.model.path, routing_replay, adapt and cfg.lora.rank > 0, average)
@@ -143,13 +145,13 @@ class Learner:
         return self.logprobs(batch, 1.0)[0]
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
-        """Skip and count steps whose loss or gradient is not finite (`updates_nonfinite`); see the contract.
+        """Implements `Policy.update`; skip and count steps whose loss or gradient is not finite (`updates_nonfinite`).
 
-        Only their loss, grad_norm and lr are logged. In float16 an infinite gradient that a lower loss scale may cure
-        is skipped and counted separately (`updates_overflowed`), and the scale is lowered.
+        Of skipped steps only loss, grad_norm and lr are logged. In float16, a step with an infinite gradient that a
+        smaller loss scale may avoid is skipped and counted separately (`updates_overflowed`), and the scale is halved.
 
         Raises:
-            NonFiniteError: on every rank, after `--optimizer.bad-steps` such steps in a row.
+            NonFiniteError: on every rank, after `--optimizer.bad-steps` non-finite steps in a row.
         """
         assert not (lacking := objective.columns - batch.columns), f"the batch lacks {sorted(lacking)}"
         metrics, before = Metrics(), self.updates_done
@@ -162,18 +164,18 @@ class Learner:
             stats = self.gradient(micros, summed, shared)
             finite = self._optimizer_step(metrics, share, index, summed.total, shared.on_policy)
             if finite:
-                # Each step's loss is a sum over its tokens; the mean over steps is logged.
+                # The loss of a step is a sum over its tokens; the logged loss is the mean over steps.
                 stats.scale_sum("loss", 1 / steps)
                 metrics.merge(stats)
             else:
                 metrics.add_sum("loss", math.nan)
             metrics.add_sum("microbatches", len(micros) / self.world.data_size)
-        # Without a step the engine already holds exactly these weights.
+        # If no step was taken, the engine already has exactly these weights.
         self.version += self.updates_done > before
         return metrics
 
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
-        """Take one guarded optimizer step; return False if it was skipped. loss: of this rank's sequences."""
+        """Take one guarded optimizer step; return False if it was not finite. loss: loss of this rank's sequences."""
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
@@ -181,7 +183,7 @@ class Learner:
         facts = self.updates_done, self.version, norm, not bad, self.guard.median, on_policy
         overflowed, scale = False, self.loss_scale
         if scale is not None and not bad:
-            # A lower scale may make the gradient finite.
+            # A smaller scale may make the gradient finite.
             overflowed = not math.isfinite(norm) and scale.can_shrink
             scale.adapt(math.isfinite(norm))
         finite = overflowed or self.guard.passes(AnomalousStep(share, index, *facts))
@@ -207,7 +209,7 @@ class Learner:
         return {owner: storage_bytes(tensors, device) for owner, tensors in self.tensors_by_owner().items()}
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """See the contract. On a CPU `host` moves nothing."""
+        """Implements `Policy.offload`; on a CPU, `host` moves nothing."""
         if not moves(place, self.world.device):
             return
         self.reshard()
@@ -239,15 +241,15 @@ class Learner:
         for mine, theirs in zip(self.pieces(), other.pieces(), strict=True):
             if (mine.name, mine.box) != (theirs.name, theirs.box):
                 raise ValueError(
-                    f"{mine.name} {mine.shape} cannot take over {theirs.name} {theirs.shape}: "
-                    "--reference.refresh-every needs a reference of the policy's own architecture"
+                    f"{mine.name} {mine.shape} cannot be averaged with {theirs.name} {theirs.shape}: "
+                    "--reference.refresh-every needs a reference of the policy's architecture"
                 )
             own, source = mine.tensor, theirs.tensor
             mixes = share != 1 and own.is_floating_point()
             own.copy_((1 - share) * own + share * source if mixes else source)
 
     def checkpoint_bytes(self) -> int:
-        """See the contract: all weights; for trained ones two moments too, and masters if kept separately."""
+        """Implements `Policy.checkpoint_bytes`: count weights, moments and separate master weights."""
         trains = self.total_updates > 0
         adapted = trains and self.cfg.lora.rank > 0 and getattr(self, "adapters", None) is not None
         parts: list[Part] = ["base", "adapter"] if adapted else ["base"]
@@ -259,7 +261,7 @@ class Learner:
     # ── methods of a backend ─────────────────────────────────────────────────
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """Build the model, read its folder and make the optimizer; arguments as in the constructor, resolved."""
+        """Build the model, read its weights and create the optimizer; arguments as in the constructor, resolved."""
         raise NotImplementedError
 
     def pieces(self, part: Part = "model") -> list[Piece]:
@@ -273,16 +275,19 @@ class Learner:
         raise NotImplementedError
 
     def reshard(self) -> None:
-        """Drop parameters that a forward gathered; does nothing in a backend that gathers none."""
+        """Free parameters that a forward gathered; do nothing in a backend that gathers none."""
 
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Any:
-        """Yield the head's two tensors [T], or a function's numbers, of each micro-batch; no gradient. Collective."""
+        """Yield the head's two tensors [T] or the results of `function` for each micro-batch, without gradient.
+
+        Collective.
+        """
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Sum the gradient over micro-batches and data positions; return the losses' statistics. Collective."""
+        """Compute the gradient summed over micro-batches and data positions; return loss statistics. Collective."""
         raise NotImplementedError
 
     def gradient_norm(self) -> float:
@@ -294,4 +299,4 @@ class Learner:
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Drop the gradient; does nothing in a backend whose `gradient` begins at zero."""
+        """Free the gradient; do nothing in a backend whose `gradient` starts from zero."""

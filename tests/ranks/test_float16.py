@@ -151,5 +151,5 @@ def test_float16_is_refused_where_nothing_scales_its_loss():
         check(config(model={"dtype": "float16"}, policy={"backend": "megatron"}), 1)
     student = SFTConfig(model=ModelConfig(dtype="float16"))
     assert "--model.dtype float16" in divergence_problems(student, "teacher")[0]
-    with pytest.raises(ValueError, match="--model.dtype float16: a divergence from a teacher has no loss scale"):
+    with pytest.raises(ValueError, match="--model.dtype float16: distillation supports no loss scale"):
         scaled(lambda *args: None, 2.0)  # type: ignore[arg-type]

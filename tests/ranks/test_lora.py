@@ -363,11 +363,11 @@ def test_resume_of_adapters(folder, saved, n, replicate):
 @pytest.mark.parametrize(
     ("lora", "seed", "message"),
     [
-        ({"rank": 4}, 0, "made with --lora.rank 3, this run has 4"),
+        ({"rank": 4}, 0, "made with --lora.rank 3, but this run has 4"),
         ({"alpha": 3}, 0, "made with --lora.alpha 10"),
         ({"targets": ("q_proj",)}, 0, "made with --lora.targets"),
-        ({"rank": 0}, 0, "holds adapters: resume with its --lora.rank"),
-        ({}, 1, "with other weights than"),
+        ({"rank": 0}, 0, "has adapters: resume with its --lora.rank"),
+        ({}, 1, "whose weights differ from those in"),
     ],
 )
 def test_resume_with_other_adapters_or_another_model_is_refused(saved, folder, tmp_path, lora, seed, message):

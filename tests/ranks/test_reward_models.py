@@ -83,8 +83,8 @@ def built(world, sections: dict):
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        ("three", "three: its head score.weight gives 3 numbers, and "),
-        ("tiny", "tiny: its weights have no head score.weight; name a classifier"),
+        ("three", "three: its head score.weight computes 3 numbers, but "),
+        ("tiny", "tiny: its weights have no head score.weight; use a classifier"),
         ("absent", "'/absent' is no folder"),
     ],
 )

@@ -12,7 +12,7 @@ from spmdrl.policy.fsdp.sharding import use_liger
 
 
 def test_liger_is_refused_on_a_cpu():
-    with pytest.raises(ValueError, match="--policy.liger: its kernels run on GPUs"):
+    with pytest.raises(ValueError, match="--policy.liger: Liger's kernels need a GPU"):
         use_liger(None, torch.device("cpu"))
 
 

@@ -42,7 +42,7 @@ TABLE = [
     ("flash", 0, BF16, 128, False, BOTH, "needs an NVIDIA GPU"),
     ("flash", 9, FP32, 128, False, BOTH, "not in float32"),
     ("flash", 9, BF16, 512, False, BOTH, "up to 256 channels, not 512"),
-    ("varlen", 9, BF16, 128, True, BOTH, "cannot cap scores"),
+    ("varlen", 9, BF16, 128, True, BOTH, "soft-capped"),
 ]
 
 
@@ -189,7 +189,7 @@ def test_flash_attn_that_cannot_be_imported_is_not_taken(monkeypatch, tmp_path, 
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     with caplog.at_level("WARNING", "spmdrl"):
         assert "flash" not in varlen.installed.__wrapped__()
-    assert "flash-attn is installed and cannot be used: OSError: undefined symbol" in caplog.text
+    assert "flash-attn is installed but cannot be imported: OSError: undefined symbol" in caplog.text
 
 
 def test_causality_of_branches_is_said_while_a_dispatch_mode_looks_on(monkeypatch):

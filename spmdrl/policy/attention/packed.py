@@ -1,10 +1,10 @@
-"""Attention over packed sequences, padded only inside attention itself.
+"""Attention over packed sequences, which are padded only inside attention.
 
-Registered with transformers as the attention implementation `spmdrl_packed`; a forward passes a `Packing` with the
-model's keyword arguments. On a GPU a layer uses a kernel for sequences laid end to end where one supports it
-(`varlen.py`). Elsewhere sequences of similar length are laid out as [B, H, L, d] and go through causal
-scaled-dot-product attention. Padding is on the right, so causality alone keeps it out of every real row: whole
-sequences need no mask, and the result is exact.
+This module registers the attention implementation `spmdrl_packed` with transformers; a forward passes a `Packing` in
+the model's keyword arguments. On a GPU, a layer uses a kernel for concatenated sequences if one supports the layer
+(`varlen.py`). Otherwise sequences of similar length are laid out as [B, H, L, d] for causal scaled-dot-product
+attention. Padding is on the right, so causality hides it from every real token: complete sequences need no mask, and
+the result is exact.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ NAME = "spmdrl_packed"
 
 
 def _hidden(group: LengthClass, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [B or 1, 1, L, P + L]: the keys that causality, the window or a short trunk's padding hides from a query."""
+    """Return which keys causality, window or padding of trunks hides from a query: bool [B or 1, 1, L, P + L]."""
     queries = group.trunk + torch.arange(group.longest, device=device)
     keys = torch.arange(group.trunk + group.longest, device=device)
     distance = queries[:, None] - keys[None, :]
@@ -43,10 +43,10 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
-    """Build the attention mask of branches for SDPA. sink: 1 if a key before the others is visible to every query."""
-    # On a GPU a mask that is causal from the end; SDPA's kernels support it for all types but float64.
+    """Return the attention mask of branches for SDPA. sink: 1 if there is a sink key before the others, else 0."""
+    # On a GPU, SDPA's kernels support a causal mask aligned to the end, for all types but float64.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
-        # torch cannot make this subclass of Tensor under a dispatch mode, which `--run.lockstep-debug` installs.
+        # torch cannot create this subclass of Tensor inside a dispatch mode, which `--run.lockstep-debug` installs.
         with _disable_current_modes():
             return causal_lower_right(group.longest, sink + group.trunk + group.longest)
     return F.pad(~_hidden(group, window, q.device), (sink, 0), value=True)
@@ -55,7 +55,7 @@ def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int)
 def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
     """Append a key whose score is each head's sink and whose value is 0: keys and values [T, ...] -> [T + 1, ...].
 
-    The score stands in a channel of the queries where all other keys are 0, so any kernel can compute it.
+    The score is stored in a new channel of the queries in which all other keys are 0, so any kernel can compute it.
     """
     # The fused kernels of a GPU need a multiple of 8 channels.
     d, more = k.shape[2], 8 - k.shape[2] % 8
@@ -70,7 +70,7 @@ def plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float 
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    # HF computes the softmax in float32 too; float64 stays.
+    # Like HF, compute the softmax in float32, except for float64.
     upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
     return scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=upcast).to(q.dtype) @ v
 
@@ -80,7 +80,7 @@ def _padded_class(
 ):
     """Compute attention for the tokens of one length class: [T, H, d] -> [tokens of the class, H, d].
 
-    sink: 1 if a key that every query attends to stands behind all tokens, else 0.
+    sink: 1 if the last key is a sink, to which every query attends, else 0.
     """
     keys = group.keys
     if sink:
@@ -89,11 +89,11 @@ def _padded_class(
     q, k, v = (x.index_select(0, at).view(group.sequences, -1, *x.shape[1:]).transpose(1, 2) for x, at in rows)
     if window is not None and window >= group.trunk + group.longest:
         window = None
-    # torch's fused backward in bfloat16 on a CPU takes 3 to 6 times as long as the plain form (40 to 256 tokens).
+    # On a CPU in bfloat16, torch's fused backward takes 3 to 6 times as long as `plain_attention` (40 to 256 tokens).
     on_cpu = kind_of(q.device) == "cpu"
     masked = softcap or (window and not sink)
     plain = kind == "eager" or masked or (on_cpu and q.dtype == torch.bfloat16 and group.longest <= 512)
-    # torch's fused attention on a CPU takes a fifth less time with grouped heads than with repeated ones.
+    # On a CPU, torch's fused attention takes a fifth less time with grouped heads than with repeated keys and values.
     repeat = q.shape[1] // k.shape[1]
     grouped = repeat > 1 and on_cpu and not plain
     if repeat > 1 and not grouped:
@@ -122,24 +122,25 @@ def packed_attention(
     s_aux=None,
     **_,
 ):
-    """HF attention interface over one packed row. query [1, H, S, d], key and value [1, H_kv, S, d].
+    """Compute attention over one packed row, with HF's interface: query [1, H, S, d], key and value [1, H_kv, S, d].
 
-    S is the number of tokens in this rank's slice: T without sequence parallelism. s_aux: the score of each head's
-    sink, [H], which takes a share of the attention and has no value (gpt-oss). Returns ([1, S, H, d], None).
+    S is the number of tokens in this rank's slice, T without sequence parallelism. s_aux: the score of each head's
+    attention sink, [H] (gpt-oss). Returns ([1, S, H, d], None).
 
     Raises:
         ValueError: the model does not pass keyword arguments to its attention, or has dropout, a bidirectional layer,
-            or a mask of its own.
+            or an attention mask.
     """
     if packing is None:
         raise ValueError(
-            f"{type(module).__name__} gets no packing: the family does not hand keyword arguments to its attention"
+            f"{type(module).__name__} gets no packing: the family does not pass keyword arguments to its attention"
         )
     if not getattr(module, "is_causal", True) or (dropout and module.training):
-        raise ValueError(f"{type(module).__name__}: packed attention is causal and without dropout")
+        raise ValueError(f"{type(module).__name__}: packed attention supports only causal layers without dropout")
     if attention_mask is not None:
-        # transformers makes none for this implementation, so this mask holds more than causality.
-        raise ValueError(f"{type(module).__name__} brings a mask of its own, which packed attention does not read")
+        # For this implementation transformers creates no mask, so this mask comes from the model and means more than
+        # causality.
+        raise ValueError(f"{type(module).__name__} passes an attention mask, which packed attention does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = packing.part.to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)))
     sinks = None if s_aux is None else packing.part.my_heads(s_aux)
@@ -150,7 +151,7 @@ def packed_attention(
 def _attend(
     q, k, v, packing: Packing, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute attention inside each sequence: [T, H, e]. sinks: [H] or None, as in `packed_attention`."""
+    """Compute attention inside each sequence: [T, H, e]. sinks: `s_aux` of `packed_attention` for H heads."""
     sink = int(sinks is not None)
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks, scale)
@@ -163,7 +164,7 @@ def _attend(
 
 
 def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
-    """Raise ValueError if the kernel of `--policy.attention` cannot compute the model's layers; builds no model."""
+    """Raise ValueError if the kernel of `--policy.attention` does not support the model's layers; build no model."""
     if cfg.policy.attention not in KERNELS:
         return
     from transformers import AutoConfig
@@ -175,7 +176,7 @@ def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
 
 
 def register() -> str:
-    """Register the implementation with transformers; returns its name."""
+    """Register this attention implementation with transformers; return its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -183,7 +184,7 @@ def register() -> str:
 
 
 def own_attention(hf: Any) -> str:
-    """Return the name of transformers' default implementation for a model: sdpa where the model supports it."""
+    """Return the name of transformers' default attention implementation for a model: sdpa if the model supports it."""
     return hf.get_correct_attn_implementation(None)
 
 

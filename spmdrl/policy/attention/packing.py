@@ -1,7 +1,7 @@
 """Divides a packed row [T] into sequences, or into the nodes of a tree (`data/tree.py`).
 
-A pack has two layouts, each computed at first use: rows end to end without padding for the kernels of `varlen.py`, and
-sequences of similar length side by side with padding for all other attention (`packed.py`).
+A pack has two layouts, each computed at first use: concatenated sequences without padding for the kernels of
+`varlen.py`, and batches of sequences of similar length with padding for all other attention (`packed.py`).
 """
 
 from collections.abc import Iterator
@@ -19,28 +19,30 @@ from spmdrl.policy.attention.varlen import Runs, make_runs
 from spmdrl.spmd.devices import kind_of
 
 SHORT = 16
-"""Sequences of at most this many tokens are laid out together."""
+"""Sequences of at most this many tokens are in one length class."""
 
 
 @dataclass
 class LengthClass:
-    """Sequences (or nodes of a tree) of similar length, and the places of their tokens in the pack.
+    """B sequences (or nodes of a tree) of similar length, padded to L tokens, and the positions of their tokens in the
+    pack.
 
-    The trunk of a node is the path from the root to it, which it attends to.
+    The trunk of a node are the tokens on the path from the root to its parent; the node attends to them.
     """
 
     gather: torch.Tensor
-    """int64 [B * L]: token of each padded slot (padding repeats the first token)."""
+    """int64 [B * L]: index of the token in each slot; padding slots repeat the first token of the sequence."""
     scatter: torch.Tensor
-    """int64 [tokens]: padded slot of each token."""
+    """int64 [tokens]: slot of each token."""
     tokens: torch.Tensor
-    """int64 [tokens]: place of each token in the pack."""
+    """int64 [tokens]: index of each token in the pack."""
     sequences: int
     longest: int
     keys: torch.Tensor
-    """int64 [B * (P + L)]: token of each slot of a node's keys; the trunk's come first, aligned to the right."""
+    """int64 [B * (P + L)]: index of the token in each slot of keys; a node's trunk comes first, aligned to the
+    right."""
     trunk: int = 0
-    """Longest trunk, P; 0 for whole sequences."""
+    """P, the length of the longest trunk; 0 for complete sequences."""
     trunks: torch.Tensor | None = None
     """int64 [B]: length of each trunk; None if all have length P."""
 
@@ -50,44 +52,44 @@ class Packing:
     """The division of one packed row [T] into sequences, computed once per forward and used by every layer."""
 
     lengths: list[int]
-    """Number of tokens of each node; nodes lie end to end. Whole sequences are nodes without parents."""
+    """Number of tokens of each node; the row concatenates the nodes. Complete sequences are nodes without parents."""
     parents: list[int]
-    """The parent of each node, as of a tree (`data/tree.py`); -1 for roots, which come first."""
+    """Index of the parent of each node of a tree (`data/tree.py`); -1 for roots, which come first."""
     device: torch.device
     kind: str
     """`--policy.attention`."""
     part: TokenSlice
-    """The tokens in this rank's layers; attention itself runs over all tokens."""
+    """The tokens that this rank's layers process; only attention runs over all tokens."""
     experts: torch.Tensor | None = None
     """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`)."""
     rows: dict[bool, Any] = field(default_factory=dict)
-    """The layouts for layers that carry a state (`mixers/layers.py`), by whether rows hand their state over."""
+    """The layouts for recurrent layers (`mixers/layers.py`); the key is whether rows can pass on their state."""
 
     @cached_property
     def runs(self) -> Runs:
-        """The layout for kernels over sequences end to end: a node's keys are its own and those of its trunk."""
+        """The layout for kernels over concatenated sequences; a node's keys include those of its trunk."""
         if self.roots == len(self.lengths):
             return make_runs(self.lengths, self.device)
         return make_runs(self.lengths, self.device, self.spans)
 
     @cached_property
     def runs_with_sink(self) -> Runs:
-        """`runs` with one more key in front of each node's keys; it stands behind all tokens."""
+        """`runs` with the sink key, whose index is T, before each node's keys."""
         tokens = sum(self.lengths)
         return make_runs(self.lengths, self.device, [[(tokens, 1), *spans] for spans in self.spans])
 
     @cached_property
     def classes(self) -> list[LengthClass]:
-        """The layout for attention over padded rows of similar lengths (`alike`)."""
+        """The layout for attention over padded sequences, grouped by length (`alike`)."""
         below, starts, device = [spans[:-1] for spans in self.spans], _starts(self.lengths), self.device
-        # On a GPU, causality aligned to the end then needs no mask.
+        # With trunks of equal length in a class, a GPU needs no mask but causality aligned to the end.
         exact = kind_of(device) == "cuda"
         parts = slice(0, self.roots), slice(self.roots, None)
         return [c for x in parts for c in _classes(below[x], starts[x], self.lengths[x], device, exact)]
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """int64 [T]: place of each packed token in the classes' outputs laid end to end."""
+        """int64 [T]: index of each packed token in the concatenated outputs of the classes."""
         return torch.argsort(torch.cat([c.tokens for c in self.classes]))
 
     @property
@@ -97,7 +99,7 @@ class Packing:
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """The runs of tokens (first one, number) that each node attends to, from its root's to its own."""
+        """The spans of tokens (first index, number) to which each node attends, from the root's to the node's."""
         own = list(zip(_starts(self.lengths), self.lengths, strict=True))
         out: list[list[tuple[int, int]]] = []
         for node in range(len(own)):
@@ -114,9 +116,9 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def alike(lengths: list[int]) -> list[list[int]]:
-    """Group the indices of similar lengths: one group if at most a fifth is padding, else two per power of two."""
+    """Group the indices of similar lengths: one group if at most a fifth is padding, else two per power of 2."""
     uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
-    # Short sequences cost less with padding than in a call for each of their lengths.
+    # Padding short sequences costs less than a separate call for each length.
     return grouped([(max(n, SHORT) ** 2).bit_length() if uneven else 0 for n in lengths])
 
 
@@ -129,7 +131,7 @@ def grouped(marks: list[int]) -> list[list[int]]:
 
 
 def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return (token of each slot [B, L], bool [B, L] that is False on padding, L)."""
+    """Return (index of the token in each slot [B, L], bool [B, L] that is False on padding, L)."""
     width = max(lengths)
     begin, size = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
     slot = torch.arange(width)[None]
@@ -140,10 +142,10 @@ def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.T
 def _classes(
     below: list[list[tuple[int, int]]], starts: list[int], lengths: list[int], device: torch.device, exact: bool
 ) -> list[LengthClass]:
-    """Return the length classes of nodes; with empty trunks these are whole sequences.
+    """Return the length classes of nodes; nodes with empty trunks are complete sequences.
 
-    below: the runs of tokens of each node's trunk (first one, number). starts, lengths: first token and length of each
-    node. exact: all trunks of a class have the same length.
+    below: the spans (first token, number) of each node's trunk. starts, lengths: first token and length of each node.
+    exact: require that all trunks of a class have the same length.
     """
     alike_trunks = grouped if exact else alike
     trunks = [sum(n for _, n in spans) for spans in below]
@@ -156,7 +158,7 @@ def _classes(
             sizes = torch.tensor([trunks[i] for i in members])
             slots = keys = gather.flatten().to(device)
             if trunk := int(sizes.max()):
-                # Slot j of the trunk, counted from the right, so that its last token precedes every node.
+                # Trunks are aligned to the right, so that the last token of a trunk precedes its node.
                 back = (torch.arange(trunk)[None] - (trunk - sizes[:, None])).clamp(min=0)
                 rows = [torch.cat([torch.arange(first, first + n) for first, n in below[i]]) for i in members]
                 ahead = torch.stack([row[slot] for row, slot in zip(rows, back, strict=True)])
@@ -171,9 +173,10 @@ _PACKING: ContextVar[Packing | None] = ContextVar("packing", default=None)
 
 
 def active() -> Packing | None:
-    """Return the packing of the current forward; None where a model runs by itself.
+    """Return the packing of the current forward; None if a model runs without one.
 
-    Attention gets its packing as a keyword argument. Many families pass only a few named arguments to other layers.
+    Attention gets its packing as a keyword argument instead. Other layers use this function, because many families
+    pass them only a few named arguments.
     """
     return _PACKING.get()
 
@@ -189,8 +192,8 @@ def over(packing: Packing | None) -> Iterator[None]:
 
 
 def again() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a checkpointed forward and of its repetition (`context_fn` of torch's checkpoint).
+    """Return the contexts of a checkpointed forward and of its recomputation (`context_fn` of torch's checkpoint).
 
-    The repetition runs in the backward, long after the forward and perhaps on another thread.
+    The recomputation runs in the backward, after the forward's context has ended and perhaps on another thread.
     """
     return nullcontext(), over(active())

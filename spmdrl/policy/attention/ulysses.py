@@ -1,9 +1,9 @@
 """Sequence parallelism that trades heads for tokens (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
 
-T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens per rank, H query heads, K key-value
-heads, d a head's width. All ranks of the group hold the same pack; each runs the transformer on its own slice of it.
-Only attention needs every token: one all-to-all before it gives each rank all T tokens of H / R heads, and one after it
-restores the slices. The model's outputs are joined at the end, so losses receive whole packs.
+Shapes: T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens per rank, H query heads, K
+key-value heads, d the width of a head. All ranks of the group have the same pack, and each runs the transformer on one
+slice of it. Only attention needs every token: one all-to-all before it gives each rank all T tokens of H / R heads, and
+one after it restores the slices. The model's outputs are joined at the end, so losses receive complete packs.
 """
 
 import math
@@ -22,7 +22,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends block r of dim 0 to rank r. This is its own transpose, so the backward runs it again."""
+    """Sends block r of dim 0 to rank r. The backward is the same operation, because it is its transpose."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -43,7 +43,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Total(torch.autograd.Function):
-    """Sums over ranks that all compute the same loss from the sum, so each rank's gradient is already complete."""
+    """Sums over ranks. The backward is the identity: all ranks compute the same loss, so each gradient is complete."""
 
     @staticmethod
     def forward(ctx, group, *parts):
@@ -56,9 +56,9 @@ class _Total(torch.autograd.Function):
 
 
 class TokenSlice:
-    """This rank's slice of a pack of T tokens: S tokens from `start`, padded if T ends earlier.
+    """This rank's slice of a pack of T tokens: S tokens from `start`, with padding after the last token of the pack.
 
-    Without a group the slice is the whole pack and nothing is communicated.
+    Without a group the slice is the complete pack, and nothing is communicated.
     """
 
     def __init__(self, tokens: int, group: dist.ProcessGroup | None = None):
@@ -73,9 +73,9 @@ class TokenSlice:
         return F.pad(part, (0, 0) * (part.dim() - 1) + (0, self.size - len(part)))
 
     def within(self, row_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the indices of the rows in this rank's slice, int64 [m], and their places in the slice, int64 [m].
+        """Return the indices of the rows in this rank's slice, int64 [m], and their positions in the slice, int64 [m].
 
-        A row is a state from which a token is predicted, and belongs to the rank that holds it; no row crosses ranks.
+        A row is the index in [T] of a hidden state. A row is used on the rank that computed its state.
         """
         here = torch.nonzero((row_n >= self.start) & (row_n < self.start + self.size)).flatten()
         return here, row_n[here] - self.start
@@ -83,7 +83,7 @@ class TokenSlice:
     def to_heads(self, q_SHd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor) -> list[torch.Tensor]:
         """Return queries [T, H / R, d], keys and values [T, K', d] of all tokens for this rank's heads. Collective.
 
-        Keys and values are repeated until R divides their number, so that each rank has those of its queries.
+        Key-value heads are repeated until R divides their number, so that each rank gets those of its query heads.
 
         Raises:
             ValueError: R does not divide H.
@@ -94,15 +94,15 @@ class TokenSlice:
         repeat = self.ranks // math.gcd(k_SKd.shape[1], self.ranks)
         if repeat > 1:
             k_SKd, v_SKd = k_SKd.repeat_interleave(repeat, 1), v_SKd.repeat_interleave(repeat, 1)
-        # All three go in one all-to-all: the parts for one rank lie end to end, [S, R, width].
+        # One all-to-all sends all three: the parts for a rank are concatenated, [S, R, width].
         parts = [x.reshape(self.size, self.ranks, -1) for x in (q_SHd, k_SKd, v_SKd)]
         mixed = _AllToAll.apply(torch.cat(parts, 2).transpose(0, 1), self.group)
-        # Slices in rank order are the pack, with its padding at the end.
+        # The concatenated slices are the pack, with padding at the end.
         whole = mixed.flatten(0, 1)[: self.tokens].split([x.shape[2] for x in parts], 1)
         return [x.unflatten(1, (-1, y.shape[2])) for x, y in zip(whole, (q_SHd, k_SKd, v_SKd), strict=True)]
 
     def my_heads(self, x_H: torch.Tensor) -> torch.Tensor:
-        """Return the part [H / R, ...] of this rank's query heads, as `to_heads` divides them."""
+        """Return the elements [H / R, ...] of this rank's query heads, which `to_heads` assigns."""
         heads = len(x_H) // self.ranks
         return x_H.narrow(0, self.start // self.size * heads, heads)
 
@@ -120,9 +120,9 @@ class TokenSlice:
 
 
 def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sum tensors [T] that hold values on each rank's own rows and zeros elsewhere; the sum is exact. Collective.
+    """Sum tensors [T] that have values at each rank's rows and zeros elsewhere; the sum is exact. Collective.
 
-    Every rank then computes the same loss from the same numbers, so the backward passes the gradient on unchanged.
+    Every rank then computes the same loss from the same numbers, so the backward returns the gradient unchanged.
     """
     return _Total.apply(group, *parts_T)
 
@@ -132,8 +132,8 @@ def check_heads(heads: int, kv_heads: int, sp: int) -> None:
     if heads % sp:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"--parallel.sp {sp}: must divide the model's {heads} attention heads ({kv_heads} of keys and values, any "
-            f"number of which would do); sp could be {fits}"
+            f"--parallel.sp {sp}: must divide the model's {heads} attention heads, but not its {kv_heads} "
+            f"key-value heads; sp could be {fits}"
         )
 
 
@@ -147,7 +147,7 @@ def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
 
 
 def check_config(config: Any, sp: int) -> None:
-    """Raise ValueError unless the tokens of a model (a HF config) can be divided over sp ranks."""
+    """Raise ValueError unless sequence parallelism over sp ranks supports a model. config: a HF config."""
     config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
@@ -157,8 +157,8 @@ def check_config(config: Any, sp: int) -> None:
     others = sorted(set(layers) - {"full_attention", "sliding_attention", "attention"})
     if others:
         raise ValueError(
-            f"--parallel.sp {sp}: the model has layers of type {', '.join(others)}, which mix tokens in other ways "
-            "than the attention that is divided here; set --parallel.sp 1"
+            f"--parallel.sp {sp}: the model has layers of type {', '.join(others)}, but only attention layers "
+            "can be divided over ranks; set --parallel.sp 1"
         )
     moving = sorted(limits(config))
     if moving:

@@ -1,11 +1,11 @@
-"""Kernels for causal attention over sequences laid end to end, and the choice of a kernel for a layer.
+"""Kernels for causal attention over concatenated sequences, and the choice of a kernel for a layer.
 
-`flash` is flash-attn's varlen kernel, `varlen` the one in torch, which needs no package. Both align causality to the
-end of a sequence: of q queries over k keys, the last query attends to all keys. So queries need no mask if they follow
-keys that they share with others, or stand in the middle of a sequence: their keys are gathered, at a cost linear in
-tokens.
+`flash` is flash-attn's varlen kernel, `varlen` the one in torch, which needs no further package. Both align causality
+to the end of a sequence: the last query attends to all keys, even if there are fewer queries than keys. So queries that
+follow a shared prefix, or a chunk in the middle of a sequence, need no mask. Only their keys are gathered, at a cost
+linear in the number of tokens.
 
-Q query rows, N key rows, H query heads, K key-value heads, d and e the widths of keys and of values.
+Shapes: Q query rows, N key rows, H query heads, K key-value heads, d and e the widths of keys and of values.
 """
 
 import inspect
@@ -24,13 +24,13 @@ from spmdrl.config.fields import ConfigError
 log = logging.getLogger("spmdrl")
 
 KERNELS = ("flash", "varlen")
-"""Kernels in order of preference; flash-attn also supports soft-capped scores."""
+"""Kernels in order of preference; only flash-attn supports soft-capped scores."""
 WIDEST = 256
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a layer that decide which kernel can compute it."""
+    """Properties of a layer that decide which kernel supports it."""
 
     capability: int
     """Major compute capability of the GPU; 0 for other devices."""
@@ -39,28 +39,28 @@ class Needs:
     """Channels of a head: the wider of keys and values."""
     softcap: bool = False
     sink_and_window: bool = False
-    """True if queries attend to a key before all others, and to a window of the others."""
+    """True if the layer has both an attention sink and a sliding window."""
 
 
 @dataclass
 class Runs:
-    """Start and end rows of the queries and keys of each sequence, in the kernels' format."""
+    """The rows of the queries and keys of each sequence, in the kernels' format."""
 
     ends_q: torch.Tensor
     """int32 [sequences + 1]: first row of each sequence's queries, and the end."""
     longest_q: int
     ends_k: torch.Tensor
-    """The same for keys; each sequence has at least as many keys as queries."""
+    """int32 [sequences + 1]: the same for keys; each sequence has at least as many keys as queries."""
     longest_k: int
     key_rows: torch.Tensor | None
-    """int64 [N]: rows of the keys, end to end; None if they are the same rows as the queries."""
+    """int64 [N]: rows of the keys of all sequences; None if keys and queries have the same rows."""
 
 
 def make_runs(queries: list[int], device: torch.device, keys: list[list[tuple[int, int]]] | None = None) -> Runs:
     """Build the Runs of sequences with these numbers of queries.
 
-    keys: for each sequence, the spans (first row, rows) of its keys, end to end; None if each sequence attends only to
-    its own rows.
+    keys: for each sequence, the spans (first row, number of rows) of its keys; None if each sequence attends only to
+    the rows of its queries.
     """
     if keys is None:
         ends, longest = _ends(queries, device), max(queries)
@@ -85,13 +85,13 @@ def installed() -> frozenset[str]:
 
 
 def _flash_loads() -> bool:
-    """Return True if flash-attn can be imported; log a warning if it is installed but cannot be."""
+    """Return True if flash-attn can be imported; log a warning if it is installed but the import fails."""
     if not find_spec("flash_attn"):
         return False
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
     except Exception as error:  # an ImportError, or any error of a library built for another torch
-        log.warning(f"flash-attn is installed and cannot be used: {type(error).__name__}: {error}")
+        log.warning(f"flash-attn is installed but cannot be imported: {type(error).__name__}: {error}")
         return False
     return True
 
@@ -102,21 +102,21 @@ def _capability(device: torch.device) -> int:
 
 
 def needs_of(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> Needs:
-    """Return the needs of a layer with these queries [..., d] and values [..., e]."""
+    """Return the `Needs` of a layer with these queries [..., d] and values [..., e]."""
     return Needs(_capability(q.device), q.dtype, max(q.shape[-1], v.shape[-1]), bool(softcap))
 
 
 def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Needs:
-    """Return the needs of a model's layers from its HF config, before it is built. dtype: type of the forward."""
+    """Return the `Needs` of a model's layers from its HF config, before it is built. dtype: type of the forward."""
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # Keys of latent attention have two parts.
+    # The keys of latent attention have two parts: without and with a rotary embedding.
     width = max(width, getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0))
     return Needs(_capability(device), dtype, width, bool(getattr(text, "attn_logit_softcapping", None)))
 
 
 def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
-    """Return the reason why a kernel cannot compute a layer; empty if it can. there: the result of `installed`."""
+    """Return the reason why a kernel does not support a layer; empty if it does. there: the result of `installed`."""
     if needs.capability < 8:
         return "it needs an NVIDIA GPU of the Ampere generation or later"
     if kernel not in there:
@@ -126,7 +126,7 @@ def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
     if needs.width > WIDEST:
         return f"it takes heads of up to {WIDEST} channels, not {needs.width}"
     if needs.softcap and kernel == "varlen":
-        return "it cannot cap scores, as this model does"
+        return "it does not support the model's soft-capped attention scores"
     if needs.sink_and_window:
         return "its window would hide the attention sink, which this model has"
     return ""
@@ -158,7 +158,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute causal attention inside each sequence of `runs`: [Q, H, e].
 
-    window: number of keys that a query attends to, its own included; None for all up to it.
+    window: number of keys to which a query attends, including that of the same token; None for all keys up to it.
     """
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
@@ -175,7 +175,7 @@ def attend(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        # Causal by its window; older versions support grouped heads without a flag.
+        # The window makes the kernel causal. Older versions support grouped heads without a flag.
         known = inspect.signature(varlen_attn).parameters
         grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
         out: Any = varlen_attn(*pack, scale=scale, window_size=sizes, **grouped)
@@ -183,6 +183,6 @@ def attend(
 
 
 def _fit(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad a head's channels with zeros on the right to the kernels' one width; scores do not change."""
+    """Pad the channels of heads with zeros to a width that kernels support; scores do not change."""
     x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
     return x if x.stride(-1) == 1 else x.contiguous()

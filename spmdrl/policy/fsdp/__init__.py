@@ -1,7 +1,7 @@
 """Policies on FSDP2, for any Hugging Face transformer.
 
 policy.py      implements the Policy contract
-sharding.py    puts a HF model into its packed form, shards it and fills the shards
+sharding.py    wraps a HF model for packed sequences, shards it and fills the shards
 checkpoint.py  writes and reads weights, adapters and optimizer state
 lora.py        adapters: pieces, checkpoints, the model without them as reference
 """

@@ -16,11 +16,12 @@ from spmdrl.weights.shards import local
 
 
 def saving(policy: Any, copy: bool = False) -> Write:
-    """Return the function that writes a policy, as `saving` of the contract."""
+    """Implements `Policy.saving` for a `FsdpPolicy`."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # Collectives over this world's other groups run here: the returned function may run while those groups are in use.
+    # Collectives over the policy's groups run now, because the returned function may run while training uses these
+    # groups.
     pieces, fixed = policy.pieces(), policy.fixed
     adapter, settings, base = None, policy.adapters, {}
     if settings:
@@ -48,8 +49,8 @@ def saving(policy: Any, copy: bool = False) -> Write:
 
 
 def _base_facts(policy: Any) -> dict:
-    """Return path and checksum of the weights that the adapters belong to. Collective."""
-    # The bit patterns of all elements, int64 modulo 2**64, so that the sums of shards add up.
+    """Return path and checksum of the base weights to which the adapters belong. Collective."""
+    # Sum the bit patterns of all elements as int64 modulo 2**64, so that the sums of shards add up to the same number.
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [local(p).view(width[p.element_size()]).sum(dtype=torch.int64) for _, p in policy.parts()[0]]
     total = all_reduce(torch.stack(sums).sum(), "sum", policy.world.shard_group)
@@ -57,7 +58,7 @@ def _base_facts(policy: Any) -> dict:
 
 
 def load(policy: Any, folder: Path) -> None:
-    """Fill a policy and its optimizer from a folder, as `load` of the contract."""
+    """Implements `Policy.load` for a `FsdpPolicy`."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -68,11 +69,11 @@ def load(policy: Any, folder: Path) -> None:
         lora.read_adapter(adapters, folder / "adapter", policy.adapters, _base_facts(policy))
         base = []
     elif (folder / "adapter").exists():
-        raise ValueError(f"{folder} holds adapters: resume with its --lora.rank, or choose another --run.dir")
+        raise ValueError(f"{folder} has adapters: resume with its --lora.rank, or choose another --run.dir")
     elif has_masters(saved, base, where):
         state[MASTERS] = {name: p.detach() for name, p in base}
         base = []
-    # A model that trains refuses weights narrower than float32, which were rounded from its masters.
+    # A model that trains must not read 16-bit weights, which were rounded from its float32 master weights.
     read_into(base + policy.buffers, folder / "model", policy.layout, torch.float32 if policy.optimizer else None)
     if policy.optimizer is None:
         return

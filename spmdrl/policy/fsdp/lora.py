@@ -1,10 +1,10 @@
 """Low-rank adapters on a policy (LoRA, https://arxiv.org/abs/2106.09685): W + (alpha / r) B A with W frozen.
 
-PEFT puts the adapters into the HF model; only they have gradients and moments. `pieces()` returns the full model with
-the adapters merged in, as for any policy; the reference policy is the same model without them; PEFT can open the
-adapters of a checkpoint.
+PEFT adds the adapters to the HF model; only the adapters have gradients and moments. `pieces()` returns the complete
+model with the adapters merged in, so engines can treat it like any policy. The reference policy is the same model
+without adapters. PEFT can load the adapters of a checkpoint.
 
-r rank, D input width of a layer, O its output width.
+Shapes: r rank, D input width of a layer, O output width of a layer.
 """
 
 import json
@@ -24,11 +24,11 @@ from spmdrl.weights.shards import local, shard_box, shard_rows
 
 FILE, BASE = "adapter_model.safetensors", "base.json"
 Named = list[tuple[str, Any]]
-"""Names and shards, in the form of `FsdpPolicy.named_weights`."""
+"""Names and shards of parameters, as `FsdpPolicy.named_weights` returns them."""
 
 
 class BaseOf:
-    """The frozen model that a policy with adapters started from, as a Policy without a second copy in memory."""
+    """The frozen base model of a policy with adapters, as a `Policy` without a second copy of the weights in memory."""
 
     version = updates_done = updates_due = 0
 
@@ -50,24 +50,24 @@ class BaseOf:
         return self.policy.output_head()
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract: empty, because the policy counts these weights."""
+        """Implements `Policy.bytes_by_owner`: empty, because the policy counts these weights."""
         return {}
 
     def offload(self, place: str, parameters: bool = True) -> None:
-        """See the contract: does nothing, because the weights move with the policy."""
+        """Implements `Policy.offload`: do nothing, because these weights move with the policy."""
 
     def onload(self) -> None:
-        """See the contract: does nothing."""
+        """Implements `Policy.onload`: do nothing."""
 
 
 # ── pieces ───────────────────────────────────────────────────────────────────
 
 
 class Merged(Piece):
-    """A part of W + (alpha / r) B A, computed at each access, so that a push holds at most one bucket of it."""
+    """A part of W + (alpha / r) B A, computed at each access, so that a push needs memory for one bucket only."""
 
     def __init__(self, slot: Slot, weight: torch.Tensor, b_Or: torch.Tensor, a_rD: torch.Tensor):
-        """weight: this rank's rows; b_Or: the same rows of (alpha / r) B; slot: the part of these rows to compute."""
+        """weight: this rank's rows of W. b_Or: these rows of (alpha / r) B. slot: the part of the rows to compute."""
         self.name, self.shape, self.box, self.exact = slot.name, slot.shape, slot.box, False
         self.index, self.weight, self.b_Or, self.a_rD = slot.index, weight, b_Or, a_rD
 
@@ -78,7 +78,7 @@ class Merged(Piece):
 
 
 def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
-    """Gather Shard(0) parameters into whole tensors, by name, in one exchange. Collective over the ranks that shard."""
+    """Gather Shard(0) parameters into complete tensors, by name. Collective over the ranks that shard."""
     shards = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     if not named:
         return {}
@@ -94,16 +94,16 @@ def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
 
 
 def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, world: World) -> list[Piece]:
-    """Return the pieces of the full model: the rows of each weight that this rank holds. Collective.
+    """Return the pieces of the complete model: this rank's rows of each weight, with adapters merged in. Collective.
 
     Raises:
-        ValueError: an adapter on a parameter that is not a linear layer's weight, which would be left out.
+        ValueError: an adapter belongs to a parameter that is not a linear layer's weight, so it cannot be merged.
     """
     apart = {name for name, _ in adapters} - {n for name, _ in base if name.endswith(".weight") for n in partner(name)}
     if apart:
         raise ValueError(
-            f"{min(apart)} belongs to no linear layer's weight, so the model cannot be saved or pushed with it: choose "
-            "other --lora.targets"
+            f"{min(apart)} does not belong to a linear layer, so it cannot be merged for saves and pushes: "
+            "choose other --lora.targets"
         )
     whole, out = gathered(adapters, world), []
     for name, param in base:
@@ -118,7 +118,7 @@ def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, wo
 
 
 def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]:
-    """Return A and (alpha / r) B of every layer, so that an engine needs no alpha and holds exactly the values sent."""
+    """Return A and (alpha / r) B of every layer, so that an engine needs no alpha and loads exactly the sent values."""
     return [
         Piece(slot.name, slot.shape, slot.box, (local(p) * scale if ".lora_B." in name else local(p))[slot.index])
         for name, p in adapters
@@ -130,7 +130,7 @@ def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]
 
 
 def file_pieces(adapters: Named) -> list[Piece]:
-    """Return A and B unscaled, under the names of PEFT's files."""
+    """Return A and B, unscaled, under the names in PEFT's files."""
     return [
         Piece(PREFIX + name, tuple(p.shape), box, local(p))
         for name, p in adapters
@@ -139,7 +139,7 @@ def file_pieces(adapters: Named) -> list[Piece]:
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], base: dict) -> None:
-    """Write a folder for `PeftModel.from_pretrained(model, folder)`. base: path and checksum of the model."""
+    """Write a folder for `PeftModel.from_pretrained(model, folder)`. base: path and checksum of the base model."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -155,16 +155,16 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
 
 @torch.no_grad()
 def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None:
-    """Fill this rank's shards from a folder that `write_adapter` made.
+    """Fill this rank's shards from a folder that `write_adapter` wrote.
 
     Raises:
-        ValueError: the folder is missing, or holds adapters of other settings or of other weights than `base`.
+        ValueError: the folder is missing, or its adapters have other settings or belong to other weights than `base`.
     """
     from safetensors import safe_open
 
     if not (folder / FILE).is_file():
         raise ValueError(
-            f"{folder.parent} was made without adapters: resume with --lora.rank 0, or choose another --run.dir and "
+            f"{folder.parent} was written without adapters: resume with --lora.rank 0, or choose another --run.dir and "
             "start from its model with --model.path"
         )
     saved = json.loads((folder / "adapter_config.json").read_text())
@@ -172,7 +172,9 @@ def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None
     for key, name in flags.items():
         ours, theirs = getattr(config, key), saved.get(key)
         if sorted(ours or ()) != sorted(theirs or ()) if name == "targets" else ours != theirs:
-            raise ValueError(f"{folder} was made with --lora.{name} {theirs}, this run has {ours}; take that")
+            raise ValueError(
+                f"{folder} was made with --lora.{name} {theirs}, but this run has {ours}: use the same value"
+            )
     with safe_open(folder / FILE, framework="pt") as file:
         for piece, (_, p) in zip(file_pieces(adapters), [x for x in adapters if local(x[1]).numel()], strict=True):
             rows = piece.box[0]
@@ -180,6 +182,6 @@ def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None
     saved = json.loads((folder / BASE).read_text())
     if saved["sum"] != base["sum"]:
         raise ValueError(
-            f"{folder} was trained on --model.path {saved['path']} with other weights than {base['path']} holds: "
-            "resume with that model"
+            f"{folder} was trained on --model.path {saved['path']}, whose weights differ from those in "
+            f"{base['path']}: resume with that model"
         )

@@ -1,10 +1,10 @@
 """Any HF transformer under FSDP2 or HSDP: packed forward, global denominators, master weights in float32.
 
-One class serves every model of a run: the policy, its reference, a critic, a reward model. They differ in their head
-and in whether they train.
+All models of a run use this class: the policy, its reference, a critic, a reward model. They differ in their head and
+in whether they train.
 
-A micro-batch's loss is a sum divided by counts of the whole update, and gradients are summed (not averaged) over ranks,
-so the result depends neither on the packing nor on the number of ranks (law 2).
+A micro-batch's loss is a sum divided by counts over all ranks and micro-batches, and gradients are summed (not
+averaged) over ranks. So the result does not depend on packing or on the number of ranks (law 2).
 """
 
 import math
@@ -43,16 +43,16 @@ from spmdrl_kernels.host import use_host_linear
 
 
 class FsdpPolicy(Learner):
-    """The Policy contract (`policy/contract.py`) on FSDP2."""
+    """Implements `Policy` (`policy/contract.py`) on FSDP2."""
 
     can_share = True
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """See `Learner`: builds the model without values and shards it, so no rank holds more than its own shards."""
+        """Implements `Learner.build`: shard the model before its weights exist, so a rank stores only its shards."""
         cfg, head = self.cfg, self.head
         check_model(self.folder, cfg.model.trust_remote_code, self.world.sp_size)
         if average:
-            # In 16 bits a small share of another model's weights would be rounded away, here and in a checkpoint.
+            # In 16 bits a small share of the policy's weights would be rounded away, in the average and in checkpoints.
             self.stored = self.master
         hf = self._hf_model(path, self.master if trainable and not adapt else self.stored, trainable)
         self.routers = Routers(hf) if routing_replay else None
@@ -68,11 +68,11 @@ class FsdpPolicy(Learner):
         if hf.config.get_text_config()._attn_implementation != packed.NAME:
             self.run_as("apart")
         fill_model(self.model, self.folder, self.world.device, self.new_head, cfg.run.seed, self.blocks)
-        # Persistent buffers, such as routing biases: every rank holds them whole.
+        # Persistent buffers, such as routing biases, are complete on every rank.
         persistent = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in persistent]
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
-        # The sharded parameters: while the root is gathered, the model has plain tensors in their place.
+        # The sharded parameters. While the root is gathered, the model has plain tensors instead of them.
         self.shards: list[Any] = list(self.model.parameters())
         self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
 
@@ -85,7 +85,8 @@ class FsdpPolicy(Learner):
         self.untrained = prediction_heads(self.folder, hf.config) if keep else None
         if cfg.policy.liger:
             use_liger(hf, self.world.device)
-        # A reward model may start from a language model; a folder of a classifier must have its head.
+        # A reward model may start from a language model, without a head; the folder of a classifier must include the
+        # head.
         generates = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
         self.new_head = head == "value" or (head in SCORES and trainable and generates)
         self.layout, self.hf_config = Layout(hf), hf.config
@@ -95,13 +96,13 @@ class FsdpPolicy(Learner):
 
     @property
     def form(self) -> Form:
-        """The way in which the sequences of a micro-batch run."""
+        """How the sequences of a micro-batch run (`heads.Form`)."""
         return self.model.form
 
     def run_as(self, form: Form, attention: str = "") -> None:
-        """Set the way in which the sequences of micro-batches run from the next forward on.
+        """Set how the sequences of micro-batches run from the next forward on.
 
-        attention: transformers' implementation for `apart`; empty means that of `own_attention`.
+        attention: transformers' attention implementation for the form `apart`; empty means `own_attention`.
         """
         self.model.form, self.share = form, form == "tree"
         apart = attention or own_attention(self.model.hf)
@@ -114,7 +115,7 @@ class FsdpPolicy(Learner):
         second: Second = "entropy",
         token_loss: TokenLoss | HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the head's tensors. A rank without sequences runs dummy tokens, because others gather its shards."""
+        """Return the head's tensors. A rank without sequences runs a dummy batch, because others gather its shards."""
         assert not self.away, "offloaded: memory.training_phase brings it back"
         tick()
         device, real = self.world.device, len(batch) > 0
@@ -123,17 +124,17 @@ class FsdpPolicy(Learner):
         if self.share and batch.branches:
             more["begins_B"] = batch.begins
         if self.form == "apart":
-            # Each sequence is a forward, in which ranks all-gather each other's shards.
+            # Each sequence is one forward, which all-gathers shards, so all ranks must run the same number of forwards.
             count = torch.tensor([len(run)], device=device)
             more["runs"] = int(all_reduce(count, "max", self.world.data_group))
         if self.routers and real:
             more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
         if real and "noise" in batch.token:
             more["noise"] = (batch.token["noise"], batch.token["noise_scale"])
-        # One line for both cases: the lockstep recorder then sees ranks that run it together at the same line.
+        # One line for real and dummy batches: the lockstep recorder compares the line numbers of ranks.
         pack = run.token["tokens"].to(device), run.lengths, run.token["mask"].to(device)
         found = self.model(*pack, temperature, second, **more)
-        # Zero times the sum keeps the graph, and with it FSDP's backward.
+        # Multiplying the sum by zero keeps the graph, so that FSDP's backward runs.
         return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
 
     def numbers(
@@ -149,7 +150,7 @@ class FsdpPolicy(Learner):
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """Run the model without its adapters inside this context; routers choose experts freely."""
+        """Run the model without its adapters and without routing replay inside this context."""
         routers, self.routers = self.routers, None
         try:
             with without_adapters(self.model):
@@ -160,9 +161,9 @@ class FsdpPolicy(Learner):
     # ── update ───────────────────────────────────────────────────────────────
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """See `Learner`. Gradients are reduced over ranks after the last micro-batch, or after each one.
+        """Implements `Learner.gradient`: reduce gradients over ranks after each micro-batch, or only after the last.
 
-        Replicas of a sharded model (HSDP) sum theirs after the last one in both cases.
+        Replicas of a sharded model (HSDP) always reduce after the last micro-batch only.
         """
         metrics, each = Metrics(), self.cfg.policy.reduce_gradients == "each"
         scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -174,20 +175,20 @@ class FsdpPolicy(Learner):
             token_loss = objective.token_loss(micro, shared, self.world.device) if len(micro) else None
             token_loss = scaled(token_loss, scale)
             first_T, second_T, *chunked = self._forward(micro, objective.temperature, objective.second, token_loss)
-            # A chunked loss already has its gradient; the loss over whole tensors is computed for the log only.
+            # A chunked loss already has its gradient; the second computation of the loss is only for its statistics.
             with torch.set_grad_enabled(not chunked):
                 result = objective.loss(micro, first_T, second_T, shared)
             (chunked[0] if chunked else result.loss * scale).backward()
             metrics.merge(result.stats)
         if scale != 1:
-            # Gradients are in the master type, in which no value underflows.
+            # Gradients have the master type, in which the division cannot underflow.
             for p in self.model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(1 / scale)
         return metrics
 
     def gradient_norm(self) -> float:
-        """See `Learner`; in float64."""
+        """Implements `Learner.gradient_norm`, in float64."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for p in self.model.parameters():
             if p.grad is not None:
@@ -210,7 +211,7 @@ class FsdpPolicy(Learner):
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
     def named_weights(self) -> list[tuple[str, DTensor]]:
-        """Return HF name and shard of every parameter, tied ones once. Adapters have the names of PEFT's files."""
+        """Return HF name and shard of every parameter; tied weights appear once, adapters under PEFT's names."""
         assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
         self.reshard()
         return [(plain_name(name.removeprefix("hf.")), p) for name, p in self.model.named_parameters()]
@@ -239,7 +240,7 @@ class FsdpPolicy(Learner):
         }
 
     def reshard(self) -> None:
-        """See `Learner`: a forward without a backward leaves the root gathered, as plain parameters."""
+        """Implements `Learner.reshard`; a forward without a backward leaves the root gathered, as plain parameters."""
         for module in self.gathering:
             module.reshard()
 

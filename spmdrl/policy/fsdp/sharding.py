@@ -1,4 +1,4 @@
-"""Shards a HF model in its packed form by FSDP2 or HSDP, and fills it: each rank reads its own parts of the weights."""
+"""Wraps a HF model for packed sequences, shards it by FSDP2 or HSDP, and lets each rank read its shards from files."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,14 +25,15 @@ from spmdrl.weights.shards import local, shard_box
 from spmdrl.weights.sources import Sources
 
 GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
-"""Models of up to this many bytes (in the compute type) are sharded as one group: gathering each layer by itself would
-cost more time than the memory is worth. On a CPU nothing is computed while a gather runs."""
+"""Models of up to this many bytes (in the compute type) are gathered as one group, because gathering each layer
+separately would cost too much time for the memory that it saves. The limit is higher on a CPU, where gathers do not
+overlap with computation."""
 
 
 def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """Apply fully_shard to each decoder layer, then to the rest, over `world.shard_mesh`; to a small model as a whole.
+    """Apply fully_shard over `world.shard_mesh` to each decoder layer (not in a small model) and to the model.
 
-    direct: on gloo, send directly (`spmd/gloo.py`) instead of around its ring.
+    direct: on gloo, send directly between ranks (`spmd/gloo.py`) instead of around gloo's ring.
     """
     # Under LoRA only trainable parameters use the master dtype.
     mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
@@ -44,14 +45,14 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, r
         layers = []
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    # The root also gets the columns of a loss (old_logp, advantages, ...), which keep their type.
+    # The root's inputs include the columns of a loss (old_logp, advantages, ...), which must keep their type.
     fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
     for further in ("states", "plain", "off"):
         register_fsdp_forward_method(model, further)
     module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
-            # Gradients are sums: denominators are global and already in the loss.
+            # Gradients are summed, not averaged: the loss already includes the global denominators.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if direct and kind_of(world.device) == "cpu" and world.size > 1:
@@ -60,31 +61,31 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, r
 
 
 def recompute(hf: Any) -> None:
-    """Recompute the forward of each decoder layer in its backward, instead of keeping its activations.
+    """Recompute the forward of each decoder layer in its backward instead of storing its activations.
 
-    transformers' own switch works only in training mode, which would also switch dropout on.
+    The checkpointing of transformers works only in training mode, which would also enable dropout.
     """
     for layer in decoder_layers(hf):
-        # The state of random generators need not be kept: in eval mode nothing draws.
+        # The state of random generators is not needed: in eval mode no layer draws random numbers.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=again
         )
 
 
 def use_liger(hf: Any, device: torch.device) -> None:
-    """Put Liger's kernels (https://arxiv.org/abs/2410.10989) between a model's matmuls, without the head.
+    """Replace a model's norms, activations and rotary embeddings by Liger's kernels (https://arxiv.org/abs/2410.10989).
 
     Raises:
-        ValueError: no GPU, or a model type that Liger has no kernels for.
+        ValueError: the device is not a GPU, or Liger has no kernels for the model type.
     """
     if device.type != "cuda":
-        raise ValueError("--policy.liger: its kernels run on GPUs; leave it out on a CPU")
+        raise ValueError("--policy.liger: Liger's kernels need a GPU; leave out this flag on a CPU")
     from liger_kernel.transformers import monkey_patch
 
     known, kind = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, hf.config.model_type
     if kind not in known:
         raise ValueError(f"--policy.liger: Liger has no kernels for {kind}; it has {', '.join(sorted(known))}")
-    # The loss is computed by this package: chunked in the head, with the run's own formula.
+    # This package computes the loss, in chunks in the head, by the run's formula.
     monkey_patch._apply_liger_kernel_to_instance(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
@@ -97,19 +98,19 @@ def sharded(
     share: bool,
     trained: Callable[[str], bool],
 ) -> Any:
-    """Wrap, freeze and shard a HF model; it stays on its device, which may be meta. Collective.
+    """Wrap and shard a HF model; it stays on its device, which may be meta. Collective.
 
-    compute: type of the forward. share: prompts run once for all their samples. trained: True for the names of
-    parameters that train.
+    compute: type of the forward. share: run a prompt once for all its samples. trained: returns True for the names of
+    parameters that train; the others are frozen.
     """
     kind, sp = cfg.policy.attention, world.sp_group
     model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, sp, share, after=head in SCORES)
-    # Eval mode even for training: the loss compares logp with the engine's and with earlier passes, so the model must
-    # not be random (dropout, LayerDrop, a router's jitter).
+    # Models also train in eval mode: the loss compares logp with that of the engine and of earlier passes, so the model
+    # must not be random (dropout, LayerDrop, router jitter).
     model.eval()
     for name, p in model.named_parameters():
         p.requires_grad_(trained(name))
-    # The lockstep recorder records collectives, and direct sends are none.
+    # The lockstep recorder records collectives only, so direct sends are off while it is active.
     _shard(model, world, compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
     return model
 
@@ -117,11 +118,11 @@ def sharded(
 # ── weights ──────────────────────────────────────────────────────────────────
 
 Names = dict[int, tuple[Any, list[str]]]
-"""id of a tensor -> the tensor and its names in the original model; tied weights have several."""
+"""id of a tensor -> the tensor and its names in the HF model; tied weights have several names."""
 
 
 def names_of(hf: Any) -> Names:
-    """Return the parameters and the persistent buffers of a model, each with all its names."""
+    """Return the parameters and persistent buffers of a model, each with all of its names."""
     found: Names = {}
     persistent = hf.state_dict().keys()
     buffers = [(name, b) for name, b in hf.named_buffers(remove_duplicate=False) if name in persistent]
@@ -131,10 +132,10 @@ def names_of(hf: Any) -> Names:
 
 
 def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
-    """Check that a folder holds every parameter in its shape. new_head: the head `score` may be missing.
+    """Check that a folder has every parameter in the right shape. new_head: the head `score` may be missing.
 
     Raises:
-        ValueError: tensors that are missing or misshapen, or fp8 weights without scales.
+        ValueError: tensors are missing or have another shape, or fp8 weights lack scales.
     """
     wrong = []
     for _, known in names.values():
@@ -159,14 +160,14 @@ def fill_model(
 ) -> None:
     """Allocate a sharded model on this rank's device and fill it with the values of a HF folder.
 
-    A rank reads only its own shards, directly into its tensors. Adapters, which no folder holds, get their initial
+    A rank reads only its shards, directly into its tensors. Adapters, which are not in the folder, get their initial
     values; a head `score` that the folder lacks gets zeros.
 
     model: the result of `sharded`, with parameters on the meta device. new_head: the folder may lack the head `score`.
-    seed: of the run, for adapters. blocks: as `fp8_blocks` returns them.
+    seed: the run's seed, for the initial values of adapters. blocks: as `fp8_blocks` returns them.
 
     Raises:
-        ValueError: a folder that lacks a tensor, or holds one of another shape.
+        ValueError: the folder lacks a tensor, or has a tensor of another shape.
     """
     names = names_of(model.hf)
     shapes = {n: tuple(t.shape) for t, known in names.values() for n in known if not is_adapter(n)}
@@ -191,9 +192,9 @@ def _fill(tensor: torch.Tensor, names: list[str], sources: Sources, seed: int) -
         return
     sources.copy(present[0], box, mine)
     for other in present[1:]:
-        # A folder may hold a tied weight twice.
+        # A folder may contain a tied weight twice.
         if any(sources.tensors.differs(name, box, mine) for name in sources.read_from(other)):
             raise ValueError(
-                f"{sources.tensors.folder}: config.json ties {other} to {present[0]}, but the folder holds different "
+                f"{sources.tensors.folder}: config.json ties {other} to {present[0]}, but the folder has different "
                 "values for them: set tie_word_embeddings to false in config.json, or remove one of them"
             )
