@@ -1,29 +1,29 @@
-"""Reinforcement learning: a step, the sources of its samples, and the updates that learn from them.
+"""Reinforcement learning: samples the experience of each step, scores it, and updates the models.
 
-run.py           runs the steps of one run by a learning method: policy gradients
+run.py           one run and its learning method, policy gradients
 build.py         builds a run: prompts, models, checkpoints, engine
-sampler.py       samples a step's experience, also ahead: plan, rollout, grade, fill the batch
-rollout_plan.py  plans of rollouts, and the experience that comes of them
-rollout.py       one rollout: prompts, samples of the engine, observations, rewards
-engine_models.py frozen models in the run's own engine
-engine_judges.py judges on the run's own engine
-grade.py         episodes on their way through the reward function
-environment.py   contract of environments that the policy acts in; single turns; what an engine's ranks share
+sampler.py       samples the experience of a step, also of later steps in advance
+rollout_plan.py  plans of rollouts, and the experience that results from them
+rollout.py       one rollout: takes prompts, samples responses, passes on observations, collects rewards
+engine_models.py loads frozen models into the run's engine
+engine_judges.py judges on the run's engine
+grade.py         passes episodes to the reward function and collects their rewards
+environment.py   contract of environments that the policy acts in; single-turn episodes
 agents.py        conversations with environments in worker processes
-conversation_state.py  the state of an episode's conversation, which a later step or another process takes up
-fill_batch.py    counts what the rollouts of a step bring until it has its prompts
+conversation_state.py  the state of an episode's conversation, from which another step or process can continue
+fill_batch.py    adds up rollouts until a step has enough prompts
 evaluation.py    measures the policy on a prompt set
 score.py         computes inputs of the update: shaped rewards, old and reference logp, values
-reading.py       how a reward model reads responses: tokens, steps, labels
-retokenize.py    responses in the tokens of a reward model or of a teacher
+reading.py       scores responses by a reward model: in its tokens, by steps and labels
+retokenize.py    converts responses to the tokens of a reward model or of a teacher
 update.py        updates every model that learns
-online_preference.py  the method of pairs of own samples: which samples of a prompt are compared
-teachers.py      prompts as teachers read them, and teachers in the run's own engine
-alignment.py     a teacher that reads other tokens
-distillation.py  the method of distillation: what teachers say of a batch, responses of the data set
+online_preference.py  the method that learns from pairs of the policy's samples
+teachers.py      the teachers' prompts, and teachers in the run's engine
+alignment.py     distillation from a teacher with another tokenizer
+distillation.py  the method of distillation: the teachers' logp, responses of the data set
 compose.py       makes an Algorithm from settings
-spikes.py        keeps the batch of an anomalous optimizer step
-tool_calls.py    the form in which the policy calls tools; calls in an episode's turns, for its row of samples.jsonl
+spikes.py        saves the batch of an anomalous optimizer step
+tool_calls.py    the format of the policy's tool calls, and the calls in an episode's turns
 describe.py      metrics of a step, and a few of its samples as text
 state.py         state of a run and of each rank, for checkpoints; episodes as trees
 """

@@ -1,8 +1,9 @@
 """Conversations of the policy with environments in worker processes, from messages to tokens and back.
 
-A conversation is opened; then each response is parsed (`env/calls.py`) and sent to its environment (`env/pool.py`),
-whose messages become the tokens after which the policy goes on (`data/conversation.py`); at the end it is scored. All
-conversations of an engine run at the same time: a slow tool only delays its own episode.
+First the environment opens the conversation. Then each response is parsed (`env/calls.py`) and sent to the environment
+(`env/pool.py`), and its messages become tokens, after which the policy continues (`data/conversation.py`). At the end
+the environment scores the conversation. All conversations of an engine run at the same time, so a slow tool delays only
+one episode.
 """
 
 import math
@@ -27,7 +28,8 @@ from spmdrl.spmd.seeds import seed_for
 SEED = 0x454E56
 """Key of the seeds of environments."""
 CHARACTERS = 200
-"""Most characters of a token. A text longer than this times the token limit is refused without tokenizing it."""
+"""Assumed largest number of characters in a token. A text with more characters than this times the token limit is
+rejected without tokenizing it."""
 
 
 class Agents(Environment):
@@ -44,14 +46,14 @@ class Agents(Environment):
         answer_column: str,
         weight: float,
     ):
-        """Start the workers and make the environment once.
+        """Start the workers, and create the environment once to check it.
 
-        ends: tokens that end a response. answer_column: a second name, beside `ground_truth`, of the truth in an
-        environment's row. weight: of the environment's rewards among the run's (`config.environment.weight_of`).
+        ends: tokens that end a response. answer_column: the environment's row contains the ground truth under this name
+        and under `ground_truth`. weight: factor on the environment's rewards (`config.environment.weight_of`).
 
         Raises:
-            ValueError: the environment does not exist, or it has tools and the chat template does not show them or
-                the form of calls.
+            ValueError: the environment does not exist, or it has tools and the chat template shows neither them nor
+                the format of calls.
         """
         self.found, self.renderer, self.ends = found, renderer, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
@@ -68,7 +70,7 @@ class Agents(Environment):
                 raise
         self.turn_tokens, self.most_open = found.turn_tokens, found.max_open
         self.episodes: dict[Place, Episode] = {}
-        """Episodes whose conversations are under way."""
+        """Episodes whose conversations are open, by (position, sample)."""
         self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
 
@@ -77,8 +79,8 @@ class Agents(Environment):
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """Implements `Environment.open`."""
         place, prompt = place_of(episode), group.prompt
-        # All samples of a prompt begin alike, because they are compared. `born` distinguishes training from evaluation,
-        # and does not change in a group with which a later step goes on.
+        # All samples of a prompt get the same seed, because they are compared with each other. `born` distinguishes
+        # training from evaluation, and stays the same in a group that a later step continues.
         seed = seed_for(plan.key[0], SEED, group.born, prompt.index, group.position)
         try:
             opening = opening_of(self.found, prompt, self.answer_column, seed)
@@ -101,10 +103,10 @@ class Agents(Environment):
             self._fail(episode, state.failure)
             return
         if state.finish:
-            # The turn was answered before a cut, and the final reward was not.
+            # Before the episode was cut short, the environment answered this turn but did not return the final reward.
             self._begin(state, lambda: self._score(episode, state.finish))
             return
-        # A whole turn is sent even if no token is left: the environment may end the episode by it.
+        # A complete turn is sent even if no tokens are left, because the environment may end the episode with it.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
         if not whole:
             self._begin(state, lambda: self._score(episode, "length"))
@@ -127,7 +129,7 @@ class Agents(Environment):
                 self._take(self.episodes[place], reply)
             if self.ready or not left or not self.pool.pending:
                 break
-        # Sorted, so that the order of replies that came together does not depend on timing.
+        # Sorted, so that the order of replies that arrive together does not depend on timing.
         ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
         return ready
 
@@ -138,10 +140,10 @@ class Agents(Environment):
             if self.episodes.pop(place, None) is None:
                 continue
             if keep and state.request == "open" and not state.reopening:
-                # It has no token, and begins anew.
+                # The episode has no tokens, so a later step opens it from the beginning.
                 episode.conversation = None
             elif keep:
-                # The pending answer is dropped: the turn is sent again, and counted, when the episode goes on.
+                # The pending answer is dropped. When the episode continues, its turn is sent and counted again.
                 again = state.request in ("say", "score") or state.next_request is not None
                 self.counts["turns"] -= again
                 state.responses -= again
@@ -156,18 +158,18 @@ class Agents(Environment):
         return counts
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.pool.shutdown()
 
     # ── requests and replies ─────────────────────────────────────────────────
 
     def _response(self, episode: Episode) -> tuple[list[int], bool]:
-        """Return the tokens of an episode's last response, and whether the last of them ends a turn."""
+        """Return the tokens of an episode's last response, and whether its last token ends a turn."""
         made = episode.response
         return made, bool(made) and made[-1] in self.ends
 
     def _begin(self, state: ConversationState, request: Callable[[], None]) -> None:
-        """Begin a request, after the one under way."""
+        """Begin a request, or if another one is pending, begin it after that is answered."""
         if state.request:
             state.next_request = request
         else:
@@ -182,7 +184,7 @@ class Agents(Environment):
         again = request == "open" and state.reopening
         failure = reply.failure or (state.difference(reply) if again else "")
         if failure and again and not state.next_request:
-            # The engine samples a response for the episode, which ends after that.
+            # The engine is sampling a response for the episode; the episode ends after that response.
             state.failure = failure
         elif failure:
             state.next_request = None
@@ -226,7 +228,7 @@ class Agents(Environment):
         self.ready.append((place_of(episode), Observation(tokens)))
 
     def _answered(self, episode: Episode, state: ConversationState, reply: Reply) -> None:
-        """Go on after the answer to a turn, or end the episode."""
+        """Process the answer to a turn: continue the episode or end it."""
         state.reward = reply.reward or 0.0
         state.total += state.reward
         before = state.add_answer(reply)
@@ -251,7 +253,7 @@ class Agents(Environment):
         except ValueError as error:
             self._fail(episode, f"{state.name}: {error}")
             return
-        # A branch has at least one token of its own.
+        # A branch has at least one token that it does not share.
         shared = min(shared_length(path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
         if state.room <= len(tokens) - shared:
             self._score(episode, "length")

@@ -1,8 +1,8 @@
-"""Distils a teacher whose tokenizer is not the student's, by spans of the student's text.
+"""Distils a teacher with another tokenizer, by comparing spans of text.
 
-The teacher's tokenizer encodes the response again, after the teacher's own prompt. Spans of text that consist of whole
-tokens of both are compared (`rl/retokenize.py`, `policy/objectives/aligned.py`). Responses that cannot be aligned are
-counted, and the log gives the reasons.
+The teacher's tokenizer encodes the student's response, which follows the teacher's prompt. The loss compares spans of
+text that consist of complete tokens of both tokenizers (`rl/retokenize.py`, `policy/objectives/aligned.py`). Responses
+that cannot be aligned are counted, and the log gives the reasons.
 """
 
 import logging
@@ -33,27 +33,28 @@ log = logging.getLogger("spmdrl")
 
 
 class Alignment:
-    """The teacher's side of a distillation over two tokenizers."""
+    """The computations with the teacher in a distillation between two tokenizers."""
 
     def __init__(self, run: Run, cfg: DistillationConfig, reader: TargetReader):
-        """reader: of the teacher's hidden states.
+        """reader: selects what is read from the teacher's hidden states.
 
         Raises:
-            ValueError: the teacher has no tokenizer, or its prompts do not fit.
+            ValueError: the teacher has no tokenizer, or its prompts are too long or cannot be rendered.
         """
         self.run, self.cfg, self.reader = run, cfg, reader
         trust = cfg.model.trust_remote_code
         own, folder = resolve(cfg.model.path, trust), resolve(cfg.reference.path, trust)
         if not has_tokenizer(folder):
             raise ValueError(
-                f"--reference.path {cfg.reference.path}: it has no tokenizer, by which --distill.align "
-                f"{cfg.distill.align} reads the student's text; copy it into the folder, or take --distill.align off"
+                f"--reference.path {cfg.reference.path}: the folder has no tokenizer, which --distill.align "
+                f"{cfg.distill.align} needs to encode the student's text; copy the tokenizer's files into the folder, "
+                "or take --distill.align off"
             )
         tokenizer = load_tokenizer(folder, trust)
         template, theirs = job_template(cfg, run.tokenizer), chosen_template(tokenizer)
         ends = stop_tokens(own, run.tokenizer, template), stop_tokens(folder, tokenizer, theirs)
         self.pair = Pair(run.tokenizer, tokenizer, *ends, template)
-        # A template of the user's own (--data.chat-template) is made for the student's tokenizer.
+        # The template of --data.chat-template is for the student's tokenizer, so the teacher's prompts do not use it.
         self.prompts, self.room = teacher_prompts(cfg, tokenizer, "", run.prompts), room(cfg)
         self.matched = None
         if cfg.distill.align == "gold":
@@ -63,7 +64,7 @@ class Alignment:
 
     @property
     def teacher(self) -> Policy:
-        """The teacher, which is on the ranks that train."""
+        """The teacher model, which is on the ranks that train."""
         assert self.run.models.reference is not None
         return self.run.models.reference
 
@@ -101,7 +102,7 @@ class Alignment:
         return metrics
 
     def align(self, batch: Batch) -> tuple[list[Aligned | None], Metrics]:
-        """Return the spans of each sequence, None for one that cannot be aligned; and how many cannot."""
+        """Return the alignment of each sequence, None if there is none, and the metric that counts the latter."""
         lengths, metrics, out = batch.lengths.tolist(), Metrics(), []
         starts = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
         rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
@@ -127,7 +128,10 @@ class Alignment:
         return out, metrics
 
     def in_teacher_tokens(self, batch: Batch, kept: list[int], found: list[Aligned]) -> Batch:
-        """Return the aligned sequences in the teacher's tokens."""
+        """Return the aligned sequences in the teacher's tokens, each after the teacher's prompt.
+
+        kept: indices of the aligned sequences in the batch; found: their alignments.
+        """
         chosen = batch.select(torch.tensor(kept, dtype=torch.int64))
         prompts = [self.prompts[prompt] for prompt in chosen.seq["prompt"].tolist()]
         pairs = [(prompt, each.teacher) for prompt, each in zip(prompts, found, strict=True)]
@@ -139,10 +143,14 @@ class Alignment:
     def places(
         self, batch: Batch, read: Batch, kept: list[int], found: list[Aligned]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[range]]:
-        """Return row numbers of the N aligned spans. A span has one base token of the student and one of the teacher.
+        """Return the rows of the tokens in the N aligned spans.
 
-        First the bases' rows of the student [N] and the teacher [N]; then, for the teacher's M other tokens, the number
-        of their span [M] and their row [M]; last, for each span, all of the student's rows.
+        A span has one base token of the student and one of the teacher, whose distributions are compared.
+
+        Returns:
+            The rows of the base tokens: the student's [N] and the teacher's [N].
+            For the teacher's M other tokens, the number of their span [M] and their row [M].
+            For each span, all rows of the student.
         """
         last = self.cfg.distill.merge == "last"
         starts = [
@@ -178,5 +186,5 @@ class Alignment:
 
 
 def columns(pairs: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return the first and the second numbers, int64."""
+    """Return two int64 tensors: the first numbers of the pairs, and the second ones."""
     return list(torch.tensor(pairs, dtype=torch.int64).reshape(len(pairs), 2).unbind(1))

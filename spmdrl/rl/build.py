@@ -1,4 +1,4 @@
-"""Builds a run on every rank: prompts, models, checkpoints, engine, in an order for which memory suffices."""
+"""Builds a run on every rank: prompts, models, checkpoints and engine, in an order that limits peak memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Sources:
     """Folder of the policy's model."""
     tokenizer: Any
     limit: int
-    """Most tokens of a prompt."""
+    """Largest number of tokens of a prompt."""
     stop: set[int]
     """Tokens that end a response."""
     prompts: PromptSet
@@ -62,7 +62,7 @@ class Sources:
 
 
 def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] = PolicyGradient) -> Run:
-    """Build a run. Collective over all ranks. method: builds its learning method."""
+    """Build a run. Collective over all ranks. method: makes the learning method from the run."""
     cfg, world = session.cfg, session.world
     algo = compose(cfg)
     keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
@@ -73,7 +73,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     data_sources = {prompt.data_source for each in (read.prompts, read.eval_prompts) if each for prompt in each.prompts}
     grader = load_reward(cfg.reward, cfg.sandbox, finite, data_sources) if world.samples else None
     judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
-    # On every rank, because one without samples needs the column too.
+    # Computed on every rank, because the batches of ranks without samples must have the same columns.
     experts_width = experts_of(read.folder, cfg.model.trust_remote_code).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     environment = None
@@ -121,10 +121,10 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
 
 
 def read_sources(session: Session[Config]) -> Sources:
-    """Read the tokenizer and the prompts of a run. Collective.
+    """Read the tokenizer and the prompts of a run. Collective over all ranks.
 
     Raises:
-        ValueError: a file cannot be read or does not fit the settings; the message names the flag.
+        ValueError: a file cannot be read or contradicts the settings; the message names the flag.
     """
     cfg, trust = session.cfg, session.cfg.model.trust_remote_code
     session.note("loading tokenizer and prompts")
@@ -144,10 +144,10 @@ def read_sources(session: Session[Config]) -> Sources:
 
 
 def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
-    """Build and check the models of a run, with the readings of its reward models. Collective.
+    """Build and check the models of a run, with the readings of its reward models. Collective over all ranks.
 
     Raises:
-        ValueError: a model does not fit its role, or computes wrong numbers here.
+        ValueError: a model is unsuitable for its role, or computes wrong numbers on this machine.
     """
     cfg = session.cfg
     models = build_models(cfg, session.world, algo.needs)
@@ -164,7 +164,7 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
 def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment:
     """Open the environment for the samples of this rank's engine. Collective over the engine.
 
-    ends: tokens that end a response. room: most tokens of a first prompt.
+    ends: tokens that end a response. room: largest number of tokens of an episode's first prompt.
 
     Raises:
         ValueError: the environment does not exist, or the chat template cannot render conversations.
@@ -178,8 +178,9 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
     agents = Agents(found, renderer, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
     session.note(f"environment {cfg.env}: {agents.hello}; calls in the form {agents.format}")
     if renderer.rewrites:
-        way = "goes on with what was sampled" if found.history == "keep" else "branches there"
-        session.note(f"the chat template renders earlier turns otherwise later on; history {found.history} {way}")
+        way = "continues with the sampled tokens" if found.history == "keep" else "starts a branch"
+        history = f"history {found.history} {way}"
+        session.note(f"the chat template renders earlier turns differently in later prompts; {history}")
     return agents
 
 
@@ -187,7 +188,7 @@ def check_named(env: str, prompts: PromptSet) -> None:
     """Raise ValueError if `--env rows` is set and no row names an environment."""
     if read_environment(env).environment == ROWS and not any(prompt.extra.get(COLUMN) for prompt in prompts.prompts):
         raise ValueError(
-            f"{prompts.source}: no row names its environment in a column {COLUMN!r}, as --env {env} wants it; add the "
+            f"{prompts.source}: no row names its environment in a column {COLUMN!r}, as --env {env} requires; add the "
             "column, or name one environment for all rows by --env"
         )
 
@@ -199,17 +200,17 @@ def _warnings(cfg: Config) -> Iterator[str]:
     if cfg.run.deterministic and scores_timeouts(cfg.reward):
         yield (
             f"--run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
-            "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
+            "so rewards depend on the clock; watch reward/timeouts, or take --reward.on-timeout error"
         )
     if cfg.run.deterministic and len(judge_files(cfg.reward)) > len(engine_judges(cfg)):
         yield (
-            "--run.deterministic: a judge may grade the same response otherwise in another run, unless its answers are "
-            "in its cache"
+            "--run.deterministic: a judge may grade the same response differently in another run, unless its answers "
+            "are in its cache"
         )
 
 
 def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:
-    """Load the prompts of a source, and check that every rank reads the same. Collective."""
+    """Load the prompts of a source, and check that all ranks read the same prompts. Collective over all ranks."""
     prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit, bool(session.cfg.env))
     check_truths(prompts, session.cfg.reward)
     if session.cfg.env:
@@ -228,6 +229,6 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
         session.note(f"{spec}: only rewards and environments get the columns {', '.join(prompts.beside)}")
     dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
     bounded = limit and len(prompts) + prompts.dropped == limit
-    only = f", no more than the first {limit} being wanted ({flag} {limit})" if bounded else ""
+    only = f", limited to the first {limit} ({flag} {limit})" if bounded else ""
     session.note(f"{len(prompts)} prompts from {prompts.source}{dropped}{only}")
     return prompts

@@ -1,4 +1,4 @@
-"""Makes an `Algorithm` from settings: functions by name or from a user's file, each with the settings it takes."""
+"""Makes an `Algorithm` from settings: finds functions by name or in a user's file, and the settings of each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,11 @@ def compose(cfg: Config) -> Algorithm:
 
 
 def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
-    """Return `("format=1", "answer=2")` as a dict; None if it is empty. Raises ValueError for another form."""
+    """Parse weights such as `("format=1", "answer=2")` to a dict; return None if there are none.
+
+    Raises:
+        ValueError: an entry is not of the form name=number.
+    """
     weights = {}
     for spec in specs:
         form = f"--algo.part-weights {spec}: write name=number, such as format=0.5"
@@ -48,7 +52,7 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
 
 
 def settings_of(function: Callable, cfg: Config) -> dict[str, Any]:
-    """Return the settings that a function takes by name, without those that are None."""
+    """Return the settings that a function has as parameters, without those that are None."""
     values = {name: get(cfg, setting) for name, setting in parameters_of(function).items()}
     if "weights" in values:
         values["weights"] = part_weights(values["weights"])

@@ -1,4 +1,4 @@
-"""The state of an episode's conversation with an environment, from its row to the end, over steps and processes."""
+"""The state of an episode's conversation with an environment, which may continue in later steps or processes."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from spmdrl.env.base import AssistantTurn, Call, Opening, Reply
 from spmdrl.env.messages import OPENING
 
 KEYS = ("name", "settings")
-"""Keys of a row's environment that is an object."""
+"""Keys of the environment in a row's column, if that is an object."""
 SAVED = {
     **{"messages": "messages", "tools": "tools", "said": "turns", "given": "total", "reward": "reward"},
     **{"finish": "finish", "turns": "responses", "calls": "calls", "first": "first_state", "state": "env_state"},
@@ -24,22 +24,22 @@ SAVED = {
 
 @dataclass
 class ConversationState:
-    """Everything about a conversation besides the tokens of its episode, which holds it.
+    """State of an episode's conversation, except for the tokens, which are in the `Episode`.
 
-    Only `rl/agents.py` changes it, on the first rank of an engine. A checkpoint holds the fields in SAVED.
+    Only `rl/agents.py` changes it, on the first rank of an engine. A checkpoint contains the fields in SAVED.
     """
 
     messages: list[dict] = field(default_factory=list)
-    """Messages up to the last observation, since the history was last replaced."""
+    """Messages up to the last observation; an answer that replaces the history replaces all of them."""
     tools: list[dict] = field(default_factory=list)
     turns: list[AssistantTurn] = field(default_factory=list)
     """The policy's turns that the environment received, in order."""
     total: float = 0.0
-    """All rewards so far."""
+    """Sum of the rewards so far."""
     reward: float = 0.0
     """Reward of the turn that is being answered."""
     finish: str = ""
-    """Reason of the end, once the final reward is requested."""
+    """Reason for which the conversation ends; empty until the final reward is requested."""
     responses: int = 0
     """Responses so far, including those that were cut."""
     calls: float = 0.0
@@ -47,51 +47,55 @@ class ConversationState:
     first_state: str = ""
     """Digest of the state in which the episode began, if the environment names states; else empty."""
     env_state: Any = None
-    """State from which the environment goes on after a cut, a JSON value; None: its turns are run again."""
+    """State from which the environment continues after the episode was cut short, a JSON value. None: its turns are run
+    again instead."""
     seconds: float = 0.0
-    """Duration of the episode up to the cut, if there is a limit on it."""
+    """Duration of the episode until it was cut short, if the duration is limited."""
 
     opening: Opening | None = None
     """The environment that is open or being opened; None between two rollouts."""
     variables: dict = field(default_factory=dict)
     """Variables of the chat template that the row gives."""
     began: float = 0.0
-    """Time at which the episode began (time.monotonic()), as if it had never been cut short."""
+    """Time at which the episode would have begun if it had never been cut short (time.monotonic())."""
     request: str = ""
-    """The request under way: `open`, `say`, `score`, or empty."""
+    """The pending request to the environment: `open`, `say`, `score`, or empty."""
     next_request: Callable[[], None] | None = None
-    """Request to begin when the one under way is answered."""
+    """Function that begins the next request when the pending one is answered."""
     reopening: bool = False
-    """True if the conversation goes on after a cut, and its environment is not open yet."""
+    """True if the conversation continues after a cut, and its environment is not open yet."""
     failure: str = ""
-    """Reason for which its environment could not be opened again."""
+    """Reason for which the environment could not be opened again; empty if it could."""
     room: int = 0
-    """Tokens that the episode may still take."""
+    """Number of tokens that the episode may still have."""
 
     def open(self, opening: Opening, variables: dict) -> None:
-        """Begin the conversation, or go on after a cut."""
+        """Begin the conversation, or continue it after a cut."""
         self.opening, self.variables, self.request = opening, variables, "open"
         self.began = time.monotonic() - self.seconds
 
     def cut(self, env_state: object, timed: bool) -> None:
-        """Leave the rollout; a later one goes on. timed: there is a limit on its duration."""
+        """Stop the conversation at the end of a rollout; a later rollout continues it.
+
+        timed: True if the duration of an episode is limited.
+        """
         self.env_state, self.opening, self.request, self.next_request = env_state, None, "", None
         self.reopening, self.failure = True, ""
         # Without a limit, nothing in a checkpoint depends on a clock.
         self.seconds = time.monotonic() - self.began if timed else 0.0
 
     def copy(self) -> "ConversationState":
-        """Return a copy that goes on apart from this state, which was cut."""
+        """Return a copy that can continue without changing this state. Only for a conversation that was cut."""
         return replace(self, turns=list(self.turns))
 
     def saved(self) -> dict:
-        """Return the fields with which another process goes on, as JSON values."""
+        """Return the fields from which another process can continue, as JSON values."""
         values = {key: getattr(self, name) for key, name in SAVED.items()}
         return values | {"said": [asdict(turn) for turn in self.turns]}
 
     @staticmethod
     def restored(saved: dict) -> "ConversationState":
-        """Invert `saved`, for a conversation that was cut."""
+        """Return the conversation that `saved` described. It was cut short, so its environment has to be reopened."""
         calls = [[Call(**call) for call in turn["calls"]] for turn in saved["said"]]
         turns = [AssistantTurn(**turn | {"calls": made}) for turn, made in zip(saved["said"], calls, strict=True)]
         values: dict[str, Any] = {name: saved[key] for key, name in SAVED.items()}
@@ -99,22 +103,22 @@ class ConversationState:
         return ConversationState(**values, reopening=True)
 
     def add_answer(self, reply: Reply) -> list[dict]:
-        """Add the last turn and the answer to it to the messages, or replace them; return those before."""
+        """Append the last turn and its answer to the messages, or replace all of them; return the messages before."""
         before = self.messages
         self.messages = list(reply.messages) if reply.anew else [*before, self.turns[-1].message, *reply.messages]
         return before
 
     def prompt(self, renderer: Conversation, hidden: bool) -> list[int]:
-        """Return the tokens of all messages. hidden: as in `Conversation.begin`. Raises ValueError."""
+        """Return the tokens of all messages. hidden: as in `Conversation.begin`, whose errors it raises."""
         return renderer.of(self.variables).begin(self.messages, self.tools or None, hidden)
 
     def next_tokens(
         self, renderer: Conversation, hidden: bool, before: list[dict], reply: Reply, made: list[int], ended: bool
     ) -> tuple[list[int], bool]:
-        """Return the tokens after which the policy goes on, and whether they are its whole context.
+        """Return the tokens after which the policy continues, and True if they are its complete context.
 
-        before: messages before the last turn. reply: the answer to that turn, which `add_answer` took. made: tokens of
-        the turn. ended: the last of them ends a turn.
+        before: messages before the last turn. reply: the answer to that turn, passed to `add_answer` before. made:
+        tokens of the turn. ended: True if the last of them ends a turn.
 
         Raises:
             ValueError: the template renders nothing for the answer.
@@ -128,7 +132,7 @@ class ConversationState:
         return (seen.tokens, False) if seen.fork is None else (seen.fork, True)
 
     def state_number(self, key: str) -> int | None:
-        """Return the number of a state; the state in which the episode began has the number of the prompt.
+        """Return the number of a state: 0 for the state in which the episode began, as for the prompt.
 
         key: digest of the state. Returns None if the environment does not name states.
         """
@@ -137,9 +141,9 @@ class ConversationState:
         return 0 if key == self.first_state else 1 + int(key, 16) % (STATES - 1)
 
     def difference(self, reply: Reply) -> str:
-        """Return an error if turns that were run again had other answers than before; else an empty text.
+        """Return an error message if turns that were run again got other answers than before; else an empty text.
 
-        reply: to the request that opened the environment again.
+        reply: the answer to the request that opened the environment again.
         """
         again = list(reply.messages)
         for i, (turn, answer) in enumerate(zip(self.turns, reply.replayed, strict=False)):
@@ -147,23 +151,23 @@ class ConversationState:
         if self.env_state is not None or again == self.messages:
             return ""
         return (
-            f"{self.name}: it gave other messages when its turns were run again after a cut; one that depends on more "
-            "than row and seed needs state() and restore(state)"
+            f"{self.name}: it gave other messages when its turns were run again after a cut; an environment that "
+            "depends on more than row and seed needs state() and restore(state)"
         )
 
     @property
     def name(self) -> str:
-        """Name of its environment."""
+        """Name of the environment; empty if it is not open."""
         return self.opening.name if self.opening else ""
 
 
 def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int) -> Opening:
-    """Return the environment of a prompt, with its row.
+    """Return the environment of a prompt, with the row that the environment gets.
 
-    answer_column: a second name, beside `ground_truth`, of the truth in the environment's row.
+    answer_column: the environment's row contains the ground truth under this name and under `ground_truth`.
 
     Raises:
-        ValueError: rows name their environments, and this one names none or has an unknown key.
+        ValueError: rows name their environments, and this row names none or has an unknown key.
     """
     row = prompt.extra | {"extra_info": prompt.extra, "data_source": prompt.data_source}
     row |= {"prompt": prompt.content, answer_column: prompt.ground_truth, "ground_truth": prompt.ground_truth}
@@ -172,7 +176,7 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
     name, settings = found.environment, found.settings
     if name == ROWS:
         named = prompt.extra.get(COLUMN)
-        # A table gives every row the keys of all, with None in them.
+        # In a table every row has the keys of all rows, with None for keys that it lacks.
         if isinstance(named, dict) and (odd := [k for k, v in named.items() if k not in KEYS and v is not None]):
             raise ValueError(
                 f"row {prompt.index}: the environment in its column {COLUMN!r} has the key {odd[0]!r}, and takes only "
@@ -181,7 +185,7 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
         name, settings = (named.get("name"), named.get("settings") or {}) if isinstance(named, dict) else (named, {})
         if not isinstance(name, str) or not name or not isinstance(settings, dict):
             raise ValueError(
-                f"row {prompt.index} has no environment in the column {COLUMN!r}, as --env rows wants it: a name, or "
+                f"row {prompt.index} has no environment in the column {COLUMN!r}, as --env rows requires: a name, or "
                 'an object {"name": ..., "settings": {...}}'
             )
     return Opening(name, row, seed, settings)

@@ -14,9 +14,9 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MODEL_PHASES = ("rollout", "logp", "update", "eval")
-"""Phases in which the engine or a model computes."""
+"""Phases of a step in which the engine or a model computes."""
 SINGLE = 2
-"""Segments of a single-turn episode that was not cut: prompt and response."""
+"""Number of segments of a single-turn episode that was not cut short: prompt and response."""
 
 
 Columns = dict[tuple[int, int], dict[str, float]]
@@ -24,9 +24,9 @@ Columns = dict[tuple[int, int], dict[str, float]]
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
-    """Return the reward model's scores of all ranks' samples, and the reward with them. Collective.
+    """Return the reward model's scores of the samples of all ranks. Collective over the peers.
 
-    The columns are `model`, `model/<label>`, `model/steps` and `reward`.
+    The columns are `model`, `model/<label>`, `model/steps`, and `reward`, which includes the model's score.
     """
     found = {"reward": "reward", "model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
     found |= {"model/steps": "steps"} if "steps" in batch.seq else {}
@@ -36,9 +36,9 @@ def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Column
 
 
 def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = None) -> dict:
-    """Return an episode as text; with several turns or weight versions or an environment, also segment by segment.
+    """Return an episode as a row of text, with its segments if it has several turns, weight versions or an environment.
 
-    reader: reads the calls of its turns; None without an environment.
+    reader: reads the tool calls of its turns; None without an environment.
     """
     begin, rest = episode.segments[: episode.opening], episode.segments[episode.opening :]
     row = {
@@ -64,19 +64,20 @@ def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = 
 
 
 def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
-    """Add rewards, lengths and endings of a batch's episodes. Every rank adds the same names.
+    """Add metrics of a batch's rewards and response lengths. Every rank adds the same names.
 
-    reward_model: if there is one, `reward/mean` is that of the batch, as rewards of other samples are not known.
+    reward_model: True if the run has one. `reward/mean` is then computed from the batch, because the reward model does
+    not score other samples.
     """
     seq = {name: x_B[batch.firsts] for name, x_B in batch.seq.items()}
     n = len(seq["reward"])
-    # nan: a response of the data set, which is not graded.
+    # A response from the data set is not graded and has the reward nan.
     reward = seq["reward"][~seq["reward"].isnan()]
     for name in ("reward/trained", *(["reward/mean"] if reward_model else [])):
         stats.add(name, reward.mean() if len(reward) else 0.0, len(reward))
     for name in seq:
         if name.startswith("part/"):
-            # nan: a sample without it.
+            # A sample without this part has nan.
             part = seq[name][~seq[name].isnan()]
             stats.add(f"reward/{name}", part.mean(), len(part))
     sampled = batch.sampled_per_episode.double()
@@ -91,21 +92,22 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
 
 
 def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
-    """Add the staleness of sampled tokens, in versions of the weights. version: the one that is updated next."""
+    """Add the staleness of sampled tokens, in versions of the weights. version: of the weights before this update."""
     age_T = (version - batch.token["version"][batch.sampled]).double()
     stats.add("rollout/staleness", age_T.mean(), len(age_T))
 
 
 WARN_EXACT, WARN_ROUNDED = 1e-3, 0.1
-"""Thresholds without `--rollout.logp-diff-warn`: engine and trainer differ by 1e-5 if both compute in the same types,
-and by 0.01 or more in 16 or 8 bits."""
+"""Default thresholds of `--rollout.logp-diff-warn`: logp of engine and trainer differ by 1e-5 if both compute in the
+same types, and by 0.01 or more in 16 or 8 bits."""
 
 
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
     """Return a warning if the engine's logp differ from the trainer's by more than the threshold; else an empty text.
 
-    A mean that is not a number is above every threshold; a threshold of 0 disables the check. step: counted from 1;
-    values: reduced, so that every rank returns the same.
+    A mean difference of nan exceeds every threshold; a threshold of 0 disables the check.
+
+    step: counted from 1. values: metrics reduced over ranks, so that every rank returns the same text.
 
     Raises:
         ValueError: the difference is above `--rollout.logp-diff-stop`.
@@ -123,11 +125,11 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
     if warn is None:
         warn = WARN_ROUNDED if any(reasons.values()) else WARN_EXACT
     why = ", ".join(reason for reason, given in reasons.items() if given)
-    why = f"what sets them apart by intent here is {why}" if why else "no setting of this run sets them apart"
+    why = f"they may differ because of {why}" if why else "no setting of this run explains the difference"
     says = f"step {step}: |logp of engine - logp of trainer| is {found:.4g} in the mean, above"
     if rollout.logp_diff_stop and not found <= rollout.logp_diff_stop:
         raise ValueError(
-            f"{says} --rollout.logp-diff-stop {rollout.logp_diff_stop:g}: engine and trainer do not hold the same "
+            f"{says} --rollout.logp-diff-stop {rollout.logp_diff_stop:g}: engine and trainer do not have the same "
             f"model; {why}. Compare with --rollout.engine hf, look at grad_norm of the steps before, or raise the "
             "threshold (0: never stop)"
         )
@@ -140,7 +142,10 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
 
 
 def with_rates(values: dict[str, float]) -> dict[str, float]:
-    """Return reduced numbers with `tokens/s` (prompt and response, all ranks), `mismatch/*`, `time/outside_model`."""
+    """Return a step's reduced metrics with three kinds more: `tokens/s`, `mismatch/*` and `time/outside_model`.
+
+    `tokens/s` counts tokens of prompts and responses of all ranks.
+    """
     values = finish_monitors(values)
     values["tokens/s"] = values.pop("tokens") / values["time/step"]
     model = sum(values.get(f"time/{phase}", 0.0) for phase in MODEL_PHASES)

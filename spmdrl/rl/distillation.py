@@ -1,7 +1,7 @@
 """Distillation: responses of the data set, the teachers' log-probabilities of a batch, and the student's update.
 
-The first teacher is the run's frozen `reference`. It may read another prompt than the student, with text that the
-student does not see; the response is the same.
+The first teacher is the run's frozen `reference`. Teachers may get another prompt than the student, with text that the
+student does not see, before the same response.
 """
 
 from functools import cached_property
@@ -25,11 +25,11 @@ from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
 
 GIVEN = 0x617E
-"""Key of the draws of prompts whose response is the data set's own."""
+"""Key of the random draws of prompts whose response is taken from the data set."""
 
 
 class Distillation(PolicyGradient):
-    """Scores the student's own samples by a teacher, and moves the student towards it."""
+    """Computes the teachers' logp of the student's samples, and moves the student towards the teachers."""
 
     replays = False
 
@@ -37,7 +37,7 @@ class Distillation(PolicyGradient):
         """Open the teachers, and render their prompts.
 
         Raises:
-            ValueError: a setting does not fit the models or the data; the message names it.
+            ValueError: a setting contradicts the models or the data; the message names the setting.
         """
         super().__init__(run)
         self.cfg = cast(DistillationConfig, run.cfg)
@@ -45,7 +45,7 @@ class Distillation(PolicyGradient):
         self.reader = build_reader(self.cfg.distill, "distill", paths, self.cfg.model)
         self.on_engine = EngineTeachers(run) if self.cfg.distill.on_engine else None
         self.alignment = Alignment(run, self.cfg, self.reader) if self.cfg.aligns_tokens else None
-        # A teacher of other tokens has its prompts there.
+        # For a teacher with another tokenizer, `Alignment` renders the prompts.
         template = self.cfg.distill.teacher_template and self.alignment is None
         self.prompts: dict[int, list[int]] = {}
         prompts = run.prompts.prompts
@@ -62,9 +62,9 @@ class Distillation(PolicyGradient):
                 answer(prompt, self.cfg)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """Return this rank's episodes and those of the data set, with the columns of teachers in its engine.
+        """Return a batch of this rank's episodes and its responses of the data set. Collective, within a rollout phase.
 
-        Collective, within a rollout phase.
+        If teachers run in the engine, the batch gets their columns.
         """
         batch = super().pack(episodes + self.given(step), step)
         if self.on_engine:
@@ -72,13 +72,13 @@ class Distillation(PolicyGradient):
         return batch
 
     def given(self, step: int) -> list[Episode]:
-        """Return this rank's share of the step's episodes whose response is the data set's own."""
+        """Return this rank's share of the step's episodes whose response is taken from the data set."""
         run, count, seed = self.run, self.cfg.distill.given_per_step, self.cfg.run.seed
         if not count or run.sampler is None or run.world.engine_tp_rank:
             return []
         prompts, world, out = run.prompts.prompts, run.world, []
         drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN), self.cfg.data.shuffle)
-        # After the places of the prompts that are sampled.
+        # Their positions follow those of the sampled prompts.
         first = self.cfg.rollout.prompts_per_step
         for place in range(world.engine_index, count, world.engine_count):
             prompt = prompts[drawn[place]]
@@ -96,7 +96,7 @@ class Distillation(PolicyGradient):
         return next(iter(end_of_turn_tokens(tokenizer, job_template(self.cfg, tokenizer))), tokenizer.eos_token_id)
 
     def _response(self, text: str, chat: bool) -> list[int]:
-        """Return the tokens of a response with its end. chat: its prompt was rendered by the chat template."""
+        """Return the tokens of a response with its end token. chat: True if the chat template rendered its prompt."""
         tokenizer: Any = self.run.tokenizer
         end = self._turn_end if chat else tokenizer.eos_token_id
         tokens = [*tokenizer(text, add_special_tokens=False).input_ids, end]
@@ -107,14 +107,14 @@ class Distillation(PolicyGradient):
         return batch, self.answer(batch)
 
     def answer(self, batch: Batch) -> Metrics:
-        """Add the teachers' columns, on ranks that train and on those that only score."""
+        """Add the teachers' columns to a batch, on ranks that train and on ranks that only score."""
         if self.alignment is not None:
             return self.alignment.score(batch)
         for name, share_B in self.shares(batch).items():
             batch.seq[share_name(name)] = share_B
             if self.on_engine:
                 continue
-            # Ranks that train and ranks that score must select the same sequences.
+            # The choice is collective: ranks that train and ranks that score must select the same sequences.
             selected = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
             read = with_teacher_prompts(selected, self.prompts) if self.prompts else selected
             found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
@@ -127,7 +127,7 @@ class Distillation(PolicyGradient):
 
     @property
     def teachers(self) -> dict[str, Any]:
-        """All teachers by name, the reference first."""
+        """All teachers by name, the reference first; models that are in the engine are None."""
         if self.on_engine:
             return dict.fromkeys(self.on_engine.models.folders)
         return {"reference": self.run.models.reference} | self.run.models.teachers
@@ -140,7 +140,7 @@ class Distillation(PolicyGradient):
         return dict(zip(self.teachers, table_BK.unbind(1), strict=True))
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the batch unchanged: rewards play no part in a divergence."""
+        """Return the batch unchanged, because divergences do not depend on rewards."""
         return batch
 
     def update(self, batch: Batch, step: int) -> Metrics:
@@ -158,12 +158,12 @@ class Distillation(PolicyGradient):
         if self.alignment is not None:
             return self.alignment.objective()
         heads = {name: None if self.reader.top_k else each.output_head() for name, each in self.teachers.items()}
-        # One temperature for all, at which the student samples, too.
+        # Student and teachers are compared at the temperature at which the student samples.
         return DistillObjective(self.cfg.distill, self.reader, heads, self.cfg.rollout.temperature, self.run.peers)
 
 
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
-    """Return the teachers' weights by `data_source`, the reference's first; under "" those of all other sources."""
+    """Return the teachers' weights for each `data_source`, the reference's first; under "" for all other sources."""
     further = list(cfg.further_teachers().values())
     mixed = [1.0, *(0.0 if each.source else each.weight for each in further)]
     out = {"": [weight / sum(mixed) for weight in mixed]}
@@ -174,26 +174,28 @@ def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
 
 
 def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
-    """Return the data set's own response to a prompt. Raises ValueError if there is none."""
+    """Return the response of the data set to a prompt. Raises ValueError if there is none."""
     name = cfg.distill.given_column or cfg.data.answer_column
     value = prompt.ground_truth if name == cfg.data.answer_column else prompt.extra.get(name)
     if not isinstance(value, str):
         flag = "--distill.given-column" if cfg.distill.given_column else "--data.answer-column"
         raise ValueError(
-            f"{flag} {name}: row {prompt.index} of --data.train has no text there but {value!r:.60}; "
-            "name the column of its responses, or take --distill.given-per-step 0"
+            f"{flag} {name}: row {prompt.index} of --data.train has {value!r:.60} in this column instead of text; "
+            "name the column of the responses, or take --distill.given-per-step 0"
         )
     return value
 
 
 def with_teacher_prompts(batch: Batch, prompts: dict[int, list[int]]) -> Batch:
-    """Return the batch with every response after the teacher's prompt.
+    """Return the batch with the student's prompts replaced by the teacher's.
 
     Raises:
-        ValueError: an episode branches, so its paths have prompts of their own.
+        ValueError: an episode branches, so its paths have different prompts.
     """
     if batch.branches:
-        raise ValueError("a teacher with a prompt of its own reads episodes that do not branch: leave the prompt out")
+        raise ValueError(
+            "episodes that branch cannot be combined with the teacher's prompts: leave --distill.teacher-template out"
+        )
     lengths, mask_T = batch.lengths.tolist(), batch.token["mask"]
     starts = prompt_lengths(batch.lengths, mask_T).tolist()
     tokens, masks = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)]

@@ -1,4 +1,4 @@
-"""Judges on the run's own engine: questions of a rollout's graders become requests, and its completions answers."""
+"""Judges on the run's engine: the engine samples a judge's verdict as the completion of a question."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +26,13 @@ PROBE = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
 
 
 class Voice:
-    """Turns questions to a judge into tokens, and the tokens of its answer into text."""
+    """Converts questions to a judge to tokens, and the tokens of its answers to text."""
 
     def __init__(self, file: str, judge: JudgeConfig, cfg: Config, tokenizer: Any):
-        """tokenizer: the policy's, for a judge whose folder has none.
+        """tokenizer: the policy's, used if the judge's folder has none.
 
         Raises:
-            ValueError: there is no chat template that renders a question.
+            ValueError: the tokenizer has no chat template, or the template cannot render a question.
         """
         trust = cfg.model.trust_remote_code
         self.tokenizer = tokenizer
@@ -43,7 +43,7 @@ class Voice:
             self.stop = stop_tokens(self.folder, self.tokenizer, chosen_template(self.tokenizer))
         self.control = control_words(self.tokenizer)
         self.joined = False
-        """True if the template takes no system message; its text then begins the first user message."""
+        """True if the template rejects system messages; their text is then put at the start of the user message."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"{file}: engine {judge.engine}: the tokenizer in {self.folder} has no chat template, which "
@@ -51,7 +51,7 @@ class Voice:
             )
         try:
             self.render(PROBE)
-        except Exception:  # templates raise any
+        except Exception:  # templates may raise any exception
             self.joined = True
             try:
                 self.render(PROBE)
@@ -62,18 +62,18 @@ class Voice:
                 ) from error
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of a question, without special tokens of the tokenizer in its messages."""
+        """Return the tokens of a question. Special tokens in the text of its messages are made harmless."""
         messages = [message | {"content": self.control.sub(BROKEN, message["content"])} for message in messages]
         if self.joined:
             messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
-        # Templates that let a model think first must not: only a verdict counts.
+        # `enable_thinking` is off, because a judge's answer is only its verdict.
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **variables({"enable_thinking": False})
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def words(self, tokens: list[int], prompt: int) -> JudgeReply:
-        """Return the text of the engine's tokens up to the judge's end token. prompt: tokens of the question."""
+        """Return the text of the engine's tokens up to the judge's end token. prompt: number of prompt tokens."""
         end = next((i for i, token in enumerate(tokens) if token in self.stop), None)
         text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
         why = "its answer did not end within the judge's max_new_tokens" if end is None else ""
@@ -84,13 +84,13 @@ class EngineJudges:
     """The judges of a run on this rank's engine."""
 
     def __init__(self, cfg: Config, world: World, tokenizer: Any, grader: Grader):
-        """Check all of them before models are built. grader: the run's.
+        """Check all judges, before models are built. grader: of the run, whose judges will ask this rank's engine.
 
         Raises:
             ValueError: a judge cannot run on the engine; the message names the setting to change.
         """
         self.world = world
-        advice = "a judge on the run's engine has the policy's architecture: take another, or a judge at a url"
+        advice = "a judge on the run's engine must have the policy's architecture: take another, or a judge at a url"
         self.frozen = EngineModels(cfg, -2, advice)
         self.voices: dict[str, Voice] = {}
         longest = longest_sequence(cfg)
@@ -110,7 +110,7 @@ class EngineJudges:
         self.plan: RolloutPlan | None = None
 
     def begin(self, plan: RolloutPlan) -> None:
-        """Bring the policy back into engines that hold a judge. Collective over the ranks that sample."""
+        """Load the policy again into engines that have a judge's weights. Collective over the ranks that sample."""
         self.plan = plan
         if self.frozen.folders and self.memory:
             self.memory.restore()
@@ -120,13 +120,13 @@ class EngineJudges:
     ) -> list[JudgeReply] | None:
         """Return the judge's answer to each question; None if the rollout was abandoned. Collective over the engine.
 
-        meanwhile: called between two steps of the engine.
+        meanwhile: function to call after each step of the engine.
         """
         engine, plan, voice = self.engine, self.plan, self.voices[judge.engine]
         assert engine and plan and self.memory
         if judge.engine == POLICY:
             version = plan.version
-            assert engine.version == version, "judges that are the policy come before frozen ones"
+            assert engine.version == version, "judges that are the policy answer before frozen ones"
         else:
             version = self.frozen.load(judge.engine, self.memory, "judge")
         out: list[JudgeReply] = [JudgeReply()] * len(asks)
@@ -161,6 +161,6 @@ class EngineJudges:
 
 
 def askers(grader: Grader) -> list[EngineAsker]:
-    """Return the parts of a grader that put questions to the engine."""
+    """Return the parts of a grader that send questions to the engine."""
     found = [one.asker for one in on_engine(grader) if isinstance(one, Judge)]
     return [asker for asker in found if isinstance(asker, EngineAsker)]

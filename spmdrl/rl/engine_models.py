@@ -1,7 +1,7 @@
-"""Frozen models whose weights take the policy's place in the run's engine, for judges and teachers.
+"""Frozen models, judges and teachers, whose weights temporarily replace the policy's in the run's engine.
 
-The policy's weights come back before anything is sampled again. All ranks of an engine make the same requests; engines
-work on their own.
+The policy's weights are restored before the policy samples again. All ranks of an engine make the same requests;
+different engines are independent.
 """
 
 from pathlib import Path
@@ -21,28 +21,30 @@ UNSEEN = frozenset(
         *("attention_dropout", "max_window_layers", "quantization_config", "id2label", "label2id"),
     }
 )
-"""Settings of a model's config on which the engine's forward does not depend."""
+"""Entries of a model's config.json that do not affect the engine's forward."""
 
 
 class EngineModels:
-    """Models of the policy's architecture, by name."""
+    """Frozen models of the policy's architecture, by name."""
 
     def __init__(self, cfg: Config, first: int, advice: str):
-        """first: version of the first model; later ones count down. advice: what to do about a model that is refused.
+        """Keep the numbering and the advice for later models.
 
-        The versions are negative, so no policy has them.
+        first: weight version of the first model; each further model gets the next lower number. The numbers are
+        negative, so they differ from every version of the policy. advice: end of the message about a model that does
+        not match the policy.
         """
         self.cfg, self.first, self.advice = cfg, first, advice
         self.folders: dict[str, Tensors] = {}
         self.versions: dict[str, int] = {}
         self.prefixes: dict[str, str] = {}
-        """Beginnings of error messages: the setting and the path of each model."""
+        """Name of a model -> start of its error messages, the setting and the path."""
 
     def open(self, name: str, path: str, setting: str) -> None:
-        """Open a model's folder. setting: the one that names the path.
+        """Open a model's folder. setting: the setting that contains the path.
 
         Raises:
-            ValueError: the model reads other tokens than the policy, or its config describes another forward.
+            ValueError: the model has another tokenizer than the policy, or its config.json describes another forward.
         """
         trust, prefix = self.cfg.model.trust_remote_code, f"{setting} {path}"
         with named(setting):
@@ -68,7 +70,7 @@ class EngineModels:
         """Check that all models have the policy's tensors.
 
         Raises:
-            ValueError: one lacks some, or has them in another shape.
+            ValueError: a model lacks some tensors or has them in another shape.
         """
         for name, tensors in self.folders.items():
             pieces = policy.pieces()
@@ -76,12 +78,12 @@ class EngineModels:
                 odd = [p.name for p in pieces if p.name not in tensors or tensors.shape(p.name) != tuple(p.shape)]
             if odd:
                 raise ValueError(
-                    f"{self.prefixes[name]}: {len(odd)} of the policy's tensors are not in it or have another shape "
+                    f"{self.prefixes[name]}: {len(odd)} of the policy's tensors are missing or have another shape "
                     f"(such as {odd[0]}); {self.advice}"
                 )
 
     def load(self, name: str, memory: Memory, role: str) -> int:
-        """Load a model into the engine unless it is there; return its version. Collective over the engine."""
+        """Load a model into the engine, unless the engine has it; return its version. Collective over the engine."""
         assert memory.engine
         version = self.versions[name]
         if memory.engine.version != version:

@@ -1,4 +1,4 @@
-"""The other side of an episode: it begins the episode, answers each response with an observation, and ends it."""
+"""The contract of environments: they begin episodes, answer each response with an observation, and end episodes."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,48 +14,50 @@ COUNTS = (
     *("episodes", "turns", "calls", "failed_calls", "malformed", "timeouts", "cut", "forks", "failures"),
     *("whole_turns", "whole_calls", "seconds", "idle"),
 )
-"""Sums over a rollout. episodes: those that ended without a failure; whole_turns and whole_calls: theirs. seconds: the
-time of all answers; idle: the time in which an engine only waited for them."""
+"""Names of an environment's counts in a rollout. episodes: episodes that ended without a failure; whole_turns and
+whole_calls: turns and calls of those episodes. seconds: total time of all answers; idle: time in which an engine had
+nothing to do but wait for answers."""
 Place = tuple[int, int]
-"""(position, sample): the name of an episode inside a rollout."""
+"""(position, sample): identifies an episode within a rollout."""
 
 
 @dataclass
 class Observation:
-    """An environment's answer to a response, the beginning of an episode, or its end."""
+    """The start of an episode, an environment's answer to a response, or the end of an episode."""
 
     tokens: list[int] = field(default_factory=list)
-    """Tokens to append to the episode; the policy goes on after them. At the beginning: the prompt."""
+    """Tokens to append to the episode, after which the policy continues. At the start of an episode: the prompt."""
     state: int | None = None
-    """Number of the state that they show, below `data.episode.STATES`; 0 is the state that the prompt shows. None: the
-    whole episode so far is the state."""
+    """Number of the environment's state after this answer, below `data.episode.STATES`; the state of the prompt has
+    number 0. None: the environment does not name states, so all tokens so far are the state."""
     anew: bool = False
-    """True if the tokens are a whole prompt, from which the episode goes on in a branch (`Episode.fork`)."""
+    """True if the tokens are a complete prompt, with which the episode continues in a branch (`Episode.fork`)."""
     over: str = ""
-    """Reason for which the episode ends here (`FINISH_REASONS`); empty if it goes on."""
+    """Reason for which the episode ends with this observation (`FINISH_REASONS`); empty if it continues."""
     reward: float = 0.0
     """Reward for the turn that is answered."""
     given: float | None = None
-    """At the end: the sum of the environment's rewards, unweighted. None: no environment gives rewards."""
+    """At the end of an episode: unweighted sum of the environment's rewards. None: the environment has no rewards."""
     parts: dict[str, float] = field(default_factory=dict)
-    """At the end: parts of the final reward."""
+    """At the end of an episode: parts of the final reward."""
     failure: str = ""
-    """Why the environment itself failed, for the log; the episode is then left out."""
+    """Reason for which the environment failed, for the log; the episode is then left out. Empty: it did not fail."""
 
 
 class Environment:
     """The environment of all episodes of a rank's engine. All ranks of an engine make the same calls.
 
-    `open` and `answer` lead to one observation each, which `poll` returns. This class ends every episode with its first
-    response; a subclass returns more from `reply`, or replaces the other methods (`rl/agents.py`).
+    Each call of `open` or `answer` leads to one observation, which `poll` returns later. This class ends every episode
+    after the first response. A subclass may override `reply` to return further observations, or override the other
+    methods (`rl/agents.py`).
     """
 
     turn_tokens = 0
-    """Most tokens of a response; 0: all that the episode has left."""
+    """Largest number of tokens of a response; 0: limited only by the episode."""
     most_open = 0
-    """Most episodes that are open at once, though one group of samples always is; 0: no limit."""
+    """Largest number of episodes that are open at once; one group of samples is allowed to exceed it. 0: no limit."""
     remote = False
-    """True if other processes answer: that takes a while, and only the engine's first rank gets the answers."""
+    """True if other processes answer. Answers then take time, and only the engine's first rank gets them."""
 
     def __init__(self):
         self.ready: list[tuple[Place, Observation]] = []
@@ -63,44 +65,44 @@ class Environment:
     def reply(self, prompt: Prompt, episode: Episode) -> Observation | None:
         """Answer the episode's last response; None ends the episode.
 
-        Called after a response that ended by itself (`stop`), on every rank of an engine; the answer must be the same
-        on all of them and however often the episode is run.
+        This is called on every rank of an engine, after a response that ended with a stop token. The answer must be the
+        same on all ranks and whenever the episode is run again.
         """
         return None
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
-        """Begin an episode. One that began in an earlier step goes on, and gets no observation."""
+        """Begin an episode. An episode that began in an earlier step continues without an observation."""
         if not episode.segments:
             self.ready.append((place_of(episode), Observation(list(group.prompt.tokens))))
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
-        """Take the episode's last response. finish: how the engine ended it, `stop` or `length`."""
+        """Receive the episode's last response. finish: how the engine ended the response, `stop` or `length`."""
         seen = self.reply(group.prompt, episode) if finish == "stop" else Observation(over=finish)
         if seen is None:
             seen = Observation(over="stop")
         elif not seen.over and plan.room(episode) <= len(seen.tokens):
-            # No token is left for a response to it.
+            # No tokens are left for a response to the observation.
             seen = Observation(over="length")
         self.ready.append((place_of(episode), seen))
 
     def poll(self, wait: float = 0.0) -> list[tuple[Place, Observation]]:
-        """Return the observations that have come; wait up to `wait` seconds for the first if any is due."""
+        """Return the observations that have arrived; wait up to `wait` seconds for the first one if any is pending."""
         ready, self.ready = self.ready, []
         return ready
 
     def leave(self, episodes: list[Episode], keep: bool) -> None:
-        """Drop episodes that are cut short. keep: another step goes on with them, so keep what they need."""
+        """Drop episodes that are cut short. keep: True to keep their state, because another step continues them."""
 
     def take_counts(self) -> dict[str, float]:
-        """Return sums of what happened since the last call, by name; the names are always the same."""
+        """Return the counts since the last call by name (COUNTS), or nothing for an environment that does not count."""
         return {}
 
     def close(self) -> None:
-        """End all processes. May be called twice."""
+        """Stop all processes. May be called twice."""
 
 
 class OnFirstRank(Environment):
-    """A remote environment on the other ranks of an engine, which get the first rank's observations by `share`."""
+    """A remote environment on an engine's other ranks, which get the observations of the first rank by `share`."""
 
     remote = True
 
@@ -109,10 +111,10 @@ class OnFirstRank(Environment):
         self.turn_tokens, self.most_open = turn_tokens, most_open
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
-        """Do nothing: the first rank opens it."""
+        """Do nothing, because the first rank opens the episode."""
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
-        """Do nothing: the first rank answers."""
+        """Do nothing, because the first rank answers the response."""
 
 
 def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Place, Observation]]:
@@ -123,7 +125,10 @@ def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Pla
 
 
 def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:
-    """Add `env/*` and two times to a step's numbers (docs/metrics.md). counts: sums over all engines, as in COUNTS."""
+    """Add the metrics `env/*`, `time/env_answer` and `time/env_idle` (docs/metrics.md).
+
+    counts: by the names in COUNTS, summed over all engines.
+    """
     episodes, turns = max(1.0, counts["episodes"]), max(1.0, counts["turns"])
     stats.add("env/turns", counts["whole_turns"] / episodes)
     stats.add("env/calls", counts["whole_calls"] / episodes)
@@ -134,5 +139,5 @@ def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:
 
 
 def place_of(episode: Episode) -> Place:
-    """Return the name of an episode inside a rollout."""
+    """Return the (position, sample) of an episode."""
     return episode.position, episode.sample

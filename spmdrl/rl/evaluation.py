@@ -1,4 +1,4 @@
-"""Measures the policy on a prompt set: a rollout, and the numbers made of its scores."""
+"""Measures the policy on a prompt set by a rollout, and computes metrics from its rewards."""
 
 import json
 import math
@@ -26,44 +26,44 @@ from spmdrl.tracking.metrics import Timer
 from spmdrl.tracking.trackers import plain
 
 EVALUATION = 0x45564C
-"""Key of evaluation draws: the same at every step, so that two evaluations are comparable."""
+"""Key of the random draws of evaluations. It is the same at every step, so that evaluations are comparable."""
 MEASURED = "eval/measured"
-"""Number of samples that an evaluation measured which keeps what is graded."""
+"""Name of the number of graded samples, which an evaluation that may be interrupted adds to its metrics."""
 
 
 class Evaluation:
-    """Evaluates the policy while a run trains it, and holds the numbers until they are logged."""
+    """Evaluates the policy during a run, and stores the metrics until they are logged."""
 
     def __init__(self, cfg: Config, world: World, prompts: PromptSet | None, sampler: Sampler | None, models: Models):
-        """prompts: None to never evaluate. sampler: None on a rank that does not sample."""
+        """prompts: None if the run never evaluates. sampler: None on a rank that does not sample."""
         self.cfg, self.world, self.prompts, self.sampler, self.models = cfg, world, prompts, sampler, models
         self.numbers: dict[str, float] = {}
-        """`eval/...` of the last evaluation, alike on the ranks of a kind, until `take`."""
+        """Metrics `eval/...` of the last evaluation until `take` returns them; equal on all ranks of the same role."""
         self.rows: list[dict] = []
-        """Rows of some conversations for samples.jsonl, until they are written; on the first rank."""
+        """Rows of some conversations for samples.jsonl until they are written, on the first rank."""
         self.to_judge: list[Episode] | None = None
-        """Episodes of this rank that the reward model has not seen."""
+        """Episodes of this rank that the reward model has not scored; None if it need not."""
         self.keeps_graded = False
 
     def keep_graded(self) -> None:
-        """If an evaluation is interrupted, have it return the results until then in place of an error."""
+        """Make an interrupted evaluation return its results so far, instead of raising an error."""
         rank_status.keeps_partial = self.keeps_graded = True
 
     def is_due(self, step: int, force: bool = False) -> bool:
         """Return True if an evaluation is due before a step, counted from 0.
 
-        force: evaluate once more, whatever the step.
+        force: True for an evaluation after the last step, regardless of `--eval.every`.
         """
         every = self.cfg.eval.every
         return self.prompts is not None and bool(every) and (step % every == 0 or force)
 
     def sample(self, name: str, version: int) -> list[Episode]:
-        """Evaluate the weights of `version`; return this rank's episodes. Collective over samplers.
+        """Evaluate the weights of `version`; return this rank's episodes. Collective over the ranks that sample.
 
-        name: unique in the run.
+        name: name of the evaluation, unique in the run.
 
         Raises:
-            AbandonedError: on every rank that samples.
+            AbandonedError: the evaluation was interrupted. Every rank that samples raises it.
         """
         if self.sampler is None:
             return []
@@ -76,7 +76,7 @@ class Evaluation:
         return episodes
 
     def judge(self) -> None:
-        """Add the reward model's scores, also to `eval/score`, if an evaluation waits for them. Collective."""
+        """Add the reward model's scores, also to `eval/score`, if an evaluation needs them. Collective (all ranks)."""
         if self.to_judge is None:
             return
         assert self.prompts is not None
@@ -85,40 +85,40 @@ class Evaluation:
         self.numbers["eval/score"] += self.cfg.reward.model_coef * scores["eval/model"]
 
     def take(self) -> dict[str, float]:
-        """Return the numbers, once."""
+        """Return the metrics and remove them."""
         numbers, self.numbers = self.numbers, {}
         return numbers
 
     def summary(self) -> dict[str, Any]:
-        """Return what was measured and the numbers, as JSON values; `stopped`: why an evaluation was interrupted."""
+        """Return model, data, counts and metrics as JSON values, and under `stopped` the reason of an interruption."""
         assert self.prompts is not None
         prompts, each = len(self.prompts), self.cfg.eval.samples
         out: dict[str, Any] = {"model": self.cfg.model.path, "data": self.cfg.data.eval}
         out |= {"prompts": prompts, "samples": prompts * each}
         measured = int(self.numbers.pop(MEASURED))
         if measured < out["samples"]:
-            # Prompts count with all of their samples or not at all.
+            # Only prompts with all of their samples graded are counted.
             out |= {"prompts": measured // each, "samples": measured, "stopped": exit_reason()}
         return out | {name: plain(value) for name, value in self.numbers.items()}
 
     def show(self, rows: list[dict]) -> None:
-        """Take some conversations, as rows of the first rank that samples. Collective under `split`."""
+        """Store rows of some conversations. They come from the first rank that samples. Collective under `split`."""
         self.rows = [row | {"evaluation": True} for row in rows]
         if self.world.roles.split:
             texts = all_gather_text(json.dumps(self.rows), self.world.host_group)
             self.rows = json.loads(texts[self.world.roles.samplers[0]])
 
     def take_rows(self, step: int) -> list[dict]:
-        """Return the rows for samples.jsonl, once; only the first rank has any.
+        """Return the rows for samples.jsonl and remove them; only the first rank has any.
 
-        step: of the evaluation, counted from 1.
+        step: step of the evaluation, counted from 1.
         """
         rows, self.rows = self.rows, []
         return [row | {"step": step} for row in rows]
 
 
 def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str) -> RolloutPlan:
-    """Return the plan of the rollout that evaluates: every prompt, in order."""
+    """Return the plan of an evaluation's rollout: all prompts, in order."""
     return RolloutPlan(
         f"eval/{name}",
         prompts,
@@ -136,18 +136,18 @@ def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str)
 
 
 def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode], int]:
-    """Return the numbers, this rank's episodes, and how many samples all ranks measured. Collective over samplers.
+    """Return the metrics, this rank's episodes, and the number of samples of all ranks.
 
-    The numbers are `eval/accuracy` (share of samples that are right), `eval/score`, pass@k, and `eval/turns` with an
-    environment.
+    The metrics are `eval/accuracy` (share of correct samples), `eval/score` (mean reward), `eval/pass@k`, and
+    `eval/turns` with an environment. Collective over the ranks that sample.
 
     Raises:
-        AbandonedError: on every rank that samples.
+        AbandonedError: the rollout was interrupted. Every rank that samples raises it.
     """
     world, cfg = sampler.world, sampler.cfg
-    # Its time is the evaluation's.
+    # A separate timer, because the rollout's time counts as time of the evaluation.
     done = sampler.rollout(plan, Timer()).episodes
-    # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded does not count.
+    # A sample without a score (--filter.bad-sample skip) counts as wrong; one that could not be graded is left out.
     scores = [
         (e.position, 0.0 if math.isnan(e.reward) else e.reward, e.ungraded, e.turns, counts_as_right(e.reward, e.parts))
         for e in done
@@ -173,7 +173,10 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
 
 
 def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:
-    """Return the reward model's mean scores of the episodes of all ranks: `eval/model`, and by label. Collective."""
+    """Return the reward model's mean score over all ranks' episodes, and that of each label. Collective over all ranks.
+
+    The names are `eval/model` and `eval/model/<label>`.
+    """
     batch = from_episodes(episodes)
     batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}
     batch = balance(batch, world)
@@ -183,15 +186,18 @@ def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, wo
     if models.reward_model:
         scores = reading.read(batch, models.reward_model)
         of_each = (scores.response_B, *scores.labels.values(), torch.ones(len(batch)))
-        # The last path of an episode that branches holds its final answer.
+        # If an episode branches, its final answer is in the last path.
         sums = torch.stack([x[batch.lasts].sum() for x in of_each])
-    # Ranks that share a position hold the same sequences, so all are counted equally often.
+    # Ranks of the same data position have the same sequences, so every sequence is counted equally often.
     *totals, count = all_reduce(sums.double(), "sum", world.host_group).tolist()
     return {name: total / max(1.0, count) for name, total in zip(names, totals, strict=True)}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of P(at least one of k samples is right) from n samples (https://arxiv.org/abs/2107.03374)."""
+    """Return the unbiased estimate from n samples of P(at least one of k samples is correct).
+
+    Source: https://arxiv.org/abs/2107.03374.
+    """
     if n - correct < k:
         return 1.0
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

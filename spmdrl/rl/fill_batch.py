@@ -1,4 +1,4 @@
-"""Fills the batch of one step: rollouts until the filter has kept enough prompts."""
+"""Fills the batch of one step: adds up rollouts until the filter has kept enough prompts."""
 
 import math
 from collections import Counter
@@ -19,42 +19,46 @@ from spmdrl.spmd.world import World
 
 
 class Filling:
-    """Adds up the rollouts of a step, alike on all ranks that sample, until they are enough.
+    """Adds up the rollouts of a step, on all ranks that sample, until enough prompts are kept.
 
-    All ranks run equally many rollouts, because they count the prompts that any rank kept (law 1). Of those, the ones
-    drawn first are taken, whichever rank sampled them; the rest is dropped and counted.
+    All ranks run the same number of rollouts, because they count the prompts that all ranks kept (law 1). If there are
+    too many, the prompts that were drawn first are used, regardless of the rank that sampled them. The others are
+    dropped and counted.
     """
 
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
-        """keep: filter of `algos/filters.py`, or None. carried: groups that the step before cut short. Collective."""
+        """Prepare a step. Collective over the ranks that sample.
+
+        keep: filter of `algos/filters.py`, or None. carried: groups that the previous step cut short on this engine.
+        """
         self.cfg, self.world, self.keep, self.step, self.carried = cfg, world, keep, step, carried
         self.wanted, self.oversampled = cfg.rollout.prompts_per_step, cfg.rollout.oversample > 1
         self.partial = cfg.rollout.partial_steps
         self.advantage = ADVANTAGES.get(cfg.algo.advantage)
-        """Its row; None for a user's own."""
+        """Facts about the advantage estimator; None for a user's function."""
         self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
-        """True if a sample without others of its prompt is left out."""
+        """True if a sample is left out when all other samples of its prompt are."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
-        """Groups that all engines go on with."""
+        """Number of carried groups, over all engines."""
         self.done = Experience([])
-        """The rollouts so far, with the episodes that were kept."""
+        """The sum of the rollouts so far, with the episodes that were kept."""
         self.rewards: list[float] = []
-        """Rewards of all samples; nan for one that could not be graded."""
+        """Rewards of this rank's samples; nan for a sample that could not be graded."""
         self.positions = torch.zeros(0, dtype=torch.int64)
-        """Positions of the prompts that were kept on any rank."""
+        """Positions of the prompts that were kept, over all ranks."""
         self.unbegun = self.rounds = self.version = 0
         self.why = ""
-        """Why an environment left out the first such episode on this rank."""
+        """First reason for which this rank left out an episode because of its environment; empty: it left out none."""
 
     @property
     def most_rounds(self) -> int:
-        """Most rollouts that may fill the step."""
+        """Largest number of rollouts for the step."""
         return self.cfg.filter.max_rounds if self.keep else 1
 
     @property
     def is_full(self) -> bool:
-        """True if enough prompts were kept; without a filter, all are."""
+        """True if enough prompts were kept. Without a filter one rollout is enough."""
         return not self.keep or len(self.positions) >= self.wanted
 
     @property
@@ -64,8 +68,8 @@ class Filling:
         return max(over - (self.before if self.rounds == 0 else 0), 0)
 
     def order(self, plan: RolloutPlan) -> None:
-        """Set in the step's next plan which groups it goes on with, and when it ends."""
-        # A rollout before this one may have begun no prompt.
+        """Complete the plan of the step's next rollout: its carried groups, and when it ends."""
+        # The number of the rollout keeps names unique, even if the previous rollout of the step began no prompt.
         plan.name += f"/{self.rounds}"
         if self.oversampled:
             plan.enough, plan.least = self.wanted, 1 + self.compares
@@ -81,7 +85,7 @@ class Filling:
         self.version = plan.version
         done.carried += result.carried
         if self.oversampled:
-            # A rollout may end before all prompts are begun; the next one draws those after the last that was.
+            # A rollout may end before all prompts are begun. The next one draws the prompts after the last begun one.
             drawn = int(all_reduce(torch.tensor([result.drawn]), "max", self.world.rollout_group))
             rest = plan.unbegun(result, drawn, self.world)
             if self.partial:
@@ -89,20 +93,20 @@ class Filling:
             else:
                 self.unbegun += len(rest)
         done.drawn += drawn
-        # Failures of episodes that end here, as in `reward/ungraded`: those of a group that goes on count later.
+        # Like `reward/ungraded`, this counts failures of completed groups; those of carried groups are counted later.
         counts = result.counts | {"failures": sum(e.finish == "abort" for e in result.episodes)}
         done.counts = {name: done.counts.get(name, 0.0) + n for name, n in counts.items()}
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
         if self.compares:
-            # There is nothing to compare a sample with that is alone of its prompt, and with a baseline of 0 it would
-            # be learnt by the size of its reward. Groups are whole.
+            # A sample cannot be compared if all others of its prompt are left out; with a baseline of 0 its advantage
+            # would be its reward. All samples of a prompt are on the same rank.
             samples = Counter(e.position for e in usable)
             usable = [e for e in usable if samples[e.position] > 1]
         done.bad_samples += len(result.episodes) - len(usable)
         self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
         self.why = self.why or next((e.why for e in result.episodes if e.why), "")
         if self.keep:
-            # Before more is sampled: prompts that cannot be graded would fill no round.
+            # Checked before the next rollout, because prompts that cannot be graded would never fill the step.
             counts = torch.tensor([sum(e.ungraded for e in result.episodes), len(result.episodes)])
             ungraded, graded = all_reduce(counts, "sum", self.world.rollout_group).tolist()
             self._check(ungraded, graded, "a rollout")
@@ -123,7 +127,7 @@ class Filling:
         return ValueError(shortage(self.cfg.filter.keep, len(self.positions), drawn, self.wanted, rounds))
 
     def experience(self) -> Experience:
-        """Return the episodes that the step learns from, and its numbers. Collective over the ranks that sample."""
+        """Return the step's episodes to learn from, with its metrics. Collective over the ranks that sample."""
         done, chosen = self.done, choose(self.positions, self.wanted)
         place = {int(position): i for i, position in enumerate(chosen)}
         done.episodes = [e for e in done.episodes if e.position in place]
@@ -142,8 +146,8 @@ class Filling:
         self._check(ungraded, len(reward_N), "a step")
         stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
-            # Of all graded samples; a reward model only sees those that are learnt from. Sorted: they came in any
-            # order.
+            # The mean is over all graded samples, also those that are not learnt from. They are sorted, because their
+            # order of arrival would change the rounding.
             reward_N = reward_N[~reward_N.isnan()].sort().values
             stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
         if self.cfg.env:
@@ -167,17 +171,21 @@ class Filling:
 
 
 def carried_by(groups: list[PromptGroup], world: World) -> list[int]:
-    """Return the number of groups that each engine goes on with. Collective over the ranks that sample."""
+    """Return the number of carried groups of each engine. Collective over the ranks that sample.
+
+    groups: carried groups of this rank's engine.
+    """
     row = torch.tensor([[world.engine_index, len(groups)]])
     rows = torch.cat(all_gather_rows(row, world.rollout_group)).tolist()
-    # The ranks of an engine hold the same groups.
+    # All ranks of an engine have the same groups.
     return [count for _, count in sorted(dict(rows).items())]
 
 
 def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn: bool = False) -> list[Episode]:
-    """Return the episodes whose group the filter keeps; an engine's groups are whole.
+    """Return the episodes whose group the filter keeps. All episodes of a group must be given.
 
-    by_turn: the advantage compares turns, so that equal totals of different turns are `mixed` too.
+    by_turn: True if the advantage compares turns. Under the filter `mixed`, a group whose episodes have equal totals
+    but different rewards of turns is then kept too.
     """
     score = [metric_of(e, cfg.metric) for e in episodes]
     group_B = torch.tensor([e.position for e in episodes], dtype=torch.int64)
@@ -191,16 +199,16 @@ def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn:
 
 
 def rewards_by_turn(episode: Episode) -> dict[int, float]:
-    """Return the rewards that fell in the turns of an episode, the final one with the last turn's; no zeros."""
+    """Return the nonzero rewards of an episode by turn. The last turn includes the final reward."""
     out = {episode.turns - 1: episode.reward - episode.turn_rewards}
     for segment in episode.segments:
         out[segment.turn] = out.get(segment.turn, 0.0) + segment.reward
-    # Rounding may leave a tiny rest of a sum, which is not a reward.
+    # Values near zero come from rounding of sums and are not rewards.
     return {turn: value for turn, reward in out.items() if (value := round(reward, 9))}
 
 
 def metric_of(episode: Episode, metric: str) -> float:
-    """Return the number that a filter judges: the reward part `metric`, or the reward if that is empty."""
+    """Return the number that a filter compares: the reward part `metric`, or the reward if `metric` is empty."""
     if not metric:
         return episode.reward
     if metric not in episode.parts and not episode.timed_out:

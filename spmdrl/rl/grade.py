@@ -1,4 +1,4 @@
-"""Grades the episodes of a rollout while the engine goes on sampling."""
+"""Grades the episodes of a rollout while the engine continues to sample."""
 
 import math
 from dataclasses import replace
@@ -15,19 +15,19 @@ from spmdrl.tracking.metrics import Timer
 
 
 class Grading:
-    """Hands episodes of a rollout to the grader, and holds the rewards until their groups are complete."""
+    """Passes episodes of a rollout to the grader, and stores the rewards until their groups are complete."""
 
     def __init__(self, grader: Grader, tokenizer, leads: bool):
-        """leads: False on an engine's other ranks, which only grade as far as the engine does, together with it."""
+        """leads: True on the first rank of an engine. The other ranks run only graders that use the engine."""
         self.grader, self.tokenizer = grader, tokenizer
         self.graders = [grader] if leads else on_engine(grader)
         self.rewards: dict[tuple[int, int], Reward] = {}
         """Rewards by (position, sample)."""
         self.failures = 0
-        """Episodes whose environment failed."""
+        """Number of episodes whose environment failed."""
 
     def failed(self, group: PromptGroup, episode: Episode, why: str) -> None:
-        """Leave out an episode whose environment failed, or whose prompt is too long."""
+        """Leave out an episode whose environment failed or whose prompt is too long, and log the reason."""
         self.failures += 1
         episode.ungraded, episode.why = True, why
         warn_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
@@ -49,7 +49,7 @@ class Grading:
         if not self.graders:
             return
         prompt = group.prompt
-        # Without its end token, as a reward reads it.
+        # Rewards get the text of the response without its end token.
         prefill, mark = divided(prompt.reply)
         item = RewardInput(
             prompt.data_source,
@@ -64,14 +64,14 @@ class Grading:
             dialogue=[] if episode.given is None else self._dialogue(episode),
             tools=prompt.tools,
         )
-        # The key begins with the prompt's index, which the grader's messages name.
+        # The key begins with the prompt's index, because the grader's messages mention its first parts.
         for grader in self.graders:
             grader.submit((prompt.index, episode.sample, group.position), item)
 
     def _dialogue(self, episode: Episode) -> list[tuple[bool, str]]:
-        """Return the prompt and all turns and observations before the last response, each with who wrote it."""
+        """Return the texts before the last response: prompt, turns and observations, each with True if sampled."""
         prompt, path = list(range(episode.opening)), episode.path
-        # A branch that begins inside the prompt, or beside it, is read whole.
+        # If a branch does not begin with the complete prompt, all of its segments follow the prompt's text.
         rest = path[len(prompt) :] if path[: len(prompt)] == prompt else path
         last = episode.turns - 1
         before = [s for s in (episode.segments[i] for i in rest) if not (s.sampled and s.turn == last)]
@@ -82,14 +82,14 @@ class Grading:
         return [(sampled, text) for (sampled, _), text in zip(pieces, decoded, strict=True)]
 
     def poll(self) -> None:
-        """Take the rewards that have come."""
+        """Store the rewards that have arrived."""
         for grader in self.graders:
             self._take(grader.poll())
 
     def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
         """Wait for the rewards of finished groups; return False if the rollout was abandoned meanwhile."""
-        # Episodes of a carried group that ended in an earlier step were graded there, and are graded again: cheap, and
-        # nothing but their tokens has to be kept. A grader of whole groups has got all of them.
+        # Episodes of a carried group that ended in an earlier step are graded again. Grading is cheap, and checkpoints
+        # then need not store rewards. A grader that wants groups has already received all episodes.
         for group in groups:
             for episode in group.episodes:
                 if episode.phase != "grading":
@@ -100,14 +100,14 @@ class Grading:
         return not any(grader.pending for grader in self.graders)
 
     def has(self, group: PromptGroup) -> bool:
-        """Return True if all rewards of a group have come."""
+        """Return True if all rewards of a group have arrived."""
         return all((e.position, e.sample) in self.rewards for e in group.episodes)
 
     def graded(self, group: PromptGroup, plan: RolloutPlan) -> list[Episode]:
-        """Return the samples of a group with their rewards; the greedy episode's reward is the others' baseline.
+        """Return the samples of a group with their rewards. The greedy episode's reward is the baseline of the others.
 
         Raises:
-            ValueError: a logp is not finite, unless such samples are skipped.
+            ValueError: a logp is not finite, and `plan.bad_sample` is `stop`.
         """
         greedy = self.rewards[group.position, plan.samples] if plan.greedy else Reward(0.0)
         baseline = greedy.score if greedy.applies else math.nan
@@ -117,18 +117,18 @@ class Grading:
             episode.phase = "graded"
             episode.reward, episode.parts, episode.timed_out = reward.score, reward.parts, reward.timed_out
             if reward.shut:
-                # Rewards of turns must be 0 too, as the last turn gets the score minus their sum.
+                # The rewards of turns must be 0 too, because the last turn gets the score minus their sum.
                 episode.segments = [replace(s, reward=0.0) for s in episode.segments]
             episode.ungraded = bool(reward.ungraded) or not reward.applies
             episode.baseline = baseline
             if episode.ungraded or not _has_finite_logp(episode, plan):
                 episode.reward = math.nan
             if not math.isfinite(baseline):
-                # There is nothing to subtract from any sample of this prompt.
+                # Without a baseline no sample of this prompt can be used.
                 episode.reward = math.nan
                 episode.ungraded = episode.ungraded or bool(greedy.ungraded) or not greedy.applies
             if episode.experts is not None and first is not None and episode.experts is not first:
-                # The prompt as the first sample ran it, so that it can be shared.
+                # All samples get the first sample's experts for the prompt, so that the trainer can share the prompt.
                 known = min(len(group.prompt.tokens), len(first))
                 episode.experts = torch.cat([first[:known], episode.experts[known:]])
         return group.episodes[: plan.samples]

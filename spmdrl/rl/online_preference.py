@@ -1,7 +1,8 @@
-"""Learns from pairs of a run's own samples: the choice of pairs, the reference's logp of them, the update.
+"""Learns from pairs of the policy's samples: chooses pairs, computes the reference's logp, updates the policy.
 
-Online DPO (https://arxiv.org/abs/2402.04792) and iterative SPPO (https://arxiv.org/abs/2405.00675) take the best and
-the worst sample of each prompt; RAFT (https://arxiv.org/abs/2304.06767) the best alone, as supervised fine-tuning does.
+Online DPO (https://arxiv.org/abs/2402.04792) and iterative SPPO (https://arxiv.org/abs/2405.00675) compare the best and
+the worst sample of each prompt. RAFT (https://arxiv.org/abs/2304.06767) learns only from the best sample, by the loss
+of supervised fine-tuning.
 """
 
 from dataclasses import dataclass
@@ -25,30 +26,30 @@ from spmdrl.rl.update import refresh_reference
 from spmdrl.tracking.metrics import Metrics
 
 ROUNDING = 1e-6
-"""Share of a reward by which two rewards must differ beyond `--preference.gap`."""
+"""Relative difference by which two rewards must exceed `--preference.gap`, so that rounding does not make a pair."""
 
 
 class OnlinePreference(PolicyGradient):
-    """Pairs of the policy's own samples, and the update of preference learning."""
+    """The learning method that applies preference losses to pairs of the policy's samples."""
 
     replays = False
 
     def __init__(self, run: Run):
-        """Read from the settings which samples of a prompt are compared."""
+        """Read the settings of the run."""
         super().__init__(run)
         self.cfg = cast(OnlinePreferenceConfig, run.cfg)
         self.alone = takes_best_alone(self.cfg)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """Return this rank's episodes as a batch of which each rank will get whole groups. Collective."""
+        """Return this rank's episodes as a batch whose groups stay together on a rank. Collective over all ranks."""
         batch = super().pack(episodes, step)
         if batch.branches:
             raise ValueError(
-                "pairs are compared of episodes that do not branch: take an environment that keeps its history"
+                "episodes that branch cannot be compared in pairs: take an environment that keeps its history"
             )
         batch.seq["unit"] = batch.seq["position"]
         if not self.cfg.reward.model:
-            # Most samples of a large group are only carried.
+            # Only the chosen samples cause work; the others of a group are only moved between ranks.
             learnt_B = torch.zeros(len(batch), dtype=torch.bool)
             learnt_B[self.extremes(batch, batch.seq["reward"])] = True
             batch.seq["work"] = torch.where(learnt_B, batch.seq["work"], 1)
@@ -57,10 +58,10 @@ class OnlinePreference(PolicyGradient):
         return batch
 
     def extremes(self, batch: Batch, reward_B: torch.Tensor) -> torch.Tensor:
-        """Return the indices of the samples to learn from: the best of each prompt, each followed by the worst.
+        """Return the indices of the samples to learn from: for each prompt the best one, followed by the worst.
 
-        The worst is left out if the method takes the best alone. Among equals the first drawn is taken. Two samples
-        with the same tokens are not a pair, whatever their rewards.
+        The worst is left out if the method learns only from the best. Among equal rewards the first sample is chosen.
+        Two samples with the same tokens never form a pair.
         """
         chosen, groups, tokens = self.cfg.preference, {}, batch.token["tokens"].split(batch.lengths.tolist())
         for place, position in enumerate(batch.seq["position"].tolist()):
@@ -79,7 +80,7 @@ class OnlinePreference(PolicyGradient):
         return torch.tensor(found, dtype=torch.int64)
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the samples to learn from, those of a pair side by side, with the reference's logp.
+        """Return the samples to learn from with the reference's logp; the two samples of a pair are adjacent.
 
         Collective over the ranks that train and those that score.
 
@@ -87,7 +88,7 @@ class OnlinePreference(PolicyGradient):
             ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
         """
         models, cfg, algo, metrics = self.run.models, self.cfg, self.run.algo, Metrics()
-        # Only the two samples of a pair must stay together in a micro-batch.
+        # From here on only the two samples of a pair must stay together, not the samples of a prompt.
         batch.seq.pop("unit", None)
         if models.reward_model:
             metrics.merge(add_model_scores(batch, models, algo, cfg.reward.model_coef))
@@ -101,7 +102,7 @@ class OnlinePreference(PolicyGradient):
             pairs.token["ref_logp"], _ = models.reference.logprobs(pairs, cfg.rollout.temperature)
             finite(pairs, pairs.token["ref_logp"], "the reference")
         if self.alone:
-            # The loss computes logp at another temperature than that of sampling.
+            # The loss uses temperature 1, so the logp at the sampling temperature needs a forward of its own.
             logp_T, _ = models.policy.logprobs(pairs, cfg.rollout.temperature)
             add_mismatch(metrics, logp_T, *sampled_of(pairs, algo, models.policy.version))
         else:
@@ -112,23 +113,26 @@ class OnlinePreference(PolicyGradient):
         return pairs, metrics
 
     def answer(self, batch: Batch) -> Metrics:
-        """See `PolicyGradient`."""
+        """Implements `PolicyGradient.answer`."""
         batch.seq.pop("unit", None)
         return super().answer(batch)
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the pairs unchanged: their losses compare two samples."""
+        """Return the pairs unchanged, because their losses need no advantages."""
         return batch
 
     def update(self, pairs: Batch, step: int) -> Metrics:
-        """Update the policy on the samples of `score`, then the reference if it is due. Collective. step: from 0."""
+        """Update the policy on the samples of `score`, then the reference if that is due. Collective.
+
+        step: counted from 0.
+        """
         models, cfg = self.run.models, self.cfg
         stats = models.policy.update(pairs, self.objective())
         refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
         return stats
 
     def objective(self) -> Objective:
-        """Return the loss that the settings name. logp of pairs are at the temperature of sampling."""
+        """Return the loss that the settings name. Pair losses compute logp at the sampling temperature."""
         chosen, policy, peers = self.cfg.preference, self.run.models.policy, self.run.peers
         if self.alone:
             return SftObjective("nll", peers)
@@ -138,14 +142,14 @@ class OnlinePreference(PolicyGradient):
 
 @dataclass
 class OwnPairs(PairObjective):
-    """Pairs that an engine sampled, whose logp are compared with the policy's, as in every run."""
+    """The losses of pairs that an engine sampled; they also report how the policy's logp differ from the engine's."""
 
     algo: Algorithm | None = None
     start: int = 0
     """The policy's `updates_done` when the update began."""
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Return the loss of a micro-batch, see the contract."""
+        """Implements `PairObjective.loss`, and adds the difference of logp before the first update."""
         out = super().loss(micro, first_T, second_T, shared)
         assert self.algo is not None
         if self.policy.updates_done == self.start:
@@ -155,5 +159,5 @@ class OwnPairs(PairObjective):
 
 
 def sampled_of(batch: Batch, algo: Algorithm, version: int) -> tuple[torch.Tensor, ...]:
-    """Return the columns with which `add_mismatch` compares the policy's logp. version: of the policy."""
+    """Return the columns that `add_mismatch` compares with the policy's logp. version: of the policy."""
     return batch.token["rollout_logp"], batch.token["mask"], batch.seq_index, algo.fresh_mask(batch, version)

@@ -1,6 +1,6 @@
-"""Reads responses with a reward model: the tokens it sees, the tokens at which it scores, and the scores that result.
+"""Scores responses with a reward model: prepares its input, finds the tokens at which it scores, computes the scores.
 
-n: places at which scores are read, the ends of steps or of responses; L: labels.
+n: positions at which scores are read, which are the ends of steps or of responses; L: labels.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,38 +25,38 @@ from spmdrl.rl.retokenize import Rewriter
 
 @dataclass
 class Scores:
-    """Scores that a reward model gives the responses of a batch. All fp64, 0 for a sequence without a sampled token."""
+    """A reward model's scores of the responses of a batch, all float64; 0 for a sequence without a sampled token."""
 
     response_B: torch.Tensor
     """The score that enters the reward."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Label -> its scores [B], as the model gives them; of steps their mean."""
+    """Label -> the model's scores for it [B]; if steps are scored, their mean."""
     steps_B: torch.Tensor | None = None
-    """Steps of each response; None: it is scored as a whole."""
+    """Number of steps of each response; None if responses are not scored by steps."""
     process_T: torch.Tensor | None = None
     """The score of each step at its last sampled token, 0 elsewhere."""
     ends_T: torch.Tensor | None = None
-    """1 at those tokens, 0 elsewhere."""
+    """1 at the last sampled token of each step, 0 elsewhere."""
 
 
 @dataclass
 class AtLast:
-    """Reads the score at the last sampled token: for a model that no file describes, and in plans."""
+    """Reads the score at the last sampled token. Used for a model without a file that describes it, and in plans."""
 
     prefix: str = "the reward model"
     """The flag and the path, for messages."""
     positions: int = 0
-    """Most tokens that the model reads; 0: unknown."""
+    """Largest number of tokens that the model can read; 0: unknown."""
     steps: bool = False
-    """True to return the score as that of the only step too."""
+    """True to return the score also as that of a single step."""
     names: tuple[str, ...] = ()
 
     def of(self, prompts: PromptSet) -> "AtLast":
-        """Return the same for responses to other prompts."""
+        """Return a reader of responses to other prompts, with the same settings."""
         return self
 
     def read(self, batch: Batch, model: Policy) -> Scores:
-        """Score the responses of a batch. Collective. Raises ValueError as `Reading.read` does."""
+        """Score the responses of a batch, with the errors of `Reading.read`. Collective over the ranks of the model."""
         check_length(batch, self.positions, self.prefix)
         last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch))
         mask_T = torch.zeros(batch.n_tokens, dtype=torch.bool)
@@ -81,26 +81,26 @@ class Reading:
     tokenizer: Any
     """The policy's."""
     rewriter: Rewriter | None
-    """Writes responses in the model's own tokens; None: it reads the policy's."""
+    """Converts responses to the reward model's tokens; None if it uses the policy's tokens."""
     prompts: dict[int, Prompt]
-    """Prompts by index, which only a model with its own tokens reads."""
+    """Prompts by index, used only for a reward model with other tokens than the policy's."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The labels, which are parts of the reward."""
+        """Names of the labels, which are parts of the reward."""
         return self.labels.names
 
     def of(self, prompts: PromptSet) -> "Reading":
-        """Return the same for responses to other prompts."""
+        """Return a reader of responses to other prompts, with the same settings."""
         if self.rewriter is not None:
             self.rewriter.check(prompts.prompts)
         return replace(self, prompts={prompt.index: prompt for prompt in prompts.prompts})
 
     def read(self, batch: Batch, model: Policy) -> Scores:
-        """Score the responses of a batch. Collective.
+        """Score the responses of a batch. Collective over the ranks of the model.
 
         Raises:
-            ValueError: a response is longer than the model reads, or a score is not finite.
+            ValueError: a response is longer than the model can read, or a score is not finite.
         """
         seq_n, token_n, inputs, read_n = self.places(batch)
         check_length(inputs, self.labels.positions, self.prefix)
@@ -128,11 +128,15 @@ class Reading:
         )
 
     def places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch, torch.Tensor]:
-        """Find the ends of steps in the policy's tokens and in those that the model reads.
+        """Find the ends of steps in the policy's tokens and in the reward model's.
 
-        A response that is scored as a whole is one step. Returns for each step its sequence (int64 [n], ascending) and
-        its last sampled token in the pack; the model's input, which is the batch itself or the same responses in other
-        tokens; and the token of that whose score is the step's.
+        A response that is not scored by steps is one step.
+
+        Returns:
+            The sequence of each step, int64 [n], ascending.
+            The index of each step's last sampled token in the batch, int64 [n].
+            The model's input, which is the batch itself or the same responses in the model's tokens.
+            The index of each step's last token in that input, at which the model scores the step, int64 [n].
         """
         tokens, starts = batch.token["tokens"].tolist(), (torch.cumsum(batch.lengths, 0) - batch.lengths).tolist()
         first_B = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
@@ -143,7 +147,7 @@ class Reading:
         offset = 0
         for i, (start, first, last) in enumerate(zip(starts, first_B, last_B, strict=True)):
             if last < 0:
-                # A sequence has at least one token.
+                # A sequence without a sampled token becomes one dummy token, because a batch has no empty sequences.
                 written.append([0])
                 offset += 1
                 continue
@@ -178,19 +182,25 @@ class Reading:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _lead(self, before: int, tokens: list[int], text: str) -> str:
-        """Return the blank that begins a response, which some tokenizers leave out of a text's first token.
+        """Return the blank at the start of a response; some tokenizers drop it when they decode a response alone.
 
-        before: the last token of the prompt. text: of `tokens` alone.
+        before: the last token of the prompt. text: the text of `tokens`, decoded alone.
         """
         prompt, both = self._decode([before]), self._decode([before, *tokens])
         rest = both.removeprefix(prompt)
         return rest.removesuffix(text) if both.startswith(prompt) and rest.endswith(text) else ""
 
     def _steps(self, tokens: list[int], sampled: list[bool]) -> tuple[list[tuple[int, int]], str, list[int]]:
-        """Return (last sampled token, token with the last character) of each step, the text, and the steps' ends in it.
+        """Divide a response into steps.
 
-        Indices are those of `tokens`, a response from its first sampled token to its last. Steps of which one token of
-        the policy holds the ends are one.
+        Steps that end within the same token are merged.
+
+        tokens: the response from its first sampled token to its last.
+
+        Returns:
+            For each step, the indices in `tokens` of its last sampled token and of the token with its last character.
+            The text of the response.
+            The end of each step in the text.
         """
         last = len(tokens) - 1
         if not self.classifier.steps:
@@ -200,7 +210,7 @@ class Reading:
             return [(last, last)], text, [0]
         ends = step_ends(text, self.classifier.steps)
         holding = tokens_of_ends(self._decode, tokens, ends)
-        # The end token belongs to the last step; a step never ends at a token that the policy did not sample.
+        # The end token belongs to the last step. A step must end at a token that the policy sampled.
         sampled_at = [*holding[:-1], last]
         sampled_at = [next((t for t in range(place, -1, -1) if sampled[t]), 0) for place in sampled_at]
         kept = [i for i in range(len(ends)) if i == len(ends) - 1 or sampled_at[i] != sampled_at[i + 1]]
@@ -208,9 +218,10 @@ class Reading:
 
 
 def reduced(score_n: torch.Tensor, seq_n: torch.Tensor, count_B: torch.Tensor, how: str) -> torch.Tensor:
-    """Return one score [B] of the steps of each response: their `min`, `mean`, `product`, or the `last`; 0 without any.
+    """Reduce the scores of the steps of each response to one score, [B]; 0 for a response without steps.
 
-    seq_n: int64 ascending, the response of each step; count_B: steps of each.
+    seq_n: the response of each step, int64, ascending. count_B: number of steps of each response. how: `min`, `mean`,
+    `product` or `last`.
     """
     if how == "last":
         out_B = torch.zeros(len(count_B), dtype=torch.float64)
@@ -232,10 +243,12 @@ FROZEN = (
 
 
 def check_length(batch: Batch, most: int, prefix: str) -> None:
-    """Check that a model has a position for every token of its sequences. most: 0 checks nothing.
+    """Check that no sequence is longer than a model can read.
+
+    most: the model's number of positions; 0 disables the check. prefix: start of the error message.
 
     Raises:
-        ValueError: it begins with `prefix` and names the longest.
+        ValueError: a sequence is too long; the message names the longest.
     """
     if most and len(batch) and int(batch.lengths.max()) > most:
         at = int(batch.lengths.argmax())
@@ -247,7 +260,11 @@ def check_length(batch: Batch, most: int, prefix: str) -> None:
 
 
 def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> torch.Tensor:
-    """Return x_T after a check under the loss mask. why: ends the message."""
+    """Return x_T after checking that it is finite at the trained tokens. model, why: start and end of the message.
+
+    Raises:
+        ValueError: a value is not finite; the message names model, prompt and sample.
+    """
     bad = torch.nonzero(batch.token["mask"] & ~torch.isfinite(x_T)).flatten()
     if len(bad):
         at = int(batch.seq_index[bad[0]])
@@ -259,7 +276,7 @@ def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> to
 
 
 def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
-    """Return the reading of a classifier that no file describes; None without a path."""
+    """Return the reader of a classifier without a file that describes it; None without a path."""
     if not path:
         return None
     config = read_config(resolve(path, trust_remote_code), trust_remote_code)
@@ -267,11 +284,11 @@ def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
 
 
 def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | AtLast | None:
-    """Return the reading of responses to the prompts by the reward model; None without one.
+    """Return the reward model's reader of responses to the prompts; None without a reward model.
 
     Raises:
-        ValueError: its tokenizer is missing or cannot render the prompts, or it has tokens of its own and there is an
-            environment.
+        ValueError: the reward model's tokenizer is missing or cannot render the prompts, or the reward model has other
+            tokens than the policy and there is an environment.
     """
     trust, prefix = cfg.model.trust_remote_code, f"{FLAG} {cfg.reward.model}"
     if labels is None:
@@ -280,9 +297,9 @@ def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: Prom
     if labels.own_tokens:
         if cfg.env:
             raise ValueError(
-                f"{prefix}: it reads a prompt and a response in its own tokens, and with --env there are "
-                "conversations; name a model that reads the policy's tokens, or grade the last turn by "
-                "--reward.function or a judge"
+                f"{prefix}: this model has another tokenizer than the policy, and cannot read the conversations of "
+                "--env; name a model with the policy's tokenizer, or grade the last turn by --reward.function or a "
+                "judge"
             )
         with named(f"{prefix}: path"):
             rewriter = Rewriter(load_tokenizer(resolve(classifier.path, trust), trust), prefix, labels.pad)

@@ -1,7 +1,7 @@
-"""Turns responses into the tokens of another tokenizer: a reward model's (Rewriter) or a teacher's (Pair).
+"""Converts responses to the tokens of another tokenizer: a reward model's (Rewriter) or a teacher's (Pair).
 
-A policy may write words that are special tokens of a reward model's tokenizer, with which it could end its turn and
-begin others. A blank is put into such words. For a teacher, spans of text are found that consist of whole tokens of
+A policy may write text that is a special token of the reward model's tokenizer, with which it could end its turn and
+forge others. `Rewriter` inserts a blank into such text. `Pair` finds spans of text that consist of complete tokens of
 both tokenizers.
 """
 
@@ -20,26 +20,26 @@ from spmdrl.data.template_ends import end_of_turn_tokens
 from spmdrl.hub.tokenizer import BROKEN, control_words
 
 PLACEHOLDER = "\ue000"
-"""A character for private use, rendered in place of an answer to find its place in a template."""
+"""A private-use character that is rendered instead of an answer, to find the answer's place in a template."""
 CUT = -1
-"""Stands for the end of a token that ends within a character."""
+"""Marks the end of a token that ends within a character."""
 BEFORE = 4
-"""Tokens of the prompt that are decoded with a response: some tokenizers drop a blank at a text's start."""
+"""Number of prompt tokens that are decoded with a response, because some tokenizers drop a blank at a text's start."""
 
 Span = tuple[range, range]
-"""Places of the student's and the teacher's tokens in their responses."""
+"""Indices of the student's and of the teacher's tokens in their responses."""
 
 
 class Rewriter:
-    """Turns a prompt and a response into the tokens of another tokenizer."""
+    """Converts a prompt and a response to the tokens of another tokenizer."""
 
     def __init__(self, tokenizer: Any, prefix: str, pad: int | None):
-        """tokenizer: the reward model's. prefix: begins messages. pad: token that transformers skips at the end."""
+        """tokenizer: of the reward model. prefix: start of messages. pad: token that transformers skips at the end."""
         self.tokenizer, self.prefix, self.pad = tokenizer, prefix, pad
         self.control = control_words(tokenizer)
 
     def check(self, prompts: list[Prompt]) -> None:
-        """Check that prompts of a chat can be rendered.
+        """Check that chat prompts can be rendered.
 
         Raises:
             ValueError: the tokenizer has no chat template.
@@ -51,9 +51,9 @@ class Rewriter:
             )
 
     def whole(self, prompt: Prompt, response: str) -> tuple[list[int], int]:
-        """Return the tokens of a prompt with its response, and the index of the one at which HF reads the score."""
+        """Return the tokens of a prompt with its response, and the index of the token at which HF reads the score."""
         tokens = self._tokens(prompt, self._text(prompt, prompt.reply + self.control.sub(BROKEN, response)))
-        # transformers looks for the last token that is not padding, even in a sequence of its own, and else the first.
+        # Like transformers: the last token that is not padding, even without a batch; the first if all are padding.
         return tokens, next((i for i in range(len(tokens) - 1, -1, -1) if tokens[i] != self.pad), 0)
 
     def stepwise(self, prompt: Prompt, response: str, ends: list[int]) -> tuple[list[int], list[int]]:
@@ -62,7 +62,7 @@ class Rewriter:
         ends: as `step_ends` returns them for the response.
 
         Raises:
-            ValueError: the chat template leaves responses out, or tokens of the tokenizer cannot be found in the text.
+            ValueError: the chat template omits responses, or the tokens cannot be located in the text.
         """
         blanks = [found.end() for found in self.control.finditer(response)]
         ends = [end + bisect_left(blanks, end) for end in ends]
@@ -76,10 +76,10 @@ class Rewriter:
         return tokens, self._holding(tokens, text, places, prompt.chat)
 
     def _text(self, prompt: Prompt, reply: str) -> str:
-        """Return the text of a prompt with a reply: a chat through the template, without a generation prompt."""
+        """Return the text of a prompt with a reply. The chat template renders a chat, without a generation prompt."""
         content = prompt.content
         if not prompt.chat:
-            # A single message may stand as plain text.
+            # Without a chat, the prompt is plain text or a single message.
             return (content if isinstance(content, str) else content[0]["content"]) + reply
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         try:
@@ -90,54 +90,56 @@ class Rewriter:
                 tools=prompt.tools,
                 **variables(prompt.more),
             )
-        except Exception as error:  # jinja raises its own errors, and templates raise any
+        except Exception as error:  # jinja has its own exceptions, and templates may raise any
             raise ValueError(
                 f"{self.prefix}: its chat template could not render prompt {prompt.index} with its response "
                 f"({type(error).__name__}: {error})"
             ) from error
 
     def _located(self, prompt: Prompt, reply: str) -> tuple[str, str, int]:
-        """Return the text that the model reads, the reply as it stands there, and where that begins."""
+        """Return the text that the model reads, the reply as contained in that text, and the reply's offset in it."""
         text = self._text(prompt, reply)
         if not prompt.chat:
             return text, reply, len(text) - len(reply)
         head, found, tail = self._text(prompt, PLACEHOLDER).rpartition(PLACEHOLDER)
         if not found:
-            raise ValueError(f"{self.prefix}: its chat template leaves out the assistant's answer; give it another one")
+            raise ValueError(
+                f"{self.prefix}: its chat template leaves out the assistant's answer; give the model another template"
+            )
         # A template may strip the white space around an answer.
         for kept in (reply, reply.strip(), reply.lstrip(), reply.rstrip()):
             if text == head + kept + tail:
                 return text, kept, len(head)
-        # The template moves or drops a part of this answer, such as a thought; put it in as it was sampled.
+        # The template moves or drops a part of this answer, such as a thought; use the answer as it was sampled.
         return head + reply + tail, reply, len(head)
 
     def _tokens(self, prompt: Prompt, text: str) -> list[int]:
-        # A rendered chat holds every special token already.
+        # A rendered chat already contains all special tokens.
         tokens = list(self.tokenizer(text, add_special_tokens=not prompt.chat).input_ids)
         if not tokens:
             raise ValueError(
-                f"{self.prefix}: its tokenizer gives no tokens for prompt {prompt.index} with its response, the text "
+                f"{self.prefix}: its tokenizer returns no tokens for prompt {prompt.index} with its response, the text "
                 f"{text[:40]!r}, so there is nothing to score: leave the prompt out, or take another model"
             )
         return tokens
 
     def _holding(self, tokens: list[int], text: str, places: list[int], chat: bool) -> list[int]:
-        """Return the index of the token that holds the character before each place of the text."""
+        """Return, for each place in the text, the index of the token that contains the character before it."""
 
         def decode(some: list[int]) -> str:
             return self.tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-        # Offsets of byte-level tokenizers leave white space out, so they serve only where decoding gives another text.
+        # Offsets of byte-level tokenizers omit white space, so they are used only if decoding does not return the text.
         shift = decode(tokens).find(text)
         if shift >= 0:
             return tokens_of_ends(decode, tokens, [shift + place for place in places])
         if not self.tokenizer.is_fast:
             raise ValueError(
-                f"{self.prefix}: its tokenizer neither decodes to the text that it encoded nor returns their places: "
-                "add a tokenizer.json to its folder"
+                f"{self.prefix}: its tokenizer neither decodes tokens to the text that it encoded nor returns the "
+                "tokens' offsets: add a tokenizer.json to the model's folder"
             )
         spans = self.tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=True)["offset_mapping"]
-        # Special tokens beside the text have empty spans.
+        # Special tokens that are not in the text have empty spans.
         return [max(i for i, (a, b) in enumerate(spans) if a < place and b > a) for place in places]
 
 
@@ -146,10 +148,10 @@ class UnreadableError(Exception):
 
 
 def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -> tuple[str, list[int]]:
-    """Return the text of tokens that follow others, and the end of each token in it, in characters (or CUT).
+    """Return the text of tokens, and the end of each token in it, in characters (or CUT). before: preceding tokens.
 
     Raises:
-        UnreadableError: the text of some tokens depends on tokens far before or after them.
+        UnreadableError: the text of some tokens depends on other tokens.
     """
 
     def decode(some: list[int]) -> str:
@@ -160,20 +162,22 @@ def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -
     known, whole = decode(lead), decode([*lead, *tokens])
     reached = progress(decode, [*lead, *tokens], whole)
     if not whole.startswith(known) or len(reached) != len(lead) + len(tokens):
-        raise UnreadableError("the text of a token depends on those around it")
+        raise UnreadableError("the text of a token depends on the tokens around it")
     text = whole[len(known) :]
     ends = [max(0, end - len(known)) for end in reached[len(lead) :]]
-    # A token with a part of a character's bytes decodes to a mark when alone. A character may end between two such
-    # tokens; assuming that none does makes some spans longer, and none wrong.
+    # A token with only a part of a character's bytes decodes to a replacement mark when alone. Between two such tokens
+    # a character may end; assuming that it does not makes some spans longer, but never wrong.
     marked = [alone(token).endswith(MARK) for token in tokens]
     after = [*(alone(token).startswith(MARK) for token in tokens[1:]), text.endswith(MARK)]
     return text, [CUT if a and b else end for end, a, b in zip(ends, marked, after, strict=False)]
 
 
 def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
-    """Return the shortest spans at whose ends both have decoded the same characters.
+    """Return the shortest spans at whose ends student and teacher have decoded the same text.
 
-    A token without characters belongs to the span of the next token, and at the end to no span.
+    A token without text belongs to the span of the next token; at the end of the response it belongs to no span.
+
+    mine, theirs: the ends of the student's and of the teacher's tokens in the text, in characters.
     """
     ends = [{end: i + 1 for i, end in reversed(list(enumerate(side))) if end > 0} for side in (mine, theirs)]
     spans, begun = [], (0, 0)
@@ -186,7 +190,7 @@ def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Aligned:
-    """A response in the tokens of both."""
+    """A response in the tokens of student and teacher."""
 
     spans: list[Span]
     teacher: list[int]
@@ -196,19 +200,20 @@ class Aligned:
 def end_of_turn(tokenizer: Any, ends: set[int], template: str = "") -> int:
     """Return the token with which the chat template ends an answer, or else the tokenizer's end token.
 
-    ends: all tokens that may end a response. template: replaces the tokenizer's own.
+    ends: all tokens that may end a response. template: replaces the tokenizer's chat template if set.
     """
     proved = end_of_turn_tokens(tokenizer, chosen_template(tokenizer, template))
     return next((token for token in proved if token in ends), tokenizer.eos_token_id)
 
 
 class Pair:
-    """Two tokenizers: aligns a student's responses with its teacher's tokens."""
+    """Aligns a student's responses with its teacher's tokens, for two different tokenizers."""
 
     def __init__(self, student: Any, teacher: Any, ends: set[int], teacher_ends: set[int], template: str = ""):
-        """Find the tokens with which both end a response.
+        """Find the tokens with which student and teacher end a response.
 
-        ends, teacher_ends: all tokens that may. template: the student's, if not its tokenizer's.
+        ends, teacher_ends: all tokens that may end a response of the student and of the teacher. template: the
+        student's chat template, if it is not the tokenizer's.
         """
         self.student, self.teacher, self.ends = student, teacher, ends
         self.last = end_of_turn(student, ends, template), end_of_turn(teacher, teacher_ends)
@@ -216,15 +221,15 @@ class Pair:
         self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids) | teacher_ends
 
     def align(self, tokens: list[int], prompt: Sequence[int] = ()) -> Aligned:
-        """Encode a response in the teacher's tokens, and find the spans; end tokens correspond to each other.
+        """Encode a response in the teacher's tokens, and find the spans. The end tokens form a span.
 
         Raises:
-            UnreadableError: it holds other control tokens, or text that one of the two does not reproduce.
+            UnreadableError: the response contains other control tokens, or text that a tokenizer does not reproduce.
         """
         ended = bool(tokens) and tokens[-1] in self.ends
         body = tokens[: len(tokens) - ended]
         if odd := [token for token in body if token in self.control[0]]:
-            raise UnreadableError(f"the control token {self.student.convert_ids_to_tokens(odd[0])!r} stands in it")
+            raise UnreadableError(f"it contains the control token {self.student.convert_ids_to_tokens(odd[0])!r}")
         text, mine = reading(self.student, body, list(prompt)[-BEFORE:])
         if not ended:
             # A response may be cut off within a character.
@@ -247,10 +252,11 @@ class Pair:
         return Aligned(spans, theirs)
 
     def both(self, sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens that both have, in the student's and the teacher's numbers, int64 [M] each.
+        """Return the ids of the M common tokens, the student's and the teacher's, int64 [M] each.
 
-        These are tokens of the same string, and the two that end a response. sizes: vocabulary sizes of the student's
-        and the teacher's model, which may be smaller than those of their tokenizers.
+        Common tokens have the same string in both vocabularies; the tokens that end a response are common too.
+
+        sizes: vocabulary sizes of the student's and the teacher's model, which may be smaller than their tokenizers'.
         """
         mine, theirs = (
             {word: token for word, token in side.get_vocab().items() if token < size}

@@ -1,4 +1,4 @@
-"""One rollout: prompts from the queue, samples from the engine, observations, rewards while the engine goes on."""
+"""One rollout: takes prompts from the queue, samples with the engine, adds observations, and grades meanwhile."""
 
 import time
 from collections import Counter
@@ -18,7 +18,7 @@ PATIENCE = 0.2
 
 
 class Rollout:
-    """A plan under way on one engine."""
+    """The execution of a plan on one engine."""
 
     def __init__(self, plan: RolloutPlan, engine: Engine, grading: Grading, world: World, environment: Environment):
         self.plan, self.engine, self.grading, self.world, self.environment = plan, engine, grading, world, environment
@@ -34,25 +34,25 @@ class Rollout:
         self.phases: Counter[str] = Counter()
         """Number of episodes in each phase before grading (`Episode.phase`)."""
         self.observations: list[tuple[Place, Observation]] = []
-        """Observations that wait until all outstanding ones have arrived."""
+        """Observations that have arrived but wait for others (`plan.in_order`)."""
         self.ended = 0
-        """Groups that were completed since the last tally, without failed ones."""
+        """Number of groups completed since the last tally, without groups that failed."""
         self.idle = 0.0
-        """Seconds in which the engine had nothing to do, for the environments'."""
-        # No engine starts with more than its even share: what is left goes to whoever is done first.
+        """Seconds in which the engine had nothing to do while environments worked."""
+        # No engine begins more than an equal share at once; engines that finish early take further prompts.
         self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
         self.fair += len(plan.carried) * plan.requests_per_prompt
-        # An environment that takes its time to open is opened before the engine has a place for the episode.
+        # Remote environments may be slow to open, so they are opened before the engine has a place for the episode.
         self.places = engine.capacity * (2 if environment.remote else 1)
 
     @property
     def running(self) -> int:
-        """Requests that the engine works on."""
+        """Number of requests that the engine is sampling."""
         return self.phases["sampling"]
 
     @property
     def due(self) -> int:
-        """Observations that the environment has still to return."""
+        """Number of observations that the environment has not returned yet."""
         return self.phases["opening"] + self.phases["answering"]
 
     def enter(self, episode: Episode, phase: str) -> None:
@@ -75,7 +75,7 @@ class Rollout:
         unfinished = [g for g in self.groups.values() if not g.done]
         done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
         if (self.abandoned and not plan.keeps_graded) or not self.grading.finish(done, plan, timer):
-            # `Sampler.rollout` reports to the engine's other ranks that the grading was abandoned.
+            # `Sampler.rollout` makes the engine's other ranks abandon the rollout too.
             self.abandoned = True
         if self.abandoned:
             done = [group for group in done if plan.keeps_graded and self.grading.has(group)]
@@ -93,7 +93,7 @@ class Rollout:
         return self.abandoned
 
     def admit(self) -> bool:
-        """Begin groups while there is room; return False if nothing runs and nothing is left to begin."""
+        """Begin groups while there is room; return False if no episode is running and none is left to begin."""
         taken = self.take()
         while taken:
             for group in taken:
@@ -102,27 +102,27 @@ class Rollout:
                     self.begin(group, episode)
             self.observe()
             self.catch_up()
-            # All that just began may have failed at once.
+            # If all episodes that were just begun have already failed, begin more.
             taken = [] if self.running + self.due else self.take()
         return self.running + self.due > 0
 
     def take(self) -> list[PromptGroup]:
-        """Return the groups that there is room for, those of earlier steps first."""
-        # An episode that waits for its environment leaves its place in the engine to others.
+        """Return as many groups as there is room for, groups of earlier steps first."""
+        # An episode that waits for its environment takes no place in the engine.
         under_way, each = self.running + self.due, self.plan.requests_per_prompt
         free = min(self.places - self.running - self.phases["opening"], self.fair - under_way)
         room = max(-(-free // each), 0)
         if self.environment.most_open:
             room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
-        # Every rank of the engine calls the queue, also for no group.
+        # All ranks of the engine must make the same calls of the queue, even to take no group.
         for place in self.queue.take(room - len(taken)):
             taken.append(self.plan.group(place))
             self.begun = place + 1
         return taken
 
     def begin(self, group: PromptGroup, episode: Episode) -> None:
-        """Begin an episode, or go on with one that was cut short."""
+        """Begin an episode, or continue one that was cut short."""
         self.environment.open(self.plan, group, episode)
         if not episode.segments:
             self.enter(episode, "opening")
@@ -132,18 +132,18 @@ class Rollout:
             self.submit(group, episode)
 
     def ask(self, group: PromptGroup, episode: Episode, finish: str) -> None:
-        """Have the environment answer an episode's last response. finish: how the engine ended it."""
+        """Make the environment answer an episode's last response. finish: how the engine ended the response."""
         episode.unanswered = finish
         self.environment.answer(self.plan, group, episode, finish)
         self.enter(episode, "answering")
 
     def submit(self, group: PromptGroup, episode: Episode) -> None:
-        """Have the engine go on with an episode."""
+        """Submit the request for an episode's next response to the engine."""
         self.engine.submit(self.plan.request(group, episode.sample))
         self.enter(episode, "sampling")
 
     def advance(self) -> None:
-        """Run one step of the engine, and take the observations that came meanwhile."""
+        """Run one step of the engine, and process the observations that arrived meanwhile."""
         tick()
         if self.running:
             for completion in self.engine.poll():
@@ -160,7 +160,7 @@ class Rollout:
         self.grading.poll()
 
     def catch_up(self) -> None:
-        """Wait for all due observations if the plan demands it."""
+        """Wait for all pending observations if the plan is `in_order`."""
         began = time.monotonic()
         while self.plan.in_order and self.due and not self.leaves():
             tick()
@@ -168,10 +168,10 @@ class Rollout:
         self.idle += time.monotonic() - began
 
     def observe(self, wait: float = 0.0) -> None:
-        """Take the environments' observations, waiting up to `wait` seconds for the first.
+        """Process the environments' observations, waiting up to `wait` seconds for the first.
 
-        Under `plan.in_order` they are only taken once all have come, and then by place: the neighbours of a sequence in
-        the engine's batch change its rounding, so they must not depend on which answers came together.
+        Under `plan.in_order` they are processed when all have arrived, sorted by (position, sample). The composition of
+        the engine's batch affects rounding, so it must not depend on which answers arrive together.
         """
         came = self.environment.poll(wait)
         self.observations += share(came, self.world) if self.shares else came
@@ -195,10 +195,10 @@ class Rollout:
             self.grading.ended(group, episode)
 
     def cut_short(self, keep: bool) -> None:
-        """Stop unfinished episodes and keep their tokens. keep: another step goes on with them."""
+        """Stop unfinished episodes and keep their tokens. keep: True if another step continues them."""
         unfinished = [e for g in self.groups.values() for e in g.open]
         for episode in (e for g in self.groups.values() if not g.done for e in g.episodes):
-            # Finished episodes of an unfinished group are graded with its others.
+            # Finished episodes of an unfinished group are graded later, with the other episodes of the group.
             self.enter(episode, "")
         keys = [request_key(e) for e in unfinished if e.segments]
         for completion in self.engine.abort(keys):
@@ -209,16 +209,19 @@ class Rollout:
 def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
     """Add the engine's completion to its episode."""
     if completion.tokens and completion.version != plan.version:
-        raise StaleEngineError(f"a sample of weight version {completion.version} came into a rollout of {plan.version}")
+        raise StaleEngineError(
+            f"the engine sampled with weight version {completion.version} in a rollout of version {plan.version}"
+        )
     if completion.tokens or completion.finish != "abort":
         episode.add_sampled(completion.tokens, completion.logp, plan.version)
     if completion.experts is not None:
-        # An earlier part's tokens ran again, by later weights: what counts is how their logp came about.
+        # A continued episode ran its earlier tokens again, with later weights; for those, the experts with which their
+        # logp were computed are kept.
         episode.add_experts(completion.experts)
 
 
 def add(seen: Observation, episode: Episode) -> None:
-    """Add an observation to an episode. Raises ValueError if it does not fit."""
+    """Add an observation to an episode. Raises ValueError if the episode cannot continue with it."""
     episode.unanswered = ""
     if seen.reward:
         episode.add_reward(seen.reward)
@@ -226,7 +229,7 @@ def add(seen: Observation, episode: Episode) -> None:
         episode.finish, episode.given = seen.over, seen.given
         episode.parts, episode.conversation = seen.parts, None
         if not episode.segments:
-            # It failed before it began; a batch never sees it.
+            # The episode failed before it began. It gets an empty prompt, and is never part of a batch.
             episode.segments.append(prompt_segment([]))
     elif not episode.segments:
         episode.segments.append(prompt_segment(seen.tokens))

@@ -227,7 +227,7 @@ def test_a_teacher_of_other_tokens_is_refused_without_it_and_one_without_a_token
     ):
         run_ranks(trained, 1, str(tmp_path / "off"), teacher, more)
     bare = small_model(tmp_path / "bare")
-    with pytest.raises(RankError, match="it has no tokenizer, by which --distill.align uld reads the student's text"):
+    with pytest.raises(RankError, match="the folder has no tokenizer, which --distill.align uld needs"):
         run_ranks(trained, 1, str(tmp_path / "bare run"), bare, asked(pair, {"align": "uld"})[1])
     long = {"teacher_template": "{prompt}" * 60, "align": "uld"}
     with pytest.raises(RankError, match="--distill.teacher-template: with it"):

@@ -141,7 +141,7 @@ def test_a_model_with_tokens_of_its_own_is_refused_beside_an_environment(folders
     acts = replace(cfg, env="builtin:guess")
     labels = labels_of(cfg.reward.model, folders["one"])
     assert reading_of(cfg, labels, TOKENIZER, rows).rewriter
-    with pytest.raises(ValueError, match="in its own tokens, and with --env there are conversations"):
+    with pytest.raises(ValueError, match="cannot read the conversations of --env"):
         reading_of(acts, labels, TOKENIZER, rows)
     written(file, path=folders["one"])
     assert reading_of(acts, labels_of(cfg.reward.model, folders["one"]), TOKENIZER, rows).rewriter is None
@@ -366,7 +366,7 @@ def test_texts_of_padding_or_without_tokens():
     eos = TOKENIZER.eos_token_id
     # transformers finds no token that is not padding and reads the first.
     assert Rewriter(TOKENIZER, "rm.yaml", eos).whole(prompt("<eos><eos>", chat=False), "") == ([eos, eos], 0)
-    with pytest.raises(ValueError, match=r"rm.yaml: its tokenizer gives no tokens for prompt 0"):
+    with pytest.raises(ValueError, match=r"rm.yaml: its tokenizer returns no tokens for prompt 0"):
         Rewriter(TOKENIZER, "rm.yaml", None).whole(prompt("", chat=False), "")
 
 

@@ -79,13 +79,13 @@ def test_a_step_without_the_number_is_passed_over():
 @pytest.mark.parametrize(
     ("sections", "names"),
     [
-        ({}, "no setting of this run sets them apart"),
-        ({"rollout": {"quantization": "int8"}}, "by intent here is --rollout.quantization int8;"),
-        ({"model": {"dtype": "bfloat16"}}, "by intent here is --model.dtype bfloat16;"),
+        ({}, "no setting of this run explains the difference"),
+        ({"rollout": {"quantization": "int8"}}, "they may differ because of --rollout.quantization int8;"),
+        ({"model": {"dtype": "bfloat16"}}, "they may differ because of --model.dtype bfloat16;"),
         (
             {"rollout": {"staleness": 1, "partial_steps": 2}},
             # Tokens of carried samples that are older still are not compared.
-            "by intent here is --rollout.staleness 1;",
+            "they may differ because of --rollout.staleness 1;",
         ),
     ],
 )

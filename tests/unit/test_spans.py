@@ -132,7 +132,7 @@ def test_a_tokenizer_that_marks_blanks_is_read_behind_the_prompt():
 def test_what_cannot_be_aligned_says_why(pair):
     student, vocab = pair.student, pair.student.get_vocab()
     for tokens, why in [
-        ([vocab["a"], vocab["<pad>"], vocab["b"]], "the control token '<pad>' stands in it"),
+        ([vocab["a"], vocab["<pad>"], vocab["b"]], "it contains the control token '<pad>'"),
         ([vocab["a"], vocab["©"], vocab["b"]], "bytes that are not text"),
         ([vocab["a"], vocab["Ã"], student.eos_token_id], "bytes that are not text"),
         (student("a <|end|> b").input_ids, r"the teacher reads its control token '<\|end\|>'"),
