@@ -1,16 +1,16 @@
-"""A sandbox for programs that a model writes; the kernel keeps them in.
+"""A sandbox for programs that a model writes, enforced by the Linux kernel.
 
-base.py         a program, its limits, and how it ended
-open.py         chooses a sandbox that works here
-bubblewrap.py   the command that starts one in namespaces
-sandlock.py     the command that starts one by Landlock and seccomp, where there are no namespaces
-supervisor.py   the program of sandlock: a sandbox for each program
+base.py         types of a program, its limits and its outcome
+open.py         chooses a sandbox that works on this machine
+bubblewrap.py   the command that starts a sandbox in namespaces
+sandlock.py     the command that starts a sandbox by Landlock and seccomp, on machines without user namespaces
+supervisor.py   the process behind sandlock.py, which starts a sandbox for each program
 containers.py   the commands of container engines
-places.py       the places and the environment that programs get
-cgroup.py       a cgroup for each sandbox, where this user may make one
-warm.py         runs programs in it, one after another
+places.py       the paths, the environment and the user of programs
+cgroup.py       creates a cgroup for each sandbox, if this user may
+warm.py         runs programs one after another in a sandbox that stays open
 session.py      programs that answer messages, and Python sessions
-tests.py        tests of a program that it cannot see
-fusion.py       programs that a service runs: SandboxFusion
-inside/         programs that run inside
+tests.py        runs tests that the tested program cannot see
+fusion.py       runs programs on a SandboxFusion service
+inside/         code that runs inside the sandbox
 """

@@ -1,59 +1,59 @@
-"""Types of the sandbox: a program, its limits, and how it ended."""
+"""Types of the sandbox: a program, its limits and its outcome."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
-"""The end of a program: by itself with exit code 0 (`ok`) or another one, or by a signal (`error`); at a limit; or not
-at all, because the sandbox could not run it (`failure`), which says nothing about the program."""
+"""How a program ended: with exit code 0 (`ok`); with another exit code or by a signal (`error`); or at a limit
+(`timeout`, `memory`, `output`). `failure` means that the sandbox could not run the program."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program, of all its processes together unless a field is of one process."""
+    """Limits of a program. They hold for the sum over its processes unless the field names a single process."""
 
     seconds: float = 10.0
-    """Wall-clock time."""
+    """Wall-clock seconds."""
     cpu_seconds: int = 10
-    """Time of one process on a core."""
+    """CPU seconds of a single process."""
     memory_mib: int = 512
-    """Memory and swap, without those of files on a disk."""
+    """Memory and swap in MiB, without the page cache of files on a disk."""
     processes: int = 16
-    """Processes and threads at a time."""
+    """Number of processes and threads at the same time."""
     open_files: int = 64
-    """Open files of one process."""
+    """Number of open files of a single process."""
     tmp_mib: int = 32
-    """Space in /tmp, and the largest file there."""
+    """Space in /tmp, and size of the largest file there, in MiB."""
     output_kib: int = 256
-    """Standard output and error."""
+    """Size of standard output and standard error together, in KiB."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run: Python source, or the words of a command."""
+    """A program to run: Python source, or a command."""
 
     source: str = ""
-    """Python."""
+    """Python source."""
     argv: tuple[str, ...] = ()
-    """A command, in place of `source`."""
+    """Words of a command to run in place of `source`."""
     stdin: str = ""
     files: dict[str, str] = field(default_factory=dict)
-    """Texts to put below /tmp, where it runs, by relative name."""
+    """Text files to create in /tmp, the program's working folder: text by relative path."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a program."""
+    """The outcome of a program."""
 
     verdict: Verdict
     code: int = 0
-    """Exit code; 0 if a signal ended it."""
+    """Exit code; 0 if a signal ended the program."""
     signal: int = 0
     stdout: str = ""
     stderr: str = ""
     seconds: float = 0.0
     why: str = ""
-    """Reason in words, if the verdict is not `ok`."""
+    """Reason of a verdict other than `ok`."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class Start:
     name: str
     """Name of the sandbox for logs, with its version."""
     fix: str = ""
-    """The remedy if it does not start."""
+    """Advice for the user if the sandbox does not start."""
     once: bool = False
-    """True if programs in one sandbox could reach each other, so that each needs its own."""
+    """True if each program needs a fresh sandbox, because programs in the same one could reach each other."""
 
 
 class SandboxError(RuntimeError):
-    """No sandbox works on this machine, or it ended."""
+    """No sandbox works on this machine, or an open sandbox failed."""
 
     def __init__(self, why: str, fix: str = ""):
-        """why: the reason. fix: what to do, which is a part of the message too."""
+        """Create the error. why: the reason. fix: advice, which becomes a part of the message."""
         super().__init__(f"{why}; {fix}" if fix else why)
         self.why, self.fix = why, fix

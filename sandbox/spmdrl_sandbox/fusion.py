@@ -1,8 +1,9 @@
-"""Programs that a SandboxFusion service runs (https://github.com/bytedance/SandboxFusion): POST URL/run_code.
+"""Client of a SandboxFusion service (https://github.com/bytedance/SandboxFusion), which runs programs.
 
-The service keeps programs in, with what it is configured to; of `Limits` it takes the time and the memory alone. Its
-answers may be anything: one that makes no sense, a refusal, or none after all tries is the verdict `failure`, never an
-error of the program. Standard library only.
+Programs are sent by POST to URL/run_code.
+How well programs are isolated depends on the configuration of the service. Of `Limits` it uses only the time and the
+memory. An invalid answer, a refusal, or no answer after all tries gives the verdict `failure`, never an error of the
+program. Only the standard library is needed.
 """
 
 import base64
@@ -21,24 +22,24 @@ from urllib.parse import urlsplit
 from spmdrl_sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 
 GRACE = 10.0
-"""Seconds beyond a program's own that an answer may take: the service may have others to run first."""
+"""Seconds that an answer may take in addition to the program's time, since the service may queue programs."""
 MOST_BYTES = 64 << 20
-"""Longest answer that is read."""
+"""Maximum size of an answer."""
 LONGEST_WAIT = 30.0
-"""Seconds between two tries, at most, whatever the service asks for."""
+"""Maximum seconds between two tries, even if the service demands a longer wait."""
 
 
 class ServiceError(Exception):
     """The service did not run the program."""
 
     def __init__(self, why: str, again: bool, after: float = 0.0):
-        """again: another try may help, after that many seconds at least."""
+        """Create the error. again: whether another try may help. after: minimum seconds to wait before it."""
         super().__init__(why)
         self.again, self.after = again, after
 
 
 class Fusion:
-    """A service that runs programs, as `Warm.run` does. It has no sessions. Use it from any thread."""
+    """A service that runs programs in the same way as `Warm.run`, without sessions. May be called from any thread."""
 
     def __init__(
         self,
@@ -48,13 +49,16 @@ class Fusion:
         wait: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        """url: of the service, with or without /run_code. language: of programs, in the service's words. tries: how
-        often a program is sent. wait: seconds after the first, doubled after each. sleep: waits.
+        """Create a client.
+
+        url: address of the service, with or without /run_code. language: language of programs, as the service names
+        it. tries: maximum number of times that a program is sent. wait: seconds to wait after the first try; each
+        further wait is twice as long. sleep: function that waits.
         """
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
         self.parts = urlsplit(self.url)
         if self.parts.scheme not in ("http", "https") or not self.parts.hostname:
-            raise SandboxError(f"{url!r} is no address of a service", "give one that begins with http:// or https://")
+            raise SandboxError(f"{url!r} is not the address of a service", "give a url with http:// or https://")
         self.language, self.tries, self.wait, self.sleep = language, tries, wait, sleep
         self.name = f"SandboxFusion ({self.parts.scheme}://{self.parts.netloc.rpartition('@')[2]}{self.parts.path})"
 
@@ -65,7 +69,9 @@ class Fusion:
             SandboxError: the program is a command, which the service does not run.
         """
         if program.argv:
-            raise SandboxError("SandboxFusion runs sources, no commands", "give `source` and the service's `language`")
+            raise SandboxError(
+                "SandboxFusion only runs sources, not commands", "give `source` and the service's `language`"
+            )
         body = json.dumps(request_of(program, limits, self.language)).encode()
         began, why = time.monotonic(), ""
         for number in range(self.tries):
@@ -80,24 +86,24 @@ class Fusion:
         return Outcome("failure", seconds=time.monotonic() - began, why=f"{self.name}: {why}")
 
     def close(self) -> None:
-        """Do nothing: no connection stays open."""
+        """Do nothing, because each request closes its connection."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Refuse the first message of a session. Raises SandboxError."""
-        raise SandboxError("SandboxFusion has no sessions: a program runs once, to its end", "take open_sandbox()")
+        """Raise SandboxError, because the service has no sessions."""
+        raise SandboxError("SandboxFusion has no sessions: a program runs once, to its end", "use open_sandbox()")
 
     def _ask(self, body: bytes, seconds: float) -> Any:
-        """Send a request and return the answer. seconds: longest wait for the whole of it.
+        """Send a request and return the parsed JSON of the answer. seconds: maximum time for the complete answer.
 
         Raises:
-            ServiceError: there is none.
+            ServiceError: there is no usable answer.
         """
         kind = http.client.HTTPSConnection if self.parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self.parts.hostname or "", self.parts.port, timeout=seconds)
         late = threading.Event()
 
         def cut() -> None:
-            # A timeout of a socket is one of each read, which an answer in drops would never reach.
+            # The timeout of a socket holds for each read and would never expire if an answer arrived byte by byte.
             late.set()
             with contextlib.suppress(OSError):
                 opened.shutdown(socket.SHUT_RDWR)
@@ -105,7 +111,7 @@ class Fusion:
         timer = threading.Timer(seconds, cut)
         try:
             connection.connect()
-            # The connection drops it once an answer begins that closes the connection.
+            # Keep the socket, as the connection forgets it when an answer with `Connection: close` begins.
             opened = connection.sock
             timer.start()
             connection.request("POST", self.parts.path, body, {"Content-Type": "application/json"})
@@ -118,7 +124,7 @@ class Fusion:
             timer.cancel()
             connection.close()
         if answer.status != 200:
-            # With another status the same request would fail again.
+            # With other status codes the same request would fail again.
             again = answer.status >= 500 or answer.status in (408, 425, 429)
             raise ServiceError(f"HTTP {answer.status} {answer.reason}", again, _after(answer.headers))
         if late.is_set():
@@ -128,7 +134,7 @@ class Fusion:
                 raise ValueError("too long")
             return json.loads(data)
         except (ValueError, RecursionError):
-            raise ServiceError(f"an answer that is no JSON: {data[:80]!r}", True) from None
+            raise ServiceError(f"an answer that is not JSON: {data[:80]!r}", True) from None
 
 
 def request_of(program: Program, limits: Limits, language: str) -> dict[str, Any]:
@@ -150,7 +156,7 @@ def outcome_of(answer: Any, limits: Limits) -> Outcome:
     """Return the outcome of a program in the service's answer.
 
     Raises:
-        ServiceError: the service failed, or the answer makes no sense.
+        ServiceError: the service failed, or its answer is invalid.
     """
     try:
         status = answer["status"]
@@ -170,7 +176,7 @@ def outcome_of(answer: Any, limits: Limits) -> Outcome:
         if type(code) is not int or (status == "Success") != (code == 0):
             raise ValueError(f"{status} with return code {code}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ServiceError(f"an answer that makes no sense ({type(error).__name__}: {error})", True) from None
+        raise ServiceError(f"an invalid answer ({type(error).__name__}: {error})", True) from None
     code, number = (0, -code) if code < 0 else (code, 0)
     if ran is None and code == 0 and number == 0:
         raise ServiceError("an answer without a run", True)
@@ -181,14 +187,14 @@ def outcome_of(answer: Any, limits: Limits) -> Outcome:
 
 
 def _cut(text: Any, limits: Limits) -> str:
-    """Return text of the service, no longer than the limit; `None` is none."""
+    """Return output from the service, cut to the limit; empty for None. Raises TypeError for other types."""
     if text is not None and not isinstance(text, str):
         raise TypeError("text")
     return (text or "").encode(errors="replace")[: limits.output_kib << 10].decode(errors="replace")
 
 
 def _after(headers: Message) -> float:
-    """Return the seconds that a refusal asks to wait, where it gives a number."""
+    """Return the seconds of the header `Retry-After`; 0 if it is missing or not a number."""
     try:
         return max(0.0, float(headers.get("Retry-After", "")))
     except ValueError:

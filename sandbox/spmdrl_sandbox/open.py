@@ -1,4 +1,4 @@
-"""Opens a sandbox that works here, after a small program has tried to get out of it."""
+"""Opens a sandbox that works on this machine, and first checks with a small program that it isolates programs."""
 
 import os
 import secrets
@@ -37,23 +37,23 @@ except OSError:
     pass
 print(reached)
 """
-"""A program that tries to read a file, to reach a port and a socket, and to see a process of this machine."""
+"""A program that tries to read a file, to connect to a port and a socket, and to see a process of this machine."""
 
 
 def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
-    """Return a sandbox that keeps a probe in. Its `name` is for logs.
+    """Return an open sandbox that has passed the probe.
 
     Args:
-        provider: `auto` takes the first of `AUTO` that works. Another name takes that one or none; `none` is no
-            sandbox, for programs that are trusted.
-        image: of the container, for a container engine.
+        provider: `auto` uses the first of `AUTO` that works. Another name uses only that sandbox. `none` runs programs
+            without a sandbox and is meant for trusted programs.
+        image: container image, for a container engine.
 
     Raises:
-        SandboxError: there is none; the message says why and what to do.
+        SandboxError: no sandbox works; the message has the reason and advice.
     """
     if provider != "auto":
         if provider not in PROVIDERS:
-            raise SandboxError(f"no sandbox is called {provider!r}", f"take one of auto, {', '.join(PROVIDERS)}")
+            raise SandboxError(f"no sandbox is called {provider!r}", f"use one of auto, {', '.join(PROVIDERS)}")
         start = PROVIDERS[provider](image)
         return _opened(start) if provider != "none" else Warm(start.words, start.name)
     refused: list[SandboxError] = []
@@ -68,19 +68,19 @@ def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
 
 
 def open_for(provider: str) -> Warm:
-    """Return the sandbox that `--sandbox.provider` names: `NAME`, or `NAME:IMAGE` of a container engine.
+    """Return the sandbox for `--sandbox.provider`: `NAME`, or `NAME:IMAGE` for a container engine.
 
     Raises:
-        SandboxError: see `open_sandbox`.
+        SandboxError: the sandbox does not work.
     """
     name, _, image = provider.partition(":")
     return open_sandbox(name, image or containers.IMAGE)
 
 
 def plain() -> Start:
-    """Return how to start a zygote without any sandbox: limits of single processes are all that holds."""
+    """Return the command that starts a zygote without a sandbox, with only the limits of single processes."""
     words = ["env", f"PYTHONPATH={HERE.parent}", sys.executable, *FLAGS, "-m", ZYGOTE, "plain", "0"]
-    return Start(words, "none (no sandbox: limits of single processes are all that holds)")
+    return Start(words, "none (no sandbox, only limits of single processes)")
 
 
 PROVIDERS: dict[str, Callable[[str], Start]] = {
@@ -90,9 +90,9 @@ PROVIDERS: dict[str, Callable[[str], Start]] = {
     "docker": containers.docker,
     "none": lambda _: plain(),
 }
-"""Functions that start a sandbox, by name; each gets the image of the container."""
+"""By name of a sandbox: function that returns its start command, given the image of the container."""
 AUTO = ("bubblewrap", "sandlock")
-"""Sandboxes that `auto` tries, the better one first."""
+"""Names of the sandboxes that `auto` tries, in this order."""
 
 
 def _opened(start: Start) -> Warm:
@@ -108,12 +108,12 @@ def _opened(start: Start) -> Warm:
         raise SandboxError(f"{start.name}: {error}", start.fix) from None
     if reached:
         warm.close()
-        raise SandboxError(f"{start.name} does not keep programs in: {reached}")
+        raise SandboxError(f"{start.name} does not isolate programs: {reached}")
     return warm
 
 
 def probe(warm: Warm) -> str:
-    """Return what a harmless program can do although it should not; empty if nothing."""
+    """Run the probe in a sandbox and return a description of what it could reach; empty if it reached nothing."""
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.create_server(("127.0.0.1", 0)) as server,

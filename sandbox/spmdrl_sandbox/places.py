@@ -1,4 +1,4 @@
-"""Places, environment and user of programs, whatever keeps them in."""
+"""Paths, environment variables and user of sandboxed programs, for all types of sandboxes."""
 
 import os
 import sys
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-"""Places that every program needs to start."""
+"""Paths that every program needs to start."""
 HERE = Path(__file__).parent
-"""This package, which is all that zygotes need."""
+"""Folder of this package, the only one that zygotes import."""
 ZYGOTE = "spmdrl_sandbox.inside.zygote"
 USER = 64321
-"""User that programs run as if this process is root's: the kernel's limits on processes do not hold for root."""
+"""User id of programs if this process runs as root, because the kernel's process limits do not apply to root."""
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -25,18 +25,18 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 FLAGS = ["-P", "-s", "-B"]
-"""Flags of Python: no folder of a caller or a user on its path, and no bytecode written."""
+"""Flags of Python: no folder of the caller or user in `sys.path`, and no bytecode written."""
 BARE = ["-S", *FLAGS]
-"""And no `.pth` files of packages, which `inside/modules.py` makes up for."""
+"""FLAGS, and no import of `site`, which `inside/modules.py` replaces in part."""
 
 
 def python() -> str:
-    """Return this interpreter without its virtual environment."""
+    """Return the path of this Python interpreter outside of its virtual environment."""
     return os.path.realpath(sys.executable)
 
 
 def cache() -> None:
-    """Have Python keep the bytecode of what runs inside, as an import would: a sandbox may read it, not write it."""
+    """Write the bytecode of the package `inside` to its cache, which a sandbox may read but not write."""
     for file in sorted((HERE / "inside").glob("*.py")):
         name = f"spmdrl_sandbox.inside.{file.stem}".removesuffix(".__init__")
         cast(Any, find_spec(name)).loader.get_code(name)
@@ -48,12 +48,12 @@ def packages() -> str:
 
 
 def home() -> str:
-    """Return the folder of this interpreter and its library."""
+    """Return the installation folder of this interpreter, which contains its library."""
     return str(Path(python()).parent.parent)
 
 
 def system() -> list[str]:
-    """Return the places of the system and of this interpreter that programs may read."""
+    """Return the paths of the system and of this interpreter that programs may read."""
     shown = [place for place in SYSTEM if os.path.exists(place)]
     if not f"{home()}/".startswith(tuple(f"{place}/" for place in SYSTEM)):
         shown.append(home())

@@ -1,6 +1,7 @@
 """A sandbox by sandlock (https://github.com/multikernel/sandlock): Landlock, seccomp and limits, without namespaces.
 
-It serves machines whose users may make no user namespaces. It promises less than bubblewrap: docs/sandbox.md says what.
+It is for machines on which users cannot create user namespaces. It isolates less than bubblewrap; docs/sandbox.md lists
+the differences.
 """
 
 import ctypes
@@ -15,24 +16,24 @@ from spmdrl_sandbox.base import SandboxError, Start
 from spmdrl_sandbox.places import FLAGS, HERE, USER, home, packages
 
 LEAST = 6
-"""The first Landlock that keeps signals and abstract sockets in: Linux 6.12."""
+"""Minimum version of Landlock, the first that restricts signals and abstract sockets: Linux 6.12."""
 _CREATE_RULESET, _VERSION = 444, 1
 HOW = "on Linux 6.12 or later with Landlock among its security modules (`lsm=landlock`), `pip install sandlock`"
 
 
 def start() -> Start:
-    """Return how to start a supervisor.
+    """Return the command that starts a supervisor.
 
     Raises:
-        SandboxError: the package or the kernel's Landlock is missing.
+        SandboxError: the package `sandlock` is missing, or the kernel's Landlock is missing or too old.
     """
     package = find()
     if package is None:
-        raise SandboxError("no sandlock here, in which code of a model could run", HOW)
+        raise SandboxError("sandlock, which would isolate a model's code, is not installed", HOW)
     which, folder = package
     found = landlock()
     if found < LEAST:
-        support = f"Landlock {found}, and it needs {LEAST}" if found > 0 else "no Landlock"
+        support = f"Landlock {found}, but {LEAST} is needed" if found > 0 else "no Landlock"
         raise SandboxError(f"sandlock {which}: this kernel has {support}", HOW)
     path = f"{HERE.parent}:{folder}"
     words = ["env", f"PYTHONPATH={path}", sys.executable, *FLAGS, "-m", "spmdrl_sandbox.supervisor"]
@@ -40,18 +41,21 @@ def start() -> Start:
 
 
 def find() -> tuple[str, str] | None:
-    """Return the package's version and the folder it lies in; None without it. It is not imported here: it is large."""
+    """Return version and folder of the package `sandlock`, without importing it; None if it is not installed."""
     spec = find_spec("sandlock")
     return (version("sandlock"), str(Path(spec.origin).parents[1])) if spec and spec.origin else None
 
 
 def landlock() -> int:
-    """Return the version of this kernel's Landlock (https://docs.kernel.org/userspace-api/landlock.html); 0: none."""
+    """Return the version of this kernel's Landlock (https://docs.kernel.org/userspace-api/landlock.html), or 0."""
     return max(0, ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION))
 
 
 def user() -> int:
-    """Return the user that programs become: `USER` below root, where that one can read this Python; else 0, none."""
+    """Return the user id to which programs change: `USER` if this process is root and `USER` can read this Python.
+
+    The result is 0 if programs keep the user of this process.
+    """
     if os.getuid():
         return 0
     above = {folder for place in (home(), packages()) for folder in (Path(place), *Path(place).parents)}

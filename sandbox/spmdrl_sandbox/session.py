@@ -1,4 +1,4 @@
-"""Programs that answer messages while they run: channels of JSON lines, and Python sessions on them."""
+"""Programs that answer messages while they run: channels of JSON lines, and Python sessions over channels."""
 
 import base64
 import json
@@ -16,18 +16,18 @@ INSIDE = Path(__file__).parent / "inside"
 
 
 class Channel:
-    """A program that reads and writes lines of JSON. Nothing else can run in its sandbox until it is closed."""
+    """A running program that exchanges lines of JSON. Its sandbox cannot run other programs until it is closed."""
 
     def __init__(self, warm: Warm, program: Program, limits: Limits):
-        """Start a program. limits: of all of its life."""
+        """Start a program. limits: limits of its complete run."""
         self.warm, self.buffer = warm, bytearray()
         self.outcome: Outcome | None = None
-        """The end of the program; None while it runs."""
+        """Outcome of the program; None while it runs."""
         self.until = time.monotonic() + limits.seconds
         warm.send(task_of(program, limits) | {"session": {}})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a line, which is lost if the program has ended."""
+        """Send a message; it is lost if the program has ended."""
         if self.outcome is None:
             line = (json.dumps(message) + "\n").encode()
             try:
@@ -36,7 +36,7 @@ class Channel:
                 self._ended(error)
 
     def receive(self, seconds: float) -> bytes | None:
-        """Return the next line; None if none comes in time, or the program has ended (`outcome`)."""
+        """Return the next line, or None after `seconds` without one or if the program has ended (see `outcome`)."""
         until = min(time.monotonic() + seconds, self.until + GRACE)
         while self.outcome is None and b"\n" not in self.buffer:
             try:
@@ -57,16 +57,16 @@ class Channel:
         return bytes(line)
 
     def _ended(self, error: SandboxError) -> None:
-        """Take the end of a sandbox for that of its program if it holds no other."""
+        """Set the outcome after the sandbox ended, if it was only for this program; otherwise raise the error."""
         if not self.warm.once:
             raise error
         self.outcome = Outcome("error", why=str(error))
 
     def close(self) -> Outcome:
-        """End the program; return its outcome. May be called twice.
+        """End the program and return its outcome. May be called twice.
 
         Raises:
-            SandboxError: the sandbox has ended, or does not end it.
+            SandboxError: the sandbox has ended, or does not end the program.
         """
         if self.outcome is None:
             try:
@@ -84,35 +84,35 @@ class Channel:
 
 
 class Session:
-    """A Python process in a sandbox that keeps its state: see `inside/session.py`."""
+    """A Python process in a sandbox that keeps its state between calls. `inside/session.py` is its program."""
 
     def __init__(self, warm: Warm, limits: Limits):
-        """Start it. limits: of the session as a whole."""
+        """Start the session. limits: limits of the complete session."""
         self.channel = Channel(warm, Program((INSIDE / "session.py").read_text(encoding="utf-8")), limits)
 
     def load(self, source: str, seconds: float) -> "Answer":
-        """Execute a module, whose functions can be called. The value is the list of their names."""
+        """Execute a module. Its functions can be called afterwards; the answer's value is the list of their names."""
         return self.ask({"load": source}, seconds)
 
     def run(self, source: str, seconds: float) -> "Answer":
-        """Execute statements as a notebook does."""
+        """Execute statements like a notebook cell, which prints the value of a last expression."""
         return self.ask({"run": source}, seconds)
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], seconds: float) -> "Answer":
         """Call a function.
 
         Raises:
-            NotPlainError: an argument is no plain data.
+            NotPlainError: an argument is not plain data.
         """
         message = {"call": name, "args": [encode(x) for x in args]}
         return self.ask(message | {"kwargs": {k: encode(v) for k, v in kwargs.items()}}, seconds)
 
     def close(self) -> Outcome:
-        """End the session; return its outcome. May be called twice."""
+        """End the session and return its outcome. May be called twice."""
         return self.channel.close()
 
     def ask(self, message: dict[str, Any], seconds: float) -> "Answer":
-        """Send a message and wait for its answer: `seconds` at most, after which the session is closed."""
+        """Send a message and return its answer. If it takes longer than `seconds`, the session is closed."""
         self.channel.send(message)
         line = self.channel.receive(seconds)
         if line is not None:
@@ -131,16 +131,16 @@ class Answer:
     verdict: Verdict
     value: Any = None
     raw: Any = None
-    """The value as it travels."""
+    """The value in the form of `inside/values.py`."""
     error: str = ""
-    """Type of an exception, if one was raised."""
+    """Type of the exception, if one was raised."""
     why: str = ""
-    """Its text, or why there is no answer."""
+    """Text of the exception, or the reason why there is no answer."""
     printed: str = ""
 
 
 def answer_of(line: bytes) -> Answer:
-    """Read an answer, which may be anything: a program can write to the pipe itself."""
+    """Parse an answer. Invalid ones become errors, since the untrusted program can write to the pipe itself."""
     try:
         message = json.loads(line)
         printed = str(message.get("printed", ""))
@@ -149,4 +149,4 @@ def answer_of(line: bytes) -> Answer:
             return Answer("error", error=str(kind), why=str(text), printed=printed)
         return Answer("ok", decode(message["value"]), message["value"], printed=printed)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return Answer("error", why=f"it sent a line that is no answer ({type(error).__name__})")
+        return Answer("error", why=f"the program sent an invalid answer ({type(error).__name__})")

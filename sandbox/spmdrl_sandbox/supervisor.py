@@ -1,9 +1,10 @@
-"""Runs programs one after another, each in a sandbox of sandlock's (https://github.com/multikernel/sandlock).
+"""Runs programs one after another, each in a sandbox by sandlock (https://github.com/multikernel/sandlock).
 
-`python -m spmdrl_sandbox.supervisor` exchanges the zygote's messages (inside/zygote.py) on stdin and stdout, and stays
-outside: from here sandlock answers system calls of programs, and limits are watched. Each program gets a sandbox with a
-folder of its own, since Landlock does not keep two programs of one sandbox apart; the next sandbox starts ahead. No
-namespace ends with its first process, so this process adopts processes that programs leave behind, and ends them.
+`python -m spmdrl_sandbox.supervisor` exchanges the same messages as the zygote (inside/zygote.py) on stdin and stdout.
+It runs outside the sandbox, where sandlock handles system calls of programs and a watcher checks their limits. Each
+program has a sandbox with a separate folder, since Landlock does not isolate two programs of the same sandbox. The next
+sandbox is started ahead of time. There are no process namespaces whose end would kill all processes of a program, so
+this process adopts the processes that programs leave behind, and kills them.
 """
 
 import contextlib
@@ -36,18 +37,18 @@ READABLE = ("/dev/full", "/dev/random", "/dev/urandom")
 WRITABLE = ("/dev/null",)
 START_SECONDS = 20.0
 PROCESSES = 16
-"""Processes in the first program's sandbox, which is started before its limits are known."""
+"""Process limit of the first sandbox, which is started before the limits of its program are known."""
 DEEPEST = 64
-"""Most folders within each other."""
+"""Maximum depth of nested folders."""
 FILES = 4096
-"""Most files and folders of a program: as many as bubblewrap's /tmp holds."""
+"""Maximum number of files and folders of a program, the same as in bubblewrap's /tmp."""
 
 
 class Held:
-    """A process in a sandbox of its own that waits for the program to become."""
+    """A process in a separate sandbox that waits for the task of a program and then becomes that program."""
 
     def __init__(self, base: Path, processes: int):
-        """base: a folder of the supervisor. processes: how many there may be in the sandbox."""
+        """Start the process. base: temporary folder of the supervisor. processes: process limit of the sandbox."""
         self.processes, runs_as = processes, user()
         self.folder = Path(tempfile.mkdtemp(prefix="program-", dir=base))
         if runs_as:
@@ -60,7 +61,7 @@ class Held:
             clean_env=True,
             env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder, "PYTHONPATH": f"{code}:{packages()}"},
             max_processes=processes,
-            # No other of this user may have the name.
+            # The name must be unique among the sandboxes of this user.
             name=f"sandbox-{secrets.token_hex(8)}",
         )
         words = [python(), *BARE, "-m", "spmdrl_sandbox.inside.alone", str(runs_as)]
@@ -69,12 +70,12 @@ class Held:
         self.ends: list[int] = []
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             file = cast(IO[bytes], pipe)
-            # A file would close its number once more after the watcher has.
+            # Duplicate the descriptor: the file object would otherwise close it again after the watcher.
             self.ends.append(os.dup(file.fileno()))
             file.close()
 
     def become(self, task: dict) -> str:
-        """Have it become a program; returns why it could not, or nothing."""
+        """Turn the process into a program. Return the reason if this failed, otherwise an empty text."""
         inputs, outputs, errors = self.ends
         words = json.dumps({name: part for name, part in task.items() if name not in ("stdin", "session")}).encode()
         data = len(words).to_bytes(8, "little") + words
@@ -89,10 +90,10 @@ class Held:
         return text or "it ended before it became the program"
 
     def end(self) -> None:
-        """End it with what it started, and remove its folder."""
+        """Kill the process and its descendants, and remove its folder."""
         kill(self.pid)
         with contextlib.suppress(RuntimeError):
-            # Its watcher may be waiting for it already.
+            # The watcher's thread may already be waiting for this process.
             self.process.wait()
         sweep()
         for end in self.ends:
@@ -101,12 +102,12 @@ class Held:
 
 
 class Outside(Watch):
-    """Watches a program from outside of its sandbox."""
+    """A watcher of a program that runs outside of its sandbox."""
 
     def __init__(self, held: Held, task: dict, talk: Talk):
-        """held: has become the program."""
+        """Start to watch. held: the process that became the program. task: the program's task."""
         reports, self.report = os.pipe()
-        # This object closes them.
+        # The pipes belong to this object from here on, and it closes them.
         (inputs, outputs, errors), held.ends = held.ends, []
         super().__init__(held.pid, reports, inputs, outputs, errors, task, False, talk)
         self.held, self.own = held, memory_of(str(held.pid))
@@ -115,7 +116,7 @@ class Outside(Watch):
 
     def _wait(self) -> None:
         ended = self.held.process.wait()
-        # The program's other processes end with it; they may hold the pipes open.
+        # Kill the program's other processes, which may keep the pipes open.
         sweep()
         number = max(ended.signal, 0) if ended.reason == ExitReason.SIGNALED else signal.SIGKILL
         exited = ended.reason == ExitReason.EXITED
@@ -124,7 +125,7 @@ class Outside(Watch):
         os.close(self.report)
 
     def passed(self) -> str:
-        """Return `memory` if the program's processes hold too much, or its files do."""
+        """Return `memory` if the program's processes or files are too large, otherwise an empty text."""
         held = sum(max(0, memory_of(str(pid)) - self.own) for pid in descendants(os.getpid()))
         full = not fits(str(self.held.folder), self.limits["tmp_mib"] << 20)
         return "memory" if full or held > self.limits["memory_mib"] << 20 else ""
@@ -140,20 +141,20 @@ class Outside(Watch):
 
 
 def kill(pid: int) -> None:
-    """Kill a process, which may have ended by itself."""
+    """Kill a process; do nothing if it has already ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the processes below a process."""
+    """Return the ids of all descendants of a process."""
     found: set[int] = set()
     more = [pid]
     while more:
         folder = f"/proc/{more.pop()}/task"
         with contextlib.suppress(OSError):
             for thread in os.listdir(folder):
-                # A thread may end at this moment.
+                # A thread may end while its children are listed.
                 with contextlib.suppress(OSError), open(f"{folder}/{thread}/children") as file:
                     children = {int(word) for word in file.read().split()} - found
                 found |= children
@@ -162,7 +163,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def sweep() -> None:
-    """End all processes below this one, those that programs left behind included."""
+    """Kill all descendants of this process, including adopted processes that programs left behind."""
     while left := descendants(os.getpid()):
         for pid in left:
             kill(pid)
@@ -173,7 +174,7 @@ def sweep() -> None:
 
 
 def fits(folder: str, most: int) -> bool:
-    """Tell whether the files below a folder are few and small enough together. most: bytes."""
+    """Return whether a folder has at most FILES entries, depth DEEPEST and `most` bytes in total."""
     count = total = 0
     more = [(folder, 0)]
     while more:
@@ -182,10 +183,10 @@ def fits(folder: str, most: int) -> bool:
             with os.scandir(place) as entries:
                 inside = list(entries)
         except FileNotFoundError:
-            # It was removed at this moment.
+            # The folder was removed while it was being scanned.
             continue
         except OSError:
-            # Its name is too long, or it cannot be read: nobody could count what is in it.
+            # The path is too long, or the folder cannot be read, so that its files cannot be counted.
             return False
         for entry in inside:
             count += 1
@@ -211,7 +212,7 @@ def serve(base: Path, talk: Talk) -> None:
         talk.send({"ready": True})
         while (task := talk.receive()) is not None:
             if "limits" not in task:
-                # A message to a session that has just ended.
+                # Ignore messages to a session that has just ended.
                 continue
             processes = task["limits"]["processes"]
             if held.processes != processes:
@@ -221,13 +222,13 @@ def serve(base: Path, talk: Talk) -> None:
             held.end()
             held = Held(base, processes)
     finally:
-        # The end of stdin and the signal may both come: the second must not interrupt the first.
+        # SIGTERM may arrive after the end of stdin; ignore it, so that it does not interrupt the cleanup.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         held.end()
 
 
 def run(held: Held, task: dict, talk: Talk) -> dict:
-    """Run one program and return how it ended."""
+    """Run one program and return the message with its outcome."""
     begin = time.monotonic()
     try:
         failure = held.become(task)
@@ -238,7 +239,7 @@ def run(held: Held, task: dict, talk: Talk) -> dict:
 
 
 def main() -> None:
-    """Serve; SIGTERM and the caller's end are the end of all programs."""
+    """Serve until stdin ends, the caller dies or SIGTERM arrives; then kill all programs."""
     prctl = ctypes.CDLL(None).prctl
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""Tests of a program that it cannot see: they run in a sandbox of their own, and the caller carries their calls.
+"""Runs tests on a program that cannot see them: they run in a separate sandbox, and the caller forwards their calls.
 
-The program gets the arguments of calls and gives plain data back. It shares no process with the tests, so it can
-neither read what they expect, nor change `assert` or `==`, nor end them with exit code 0.
+The program receives the arguments of calls and returns plain data. It does not run in the same process as the tests,
+so it can neither read the expected results, nor change `assert` or `==`, nor end the tests with exit code 0.
 """
 
 import json
@@ -16,14 +16,14 @@ from spmdrl_sandbox.warm import Warm
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests, of one function or of several."""
+    """Tests of a program as Python code."""
 
     tests: tuple[str, ...]
-    """Python, each run by itself: assertions, or a function `check(candidate)` as HumanEval's."""
+    """Python source of each test: assertions, or a function `check(candidate)` as in HumanEval."""
     entry: str = ""
-    """The function that `check` gets."""
+    """Name of the function to pass to `check`."""
     prelude: str = ""
-    """Python that runs before each test, such as imports."""
+    """Python source that runs before each test, such as imports."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,15 @@ class Report:
     """The results of tests."""
 
     failures: tuple[str | None, ...]
-    """For each test why it failed, None where it passed."""
+    """The reason why each test failed; None for a test that passed."""
     verdict: Verdict
-    """`ok` if the program was loaded and answered all calls, else how it ended. `failure`: the tests ended."""
+    """`ok` if the program was loaded and answered all calls, else how it ended. `failure` if the process of the tests
+    ended."""
     why: str = ""
 
     @property
     def share(self) -> float:
-        """The part of the tests that passed."""
+        """Share of the tests that passed."""
         return sum(each is None for each in self.failures) / max(1, len(self.failures))
 
 
@@ -46,11 +47,11 @@ def run_tests(source: str, suite: Suite, program: Warm, judge: Warm, limits: Lim
     """Run tests on a program.
 
     Args:
-        source: the program, Python.
+        source: Python source of the program.
         suite: the tests.
-        program: a sandbox for the program.
-        judge: another one, for the tests.
-        limits: of each of the two, for all tests together.
+        program: sandbox for the program.
+        judge: a different sandbox for the tests.
+        limits: limits of the program and of the tests, each for all tests together.
 
     Raises:
         SandboxError: a sandbox ended.
@@ -63,7 +64,7 @@ def run_tests(source: str, suite: Suite, program: Warm, judge: Warm, limits: Lim
             why = f"{loaded.error}: {loaded.why}" if loaded.error else loaded.why
             return Report(tuple(why for _ in suite.tests), loaded.verdict, why)
         names = [name for name in loaded.value if isinstance(name, str)] if isinstance(loaded.value, list) else []
-        # The tests hold the answers of the program, and repeat them.
+        # The process of the tests has higher limits, because it stores the program's answers and sends them again.
         wider = replace(limits, memory_mib=2 * limits.memory_mib, output_kib=16 * limits.output_kib)
         return _judged(suite, names, session, Channel(judge, _program(), wider), until)
     finally:
@@ -83,7 +84,7 @@ def _program() -> Program:
 
 
 def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, until: float) -> Report:
-    """Carry calls from the tests to the program, and answers back."""
+    """Forward calls from the tests to the program and its answers to the tests; return the report."""
     verdict: Verdict = "ok"
     why, answered = "", 0
     try:
@@ -97,13 +98,13 @@ def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, 
                 reason = (ended.why if ended else "") or "exit code 0"
                 why = why or ("time was up" if late else f"the tests ended: {reason}")
                 if verdict == "ok":
-                    # The tests grow by the answers of the program alone.
+                    # Only answers of the program can make the tests exceed their memory or output limit.
                     grown = ended is not None and ended.verdict in ("memory", "output") and answered
                     verdict = "timeout" if late else ended.verdict if ended and grown else "failure"
                 return Report(tuple(why for _ in suite.tests), verdict, why)
             message = _read(line)
             if message is None:
-                why = "the tests sent a line that is no message"
+                why = "the tests sent an invalid message"
                 return Report(tuple(why for _ in suite.tests), "failure", why)
             if "done" in message:
                 return Report(tuple(message["done"]), verdict, why)
@@ -113,7 +114,7 @@ def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, 
                 channel.send({"value": answer.raw})
             else:
                 if not answer.error and verdict == "ok":
-                    # It has ended: later calls fail too, with a less exact reason.
+                    # Keep the reason of the first failed call: the session has ended, and later reasons are less exact.
                     verdict, why = answer.verdict, answer.why
                 kind = answer.error or ("TimeoutError" if answer.verdict == "timeout" else "RuntimeError")
                 channel.send({"error": [kind, answer.why]})

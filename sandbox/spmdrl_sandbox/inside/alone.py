@@ -1,8 +1,9 @@
-"""Becomes one program, below a sandbox that something else holds: `supervisor.py` starts one of these for each.
+"""Becomes one program inside an existing sandbox; `supervisor.py` starts such a process for each program.
 
 `python -m spmdrl_sandbox.inside.alone USER` reads the length of a task (8 bytes, little-endian) and the task (see
-zygote.py) from stdin, says `STARTED` on stdout, and becomes the program, whose stdin is what follows. If it cannot, it
-ends without that word and says why on stderr. Standard library only.
+zygote.py) from stdin. It writes `STARTED` to stdout and becomes the program, which reads the remaining bytes as its
+stdin. On an error it exits without writing `STARTED` and prints the reason to stderr. It only needs the standard
+library.
 """
 
 import json
@@ -15,10 +16,10 @@ STARTED = b"+"
 
 
 def read(count: int) -> bytes:
-    """Read bytes of stdin, and none beyond them.
+    """Read exactly `count` bytes of stdin, without buffering more.
 
     Raises:
-        EOFError: it ends before.
+        EOFError: stdin ends before that.
     """
     data = b""
     while len(data) < count:
@@ -30,12 +31,12 @@ def read(count: int) -> bytes:
 
 
 def main() -> None:
-    """Wait for a task and become it."""
+    """Wait for a task and become its program."""
     isolate.become(int(sys.argv[1]))
     modules.like_site()
     while modules.load_one():
         pass
-    # A change of user has undone the sandbox's request to the kernel.
+    # A change of user clears the kernel's parent-death signal, which the sandbox had set.
     isolate.die_with_parent()
     try:
         task = json.loads(read(int.from_bytes(read(8), "little")))

@@ -1,10 +1,10 @@
-"""A seccomp filter for hostile programs: system calls that a program has no use for, and the kernel has had faults in.
+"""A seccomp filter for untrusted programs (https://man7.org/linux/man-pages/man2/seccomp.2.html).
 
-It also denies calls that take memory which the watcher does not count, or that make objects which outlive a program or
-which the kernel counts for its user over all sandboxes. The filter denies with EPERM. clone3, copies within the
-kernel, and calls that it does not know, get ENOSYS: libraries then fall back to other ones
-(https://man7.org/linux/man-pages/man2/seccomp.2.html). It is installed after the namespaces are made. Standard library
-only: it runs inside the sandbox.
+It denies system calls that programs do not need and whose kernel code has had vulnerabilities. It also denies calls
+that allocate memory the watcher does not count, that create objects which outlive the program, or that use up a kernel
+quota which all sandboxes of a user share. Denied calls fail with EPERM. clone3, copies within the kernel, and unknown
+calls fail with ENOSYS, on which libraries fall back to other calls. The filter is installed after the namespaces are
+created. It only needs the standard library, as it runs inside the sandbox.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NEW_NAMESPACES = 0x7E020000 | 0x80
-"""CLONE_NEWUSER, NEWPID, NEWNS, NEWNET, NEWIPC, NEWUTS, NEWCGROUP, and NEWTIME."""
+"""Flags of `clone` that create namespaces: NEWUSER, NEWPID, NEWNS, NEWNET, NEWIPC, NEWUTS, NEWCGROUP and NEWTIME."""
 _X32 = 0x40000000
-"""Bit of the numbers of x32, a second table of system calls on x86_64."""
+"""Bit in the numbers of x32 system calls, a second call table on x86_64."""
 FAMILIES = (1,)
-"""Families of sockets that stay: UNIX. The kernel holds gigabytes for connections of IP, up to a bound that all of the
-machine shares, and keeps the ends of closed ones for a minute. AF_VSOCK would reach the host of a VM."""
+"""Allowed socket families: only AF_UNIX. The kernel may buffer gigabytes for IP connections, up to a limit of the
+machine, and keeps closed connections for a minute. AF_VSOCK would reach the host of a VM."""
 
 NUMBERS: dict[str, tuple[int, int]] = {
     # name: (x86_64, aarch64)
@@ -70,7 +70,7 @@ NUMBERS: dict[str, tuple[int, int]] = {
     "clock_adjtime": (305, 266),
     "personality": (135, 92),
     "fanotify_init": (300, 262),
-    # -1: aarch64 has none.
+    # -1 marks calls that aarch64 lacks.
     "inotify_init": (253, -1),
     "inotify_init1": (294, 26),
     "shmget": (29, 194),
@@ -121,19 +121,19 @@ SHARED: dict[str, tuple[int, int]] = {
     "sched_setaffinity": (203, 122),
     "migrate_pages": (256, 238),
 }
-"""Calls that act on files and processes of a program's user, and that Landlock does not see. They are denied where a
-program shares its user with its caller."""
+"""Calls that act on files and processes of the program's user and that Landlock does not restrict. They are denied if
+a program runs as the same user as its caller."""
 COPIES: dict[str, tuple[int, int]] = {
     "sendfile": (40, 71),
     "splice": (275, 76),
     "tee": (276, 77),
     "vmsplice": (278, 75),
 }
-"""Calls by which a pipe or a socket comes to hold pages of a file or of a process, up to 2 MiB for one byte. Nothing
-counts them once the file is cut or the process has let them go."""
+"""Calls that put pages of a file or process into a pipe or socket, up to 2 MiB for one byte. These pages are not
+counted after the file was truncated or the process released them."""
 FIRST_UNKNOWN = 451
-"""Number from which on calls are unknown here. Some act like denied ones (fchmodat2, setxattrat, open_tree_attr).
-One table of numbers for all machines from 424 on."""
+"""First number of the calls that this filter does not know. Some of them act like denied ones (fchmodat2, setxattrat,
+open_tree_attr). Numbers from 424 on are the same on all architectures."""
 SEEN: dict[str, tuple[int, int]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -144,26 +144,26 @@ SEEN: dict[str, tuple[int, int]] = {
     "fcntl": (72, 25),
     "mmap": (9, 222),
 }
-"""Calls that are denied with some arguments (`_arguments`)."""
+"""Calls that are denied for certain arguments (`_arguments`)."""
 _FCNTL = {"F_SETLEASE": 1024, "F_NOTIFY": 1026, "F_SETPIPE_SZ": 1031}
-"""Commands of fcntl that delay or watch what others do with a file, or enlarge a pipe: a user has a share of memory for
-all pipes."""
+"""Denied commands of fcntl: they delay or watch accesses of others to a file, or enlarge a pipe, whose memory counts
+against a quota of the user."""
 _SOL_SOCKET, _BUFFERS = 1, (7, 8)
-"""SO_SNDBUF and SO_RCVBUF: the machine's largest buffers can be far larger than its default ones."""
+"""Denied socket options SO_SNDBUF and SO_RCVBUF, which could make buffers far larger than the default."""
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x1, 0x20, 0x40000
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-"""Offsets in the kernel's seccomp_data; arguments have 8 bytes each, the low half first on a little-endian machine."""
+"""Offsets in the kernel's struct seccomp_data. Each argument has 8 bytes, with the low half first on little-endian."""
 
 
 def _line(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Encode one instruction: jumps go `then` lines on where it holds, else `otherwise` lines."""
+    """Encode one BPF instruction. A jump skips `then` instructions if its condition holds, else `otherwise` ones."""
     return struct.pack("<HBBI", code, then, otherwise, value)
 
 
 def _argument(place: int) -> bytes:
-    """Load an argument, counted from 0."""
+    """Return the instruction that loads the low half of the argument with index `place`."""
     return _line(_LOAD, _ARGUMENTS + 8 * place)
 
 
@@ -172,17 +172,20 @@ _ABSENT = _line(_RETURN, _ERRNO | errno.ENOSYS)
 
 
 def _one_of(values: Iterable[int]) -> list[bytes]:
-    """Deny what was loaded where it is one of these."""
+    """Return instructions that deny the call if the loaded value is one of `values`."""
     return [line for value in values for line in (_line(_JUMP_EQUAL, value, 0, 1), _DENY)]
 
 
 def _none_of(values: Sequence[int]) -> list[bytes]:
-    """Deny what was loaded where it is none of these."""
+    """Return instructions that deny the call if the loaded value is not one of `values`."""
     return [*(_line(_JUMP_EQUAL, value, len(values) - i, 0) for i, value in enumerate(values)), _DENY]
 
 
 def _arguments(own: int) -> dict[str, list[bytes]]:
-    """Return lines that deny calls by their arguments, and go on behind their end. own: the id of this process."""
+    """Return, by name of a call, instructions that deny it for certain arguments and otherwise continue after them.
+
+    own: id of this process.
+    """
     families = [_argument(0), *_none_of(FAMILIES)]
     return {
         "clone": [_argument(0), _line(_JUMP_SET, _NEW_NAMESPACES & 0xFFFFFFFF, 0, 1), _DENY],
@@ -193,7 +196,7 @@ def _arguments(own: int) -> dict[str, list[bytes]]:
             *(_argument(1), _line(_JUMP_EQUAL, _SOL_SOCKET, 0, 1 + 2 * len(_BUFFERS))),
             *(_argument(2), *_one_of(_BUFFERS)),
         ],
-        # 0 is the process that calls.
+        # Process id 0 means the calling process.
         "prlimit64": [_argument(0), *_none_of((0, own))],
         "fcntl": [_argument(1), *_one_of(_FCNTL.values())],
         "mmap": [
@@ -204,15 +207,15 @@ def _arguments(own: int) -> dict[str, list[bytes]]:
 
 
 def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
-    """Return the filter for a machine (`os.uname().machine`).
+    """Return the BPF program of the filter for a machine (`os.uname().machine`).
 
-    shared: programs run as their caller's user. own: the id of a process whose limits programs may set.
+    shared: True if programs run as the user of their caller. own: id of a process whose limits programs may set.
 
     Raises:
-        ValueError: a machine whose system calls it does not know.
+        ValueError: the numbers of the machine's system calls are unknown.
     """
     if machine not in _ARCHITECTURES:
-        raise ValueError(f"the sandbox knows no system calls of {machine}")
+        raise ValueError(f"the sandbox does not support the system calls of {machine}")
     which = list(_ARCHITECTURES).index(machine)
     lines = [
         _line(_LOAD, _ARCHITECTURE),
@@ -232,7 +235,7 @@ def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
 
 
 def install(machine: str = "", shared: bool = False) -> None:
-    """Put this process and its later children under the filter, for good. shared: as in `program`.
+    """Install the filter irrevocably for this process and its future children. shared: as in `program`.
 
     Raises:
         OSError: the kernel has no seccomp.

@@ -1,6 +1,6 @@
-"""Namespaces, limits and rights of one program inside the sandbox. Standard library only.
+"""Sets namespaces, limits and privileges of one program inside the sandbox. It only needs the standard library.
 
-A program gets a user, mount, process and IPC namespace of its own below those of the sandbox, an empty /tmp with a
+A program runs in a separate user, mount, process and IPC namespace within the sandbox. It has an empty /tmp with a
 quota, resource limits, no capabilities, and a filter of system calls (filter.py).
 """
 
@@ -19,13 +19,13 @@ _SET_PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP = 1, 4, 24
 LIBC = ctypes.CDLL(None, use_errno=True)
 _HELD = ctypes.PyDLL(None, use_errno=True)
 _CLONE = {"x86_64": 56, "aarch64": 220}
-"""Number of the system call `clone`."""
+"""Number of the system call `clone` by machine."""
 SPARE_ADDRESSES = 1 << 30
-"""Bytes of addresses beyond a program's memory: libraries and threads reserve more than they use."""
+"""Bytes of address space in addition to a program's memory limit: libraries and threads reserve more than they use."""
 OWN_PROCESSES = 2
-"""Processes of the sandbox's own in a program's namespace, which its process limit counts too."""
+"""Number of the sandbox's processes in the namespace of a program, which its process limit includes."""
 SIGNALS = 64
-"""Signals that wait for a program's processes; the kernel counts them for its user."""
+"""Maximum number of pending signals, which the kernel counts per user."""
 
 
 def _must(result: int, what: str) -> None:
@@ -40,25 +40,28 @@ def die_with_parent() -> None:
 
 
 def become(user: int) -> None:
-    """Become an unprivileged user for good, if root: the kernel's limits on processes do not hold for root."""
+    """Change from root to an unprivileged user irrevocably, because the kernel's process limits do not apply to root.
+
+    The function does nothing if this process is not root or if `user` is 0.
+    """
     if os.getuid() == 0 and user:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-        # A change of user closes /proc/self to the process, which has to write its own user map there.
+        # After a change of user, the process may not write to /proc/self, where it has to write its user map.
         LIBC.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def fork_apart() -> int:
-    """Fork a process that is the first one in namespaces of its own, of users, mounts, processes and IPC.
+    """Fork a process that is the first one in new user, mount, process and IPC namespaces.
 
-    As `os.fork`, 0 in the new process. One call of the kernel's makes both, so that no process has to leave namespaces
-    and fork another.
+    Return 0 in the new process and its id in the parent, as `os.fork` does. A single system call creates the process
+    and its namespaces; `unshare` would need a second fork.
     """
     python, number = ctypes.pythonapi, _CLONE[os.uname().machine]
     flags = _NEWUSER | _NEWNS | _NEWPID | _NEWIPC | signal.SIGCHLD
     python.PyOS_BeforeFork()
-    # Python's interpreter stays locked over the call, as over its own fork.
+    # `PyDLL` keeps the interpreter's lock during the call, as `os.fork` does.
     child = _HELD.syscall(number, flags, None, None, None, None)
     error = ctypes.get_errno()
     if child == 0:
@@ -71,9 +74,9 @@ def fork_apart() -> int:
 
 
 def own_places(tmp_bytes: int, user: int, group: int) -> None:
-    """Give the first process of new namespaces its user and its files.
+    """Set the user map of new namespaces and mount an empty /tmp. Call it in their first process.
 
-    tmp_bytes: quota of /tmp, which is empty, and of /dev/shm, which is the same place. user, group: of its parent.
+    tmp_bytes: quota of /tmp, which is also mounted as /dev/shm. user, group: ids of the parent process.
     """
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -86,9 +89,10 @@ def own_places(tmp_bytes: int, user: int, group: int) -> None:
 
 
 def own_proc(allowed: bool) -> bool:
-    """Show this process namespace alone in /proc, or nothing where the kernel does not allow that; tells which.
+    """Mount a /proc that shows only this process namespace; return whether the kernel permits it.
 
-    allowed: the kernel allows it, as far as is known. It notes every refusal in the machine's log.
+    If it does not, /proc becomes empty. allowed: False if the kernel is known to refuse the mount, which is then not
+    tried, as the kernel logs each refusal.
     """
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     if allowed and not LIBC.mount(b"proc", b"/proc", b"proc", flags, None):
@@ -103,9 +107,10 @@ def hide() -> None:
 
 
 def limit(limits: dict, shared: bool = False) -> None:
-    """Set resource limits of this process and its children. limits: fields of `Limits`.
+    """Set resource limits of this process and its children.
 
-    shared: others run as this user, whose processes the kernel's limit would count too.
+    limits: fields of `Limits`. shared: True if other programs run as the same user; then the number of processes is not
+    limited, because the kernel would count theirs too.
     """
     memory = limits["memory_mib"] << 20
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1] if shared else limits["processes"] + OWN_PROCESSES
@@ -115,7 +120,7 @@ def limit(limits: dict, shared: bool = False) -> None:
         (resource.RLIMIT_NPROC, most),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_FSIZE, limits["tmp_mib"] << 20),
-        # With 0 a program of the machine that takes cores would still be started, and with 1 it is not (fs/coredump.c).
+        # With 0 the kernel would still start the machine's core dump handler; with 1 it does not (fs/coredump.c).
         (resource.RLIMIT_CORE, 1),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
@@ -127,7 +132,7 @@ def limit(limits: dict, shared: bool = False) -> None:
 
 
 def drop_rights(shared: bool = False) -> None:
-    """Give up all capabilities for good, and install the filter of system calls. shared: as in `filter.program`."""
+    """Drop all capabilities irrevocably and install the filter of system calls. shared: as in `filter.program`."""
     for capability in range(64):
         if LIBC.prctl(_CAPBSET_DROP, capability, 0, 0, 0):
             break

@@ -1,12 +1,14 @@
-"""Runs tests on functions of another program, which it reaches through its caller alone, by lines of JSON.
+"""Runs tests on functions of another program, which it calls by lines of JSON through its caller.
 
-In:  {"tests": [source, ...], "prelude": source, "entry": name, "names": [name, ...]}     first line
-     {"value": v} or {"error": [type, text]}     answers to its calls
-Out: {"call": name, "args": [...], "kwargs": {...}}
-     {"done": [null or text, ...]}     for each test, why it failed
+It reads from stdin:
+     {"tests": [source, ...], "prelude": source, "entry": name, "names": [name, ...]}     first line
+     {"value": v} or {"error": [type, text]}                                              the answer to a call
+It writes to stdout:
+     {"call": name, "args": [...], "kwargs": {...}}                                       a call
+     {"done": [null or text, ...]}                                                        at the end: why tests failed
 
-The tests and the program that is tested share no process: it sees the arguments of calls, never the tests. Values go
-by values.py. Standard library only.
+The tests and the tested program run in different processes. The program sees the arguments of calls but not the tests.
+Values are encoded by values.py. It only needs the standard library.
 """
 
 import ast
@@ -20,20 +22,20 @@ from spmdrl_sandbox.inside.values import NotPlainError, decode, encode
 
 
 class RowError(Exception):
-    """A test is at fault, and not the program. No program can raise it here."""
+    """A test is wrong, not the program. Programs cannot raise this error in the process of the tests."""
 
 
 class Candidate:
-    """A function of the program."""
+    """A stand-in for a function of the tested program."""
 
     def __init__(self, name: str):
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, and raise what it raises.
+        """Call the program's function and return its value, or raise the exception that it raised.
 
         Raises:
-            RowError: an argument is no plain data.
+            RowError: an argument is not plain data.
         """
         try:
             given, named = [encode(x) for x in args], {k: encode(v) for k, v in kwargs.items()}
@@ -45,7 +47,7 @@ class Candidate:
             return decode(answer["value"])
         kind, text = answer["error"]
         known = getattr(builtins, kind, RuntimeError)
-        # One that ends a loop would end the test's own.
+        # StopIteration could end a loop of the test itself.
         silent = (StopIteration, StopAsyncIteration)
         if not (isinstance(known, type) and issubclass(known, Exception)) or issubclass(known, silent):
             known = RuntimeError
@@ -55,7 +57,7 @@ class Candidate:
 
 
 def free_names(source: str) -> set[str]:
-    """Return the names that tests read and neither bind nor find among Python's own."""
+    """Return the names that tests read but do not define and that are not builtins of Python."""
     read, bound = set(), set(dir(builtins))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name):
@@ -72,7 +74,7 @@ def free_names(source: str) -> set[str]:
 
 
 def failure(source: str, prelude: str, entry: str, names: set[str]) -> str | None:
-    """Run one test; returns why it failed, or None. names: functions of the program that it may call."""
+    """Run one test and return the reason why it failed, or None. names: functions of the program that it may call."""
     space: dict[str, Any] = {"__name__": "tests"}
     try:
         used = (free_names(prelude + "\n" + source) & names) | {entry}
@@ -90,7 +92,7 @@ def failure(source: str, prelude: str, entry: str, names: set[str]) -> str | Non
 
 
 def lacks_import(error: BaseException) -> bool:
-    """Tell whether an error is that of a test which imports what is not there, or does not import a module it uses."""
+    """Return whether an error means that a test imports a missing module, or uses a module without importing it."""
     return isinstance(error, ImportError) or (
         isinstance(error, NameError) and getattr(error, "name", None) in sys.stdlib_module_names
     )
@@ -104,7 +106,7 @@ def _say(message: dict) -> None:
 
 if __name__ == "__main__":
     _OUT = os.dup(1)
-    # Prints of tests stand among the errors.
+    # Redirect prints of tests to stderr.
     os.dup2(2, 1)
     task = json.loads(sys.stdin.readline())
     known = set(task["names"])

@@ -1,15 +1,16 @@
-"""Removes what a program has left in its folder. Standard library only: it runs inside the sandbox, too."""
+"""Removes the files that a program has left in its folder. It only needs the standard library."""
 
 import os
 
 
 def remove(folder: str) -> None:
-    """Remove a folder with all that is in it. No process may be at work there.
+    """Remove a folder and its content. No process may be writing to it.
 
-    Folders in it may be closed to their owner, or lie so deep that their path is longer than the kernel takes.
+    It handles folders without permissions for their owner, and folders nested so deeply that the kernel rejects their
+    path.
 
     Raises:
-        OSError: something in it belongs to another user.
+        OSError: a file or folder in it belongs to another user.
     """
     os.chmod(folder, 0o700)
     empty(folder)
@@ -17,8 +18,8 @@ def remove(folder: str) -> None:
 
 
 def empty(folder: str) -> None:
-    """Remove all that is in a folder: see `remove`."""
-    # No name of a program's can be the same.
+    """Remove the content of a folder in the same way as `remove`."""
+    # A random prefix, so that moved folders cannot have the name of an existing one.
     moved, count = os.urandom(16).hex(), 0
     while inside := _entries(folder):
         for entry in inside:
@@ -28,7 +29,8 @@ def empty(folder: str) -> None:
             os.chmod(entry.path, 0o700)
             for each in _entries(entry.path):
                 if each.is_dir(follow_symlinks=False):
-                    # Folders come up by one level at a time, so that no path grows. A move needs the right to write.
+                    # Move subfolders up by one level, so that paths stay short. Moving a folder needs permission to
+                    # write to it.
                     os.chmod(each.path, 0o700)
                     os.rename(each.path, os.path.join(folder, f"{moved}-{count}"))
                     count += 1

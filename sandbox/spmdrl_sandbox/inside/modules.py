@@ -1,6 +1,6 @@
-"""Modules of programs: those that short programs import, and what Python adds at its start. Standard library only.
+"""Imports common modules ahead of programs, and replaces a part of `site`. It only needs the standard library.
 
-A sandbox starts Python without `site` (-S), which reads the `.pth` files of all packages and runs the code in them.
+A sandbox starts Python without `site` (-S), which would read the `.pth` files of all packages and run code in them.
 """
 
 import os
@@ -10,19 +10,19 @@ COMMON = [
     *("collections", "functools", "math", "itertools", "re", "string", "heapq", "bisect", "copy", "random"),
     *("datetime", "decimal", "fractions", "statistics", "typing", "traceback"),
 ]
-"""Imported before programs start, so that a copy of this process has them already."""
+"""Modules that are imported before programs start, so that forked processes have them already."""
 _left = COMMON[::-1]
 
 
 def load_one() -> bool:
-    """Import one of `COMMON`; False if none is left."""
+    """Import the next module of `COMMON`; return False if it was the last."""
     if _left:
         __import__(_left.pop())
     return bool(_left)
 
 
 def like_site() -> None:
-    """Add what `site` gives programs: the folders of packages at the end of the path, and `exit` and its like."""
+    """Add the package folders to the end of `sys.path`, and builtins such as `exit`, as `site` would do."""
     if not sys.flags.no_site:
         return
     import site

@@ -1,8 +1,11 @@
-"""The processes of one program: one that waits for the others, the first one in its namespaces, and the program itself.
+"""Starts the processes of one program: the first process of its namespaces, and the program itself as its child.
 
-They say how it goes on a pipe, in lines of JSON: {"group": pid}, whom a watcher can kill where there are no namespaces;
-{"proc": false} where the kernel gave them no /proc of their own; {"code": n, "signal": n} at the end; {"failure": text}
-where the sandbox fails. Standard library only: it runs inside the sandbox.
+They write reports as lines of JSON to a pipe:
+    {"group": pid}               process group for the watcher to kill, if there are no namespaces
+    {"proc": false}              the kernel refused to mount a /proc for the namespace
+    {"code": n, "signal": n}     the program ended
+    {"failure": text}            the sandbox failed
+The module only needs the standard library, as it runs inside the sandbox.
 """
 
 import atexit
@@ -16,16 +19,16 @@ import types
 from spmdrl_sandbox.inside import isolate
 
 _SHOW = sys.excepthook
-"""The interpreter's own: a program may run out of memory, and change modules."""
+"""The interpreter's function that prints a traceback, saved because a program may replace it in its module."""
 Pipes = tuple[int, int, int]
-"""The ends of a program's standard input, output and error."""
+"""File descriptors of a program's standard input, output and error."""
 
 
 def start(task: dict, apart: bool, proc: bool, tell: int, pipes: Pipes, others: tuple[int, ...]) -> int:
-    """Start the processes of a program. Returns the id of the one that waits for the others.
+    """Start the processes of a program and return the id of the first one, which waits for the others.
 
-    task: see `zygote.py`. apart: in namespaces of its own. proc: as `own_proc` takes it. tell: the pipe on which they
-    say how it goes. others: the other ends of all pipes, which are the caller's alone.
+    task: as in `zygote.py`. apart: True to create new namespaces. proc: the argument `allowed` of `own_proc`. tell:
+    pipe for reports. pipes: ends of the pipes for the program. others: the caller's ends of all pipes, to close here.
     """
     user, group = os.getuid(), os.getgid()
     child = isolate.fork_apart() if apart else os.fork()
@@ -46,10 +49,13 @@ def start(task: dict, apart: bool, proc: bool, tell: int, pipes: Pipes, others: 
 
 
 def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
-    """Be process 1 of the namespace: when it ends, the kernel kills all others in it."""
+    """Run process 1 of the namespace, which forks the program, waits for it and reports its end.
+
+    The kernel kills all other processes of the namespace when process 1 ends.
+    """
     if apart:
         isolate.hide()
-    # The kernel keeps signals of the namespace from a first process that has no handler for them. Python has one.
+    # The kernel shields process 1 from signals of its namespace without a handler, so remove Python's one for SIGINT.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     program = os.fork()
     if program == 0:
@@ -62,7 +68,7 @@ def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
         try:
             become(task)
         finally:
-            # Its own exceptions must not reach the frames above.
+            # Exit at once, so that exceptions of the program do not reach the callers of this function.
             os._exit(1)
     for end in pipes:
         os.close(end)
@@ -89,7 +95,7 @@ def _prepare(task: dict, apart: bool, pipes: Pipes) -> None:
 
 
 def put_files(task: dict, folder: str) -> None:
-    """Write a program's files."""
+    """Write the files of a task to a folder."""
     for name, text in task.get("files", {}).items():
         place = os.path.join(folder, name)
         os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -98,7 +104,7 @@ def put_files(task: dict, folder: str) -> None:
 
 
 def become(task: dict) -> None:
-    """Become a program; does not return."""
+    """Run the program of a task in this process and exit; the function does not return."""
     if "argv" in task:
         try:
             os.execvp(task["argv"][0], task["argv"])
@@ -120,7 +126,7 @@ def become(task: dict) -> None:
         if code and not isinstance(ended.code, int):
             print(ended.code, file=sys.stderr)
     except BaseException as error:
-        # The frames above belong to this file.
+        # Drop the first frame of the traceback, which belongs to this file.
         _SHOW(type(error), error.with_traceback(error.__traceback__ and error.__traceback__.tb_next), None)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -132,7 +138,7 @@ def become(task: dict) -> None:
 
 
 def _failed(tell: int) -> None:
-    """Say what has gone wrong, and end."""
+    """Report the current exception as a failure of the sandbox, and exit."""
     try:
         import traceback
 

@@ -1,13 +1,14 @@
-"""A program that keeps its state and answers calls: lines of JSON in on stdin and out on stdout.
+"""A program that keeps its state and answers calls by lines of JSON.
 
-    {"run": source}                                   executes statements; the last expression's value is printed
-    {"load": source}                                  executes a module; the value is the names of its functions
-    {"call": name, "args": [...], "kwargs": {...}}    calls a function; `Solution.name` where that class is
+It reads from stdin:
+    {"run": source}                                   executes statements; the value of a last expression is printed
+    {"load": source}                                  executes a module; the value is the list of its functions' names
+    {"call": name, "args": [...], "kwargs": {...}}    calls a function, or the method `name` of a class `Solution`
+It writes to stdout for each line:
+    {"value": v} or {"error": [type, text]}, with "printed": text if the code printed something
 
-    {"value": v} or {"error": [type, text]}; "printed": text, where something was
-
-Values go by values.py. What the program prints is collected; a child of its own may write to the same pipe, so an
-answer is only as true as the program. Standard library only.
+Values are encoded by values.py. The untrusted code can also write to the pipe of answers, so answers are only as
+trustworthy as this code. The program only needs the standard library.
 """
 
 import ast
@@ -24,7 +25,7 @@ from spmdrl_sandbox.inside.values import decode, encode
 
 
 def found(space: dict[str, Any], name: str) -> Any:
-    """Return what a name stands for, among functions and then as a method of a class `Solution`."""
+    """Return the function of a name, or the method of this name of a class `Solution`."""
     if name in space:
         return space[name]
     if "Solution" in space and hasattr(space["Solution"], name):
@@ -33,13 +34,13 @@ def found(space: dict[str, Any], name: str) -> Any:
 
 
 def names(space: dict[str, Any]) -> list[str]:
-    """Return the names that can be called, and the methods of a class `Solution`."""
+    """Return the names of callables in `space` and of the attributes of a class `Solution`, sorted."""
     functions = {name for name, x in space.items() if callable(x)}
     return sorted(functions | set(dir(space.get("Solution"))) - set(dir(None)))
 
 
 def run(space: dict[str, Any], source: str) -> None:
-    """Execute statements as a notebook's cell: the value of a last expression is printed."""
+    """Execute statements like a notebook cell, and print the value of a last expression."""
     tree = ast.parse(source)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
@@ -52,7 +53,7 @@ def run(space: dict[str, Any], source: str) -> None:
 
 
 def load(space: dict[str, Any], source: str) -> None:
-    """Execute a module, which is not the main one, and take its names over."""
+    """Execute source as the module `program`, which is not `__main__`, and copy its names to `space`."""
     module = sys.modules["program"] = types.ModuleType("program")
     vars(module).update({name: x for name, x in space.items() if not name.startswith("__")})
     exec(compile(source, "program.py", "exec"), vars(module))
@@ -93,7 +94,7 @@ def main() -> None:
         try:
             data = (json.dumps(out) + "\n").encode()
         except (ValueError, RecursionError) as error:
-            # A whole number of more digits than Python writes, or lists too deep.
+            # An integer has more digits than Python converts, or lists are nested too deeply.
             data = (json.dumps({"error": [type(error).__name__, str(error)]}) + "\n").encode()
         while data:
             data = data[os.write(answers, data) :]

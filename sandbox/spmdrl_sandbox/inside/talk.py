@@ -1,4 +1,4 @@
-"""Lines of JSON between the zygote and its caller. Standard library only: it runs inside the sandbox."""
+"""Exchange of JSON lines between the zygote and its caller. It only needs the standard library."""
 
 import json
 import os
@@ -6,18 +6,18 @@ import select
 
 
 class Talk:
-    """The zygote's end: its own standard input and output."""
+    """The zygote's end of the connection: its standard input and output."""
 
     def __init__(self):
-        # Programs get pipes of their own; prints of a library here must not come between the lines.
+        # Redirect prints of libraries in this process to stderr, as they would disturb the lines of JSON.
         self.stdin, self.stdout = os.dup(0), os.dup(1)
         os.dup2(2, 1)
-        # A caller that does not read must not stop the watch of limits.
+        # Writes must not block, as the watcher has to check limits even if the caller does not read.
         os.set_blocking(self.stdout, False)
         self.buffer, self.unsent = bytearray(), bytearray()
 
     def receive(self) -> dict | None:
-        """Return the next line, or None at the end."""
+        """Return the next message, or None at the end of stdin."""
         while b"\n" not in self.buffer:
             data = os.read(self.stdin, 1 << 16)
             if not data:
@@ -27,12 +27,12 @@ class Talk:
         return json.loads(line)
 
     def send(self, message: dict, wait: bool = True) -> None:
-        """Send a line. wait: until it is sent; else the rest stays in `unsent` while the caller does not read."""
+        """Send a message. wait: block until it is sent; otherwise unsent bytes stay in `unsent`."""
         self.unsent += (json.dumps(message) + "\n").encode()
         self.flush(wait)
 
     def flush(self, wait: bool = False) -> None:
-        """Send what is left of lines. wait: until all of it is sent."""
+        """Send the bytes in `unsent`. wait: block until all of them are sent."""
         while self.unsent:
             try:
                 del self.unsent[: os.write(self.stdout, self.unsent)]

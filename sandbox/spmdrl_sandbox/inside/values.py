@@ -1,7 +1,8 @@
-"""Values that travel between a program and its caller: plain data as JSON, never pickles. Standard library only.
+"""Encodes values exchanged between a program and its caller as JSON, not as pickles.
 
-None, bools, ints, strings and lists are themselves; other types are an object with one key, the letter of the type.
-Scalars and arrays of numpy become numbers and lists, iterators lists.
+None, bools, ints, strings and lists are unchanged. Values of other types become an object with one key, a letter for
+the type. NumPy scalars and arrays become numbers and lists, and iterators become lists. This module only needs the
+standard library.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ import base64
 from itertools import islice
 
 TYPE_CHECKING = False
-"""As that of `typing`, whose import would take longer than all else here."""
+"""Replaces the constant of `typing`, whose import would take longer than the rest of this module."""
 if TYPE_CHECKING:
     from typing import Any
 
 MOST = 1_000_000
-"""Most items of an iterator."""
+"""Maximum number of items that are taken from an iterator."""
 
 
 class NotPlainError(TypeError):
-    """A value is no plain data."""
+    """A value is not plain data."""
 
 
 def encode(value: Any) -> Any:
-    """Return a value in types of JSON.
+    """Return a value encoded in types of JSON.
 
     Raises:
-        NotPlainError: it, or something in it, is no plain data. The message names the type.
+        NotPlainError: the value or a value inside it is not plain data. The message names the type.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -45,21 +46,21 @@ def encode(value: Any) -> Any:
         return {"c": [repr(value.real), repr(value.imag)]}
     bases: tuple[Any, ...] = (bool, int, str, float, list, tuple, dict, set)
     for base in bases:
-        # namedtuple, Counter, defaultdict, an enum of numbers: as what they are made of.
+        # Encode subclasses such as namedtuple, Counter, defaultdict and IntEnum as their base type.
         if isinstance(value, base):
             return encode(base(value))
     if hasattr(value, "tolist"):
         return encode(value.tolist())
     if hasattr(value, "__next__"):
         return [encode(x) for x in islice(value, MOST)]
-    raise NotPlainError(f"a value of type {kind.__name__}, where plain data is wanted")
+    raise NotPlainError(f"a value of type {kind.__name__}, which is not plain data")
 
 
 def decode(data: Any) -> Any:
-    """Undo `encode`.
+    """Return the value that `encode` has encoded.
 
     Raises:
-        NotPlainError: the data has none of its forms.
+        NotPlainError: the data does not have a form that `encode` produces.
     """
     if data is None or isinstance(data, (bool, int, str)):
         return data
@@ -77,4 +78,4 @@ def decode(data: Any) -> Any:
             return complex(*map(float, body))
         return {"t": tuple, "s": set, "z": frozenset}[letter](decode(x) for x in body)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise NotPlainError(f"no value: {str(data)[:80]}") from error
+        raise NotPlainError(f"not an encoded value: {str(data)[:80]}") from error

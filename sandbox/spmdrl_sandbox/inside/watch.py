@@ -1,6 +1,6 @@
-"""The watcher of a program: carries its input and output, looks at its memory and its time, and ends it at a limit.
+"""The watcher of a program, which forwards its input and output, and kills it at its memory, time or output limit.
 
-Standard library only: it runs inside the sandbox.
+It only needs the standard library, as it runs inside the sandbox.
 """
 
 import base64
@@ -14,24 +14,27 @@ import time
 from spmdrl_sandbox.inside.talk import Talk
 
 LOOK_SECONDS = 0.02
-"""Time between two looks at the memory of a program's processes."""
+"""Seconds between two checks of the memory of a program's processes."""
 UNSENT = 1 << 16
-"""Bytes of a session's output that wait for its caller; a program that prints more has to wait, too."""
+"""Maximum bytes of a session's output that are buffered for the caller; a program that prints more is blocked."""
 PROC = "/proc"
 COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")
-"""Lines of /proc/PID/status (https://docs.kernel.org/filesystems/proc.html): a process's own memory, memory that it
-shares or that holds files of a tmpfs, swap, huge pages and page tables. Shared memory counts for each that maps it.
+"""Lines of /proc/PID/status that count (https://docs.kernel.org/filesystems/proc.html): private memory, shared memory
+and tmpfs files, swap, huge pages and page tables. Shared memory counts for each process that maps it.
 """
 
 
 class Watch:
-    """Carries a program's input and output, and ends it at a limit."""
+    """Forwards a program's input and output, and kills the program at a limit."""
 
     def __init__(
         self, child: int, reports: int, inputs: int, outputs: int, errors: int, task: dict, apart: bool, talk: Talk
     ):
-        """child: the process that waits for the program's others. reports: the pipe of their reports. inputs, outputs,
-        errors: the ends of its other pipes. apart: as in `processes.start`.
+        """Start to watch.
+
+        child: id of the program's first process. reports: pipe with the reports of `processes.py`. inputs, outputs,
+        errors: this side's ends of the program's pipes. task: the task of the program. apart: as in `processes.start`.
+        talk: connection to the caller.
         """
         self.apart, self.child, self.reports, self.inputs, self.talk = apart, child, reports, inputs, talk
         self.limits, self.session = task["limits"], "session" in task
@@ -49,7 +52,7 @@ class Watch:
         self.own = memory_of("self")
 
     def to_the_end(self) -> dict:
-        """Watch until the program and all of its processes have ended."""
+        """Watch until all processes of the program have ended; return the message with its outcome."""
         while self.open:
             self._turn()
         self.reap()
@@ -66,7 +69,7 @@ class Watch:
         if not self.to_send and not self.session:
             self._close_input()
         if self.session and b"\n" in self.talk.buffer:
-            # It came with the task.
+            # A message arrived together with the task and is already in the buffer.
             self._receive()
         full = len(self.talk.unsent) > UNSENT and not self.why
         reading = [end for end in self.open if not (full and self.names.get(end) == "stdout")]
@@ -92,29 +95,29 @@ class Watch:
             self.end("timeout")
 
     def end(self, why: str) -> None:
-        """Kill the program with all of its processes."""
+        """Kill all processes of the program and record the reason."""
         self.why = self.why or why
         self.ends = time.monotonic() + 1.0
         self.kill()
 
     def passed(self) -> str:
-        """Return the limit that the program's processes have passed together, if one."""
-        # Without a process namespace the others are not this program's.
+        """Return the limit that the program's processes together exceed, or an empty text."""
+        # Without a process namespace, other processes in /proc do not belong to this program.
         return "memory" if self.apart and memory_of_others(self.own) > self.limits["memory_mib"] << 20 else ""
 
     def reap(self) -> None:
-        """Wait for the process that waits for the others, once all pipes are closed."""
+        """Wait for the program's first process, after all pipes are closed."""
         os.waitpid(self.child, 0)
 
     def kill(self) -> None:
         """Kill all processes of the program."""
-        # The kernel kills a process namespace with its first process, which is the child.
+        # If the child is the first process of a namespace, the kernel kills all other processes in it too.
         for kill, pid in (
             (os.kill, self.child),
             (os.killpg, self.result.get("group")),
         ):
             if pid:
-                # It may have ended by itself at this moment.
+                # The process may have ended in the meantime.
                 with contextlib.suppress(ProcessLookupError):
                     kill(pid, signal.SIGKILL)
 
@@ -164,7 +167,7 @@ class Watch:
 
 
 def memory_of(pid: str) -> int:
-    """Return the bytes of memory and swap that a process holds, those of files on a disk aside; 0 if it has ended."""
+    """Return the bytes of memory and swap of a process, without the page cache of files; 0 if it has ended."""
     try:
         with open(f"{PROC}/{pid}/status", "rb") as file:
             lines = file.read().splitlines()
@@ -174,9 +177,9 @@ def memory_of(pid: str) -> int:
 
 
 def memory_of_others(own: int) -> int:
-    """Return the bytes of a program's processes: of all but this one, its parent, which is the zygote, and the first.
+    """Return the bytes of memory of a program's processes: all in /proc but process 1, the zygote and the watcher.
 
-    own: the bytes that copies of this process begin with.
+    own: bytes of this process, which are subtracted for each process, since forked processes share them.
     """
     sandbox = {"1", str(os.getppid()), str(os.getpid())}
     return sum(max(0, memory_of(pid) - own) for pid in os.listdir(PROC) if pid.isdigit() and pid not in sandbox)

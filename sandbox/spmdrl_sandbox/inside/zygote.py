@@ -1,19 +1,20 @@
-"""Runs hostile programs one after another, each in namespaces of its own: the first process of a sandbox.
+"""The first process of a sandbox, which runs untrusted programs one after another, each in separate namespaces.
 
-`python -m spmdrl_sandbox.inside.zygote apart|plain USER` inside the sandbox reads one JSON object a line from stdin.
-`plain` makes no namespaces and drops no rights: another sandbox keeps the program in, or none. Each program
-then gets a folder of its own in the one where this process runs.
+`python -m spmdrl_sandbox.inside.zygote apart|plain USER` runs inside the sandbox and reads tasks from stdin, one JSON
+object per line. `plain` does not create namespaces or drop privileges; it is for container engines and for running
+without a sandbox. Each program then has a separate folder below the current one. A task is
 
-    {"source": text} or {"argv": [words]}    Python, run in a copy of this process, or another program; with "stdin",
+    {"source": text} or {"argv": [words]}    Python, run in a fork of this process, or a command; with "stdin",
                                              "files" {name: text}, "limits" (fields of `Limits`), and "session" {}
 
-and answers with one on stdout:
+The answer on stdout is
 
     {"code": n, "signal": n, "seconds": s, "stdout": base64, "stderr": base64, "why": word, "detail": text}
 
-`why` is "" for a program that ended by itself, else the limit that ended it (`timeout`, `memory`, `output`), `closed`,
-or `failure` where the sandbox itself could not run it. While a session runs, lines {"input": base64} go to the
-program's stdin, {"close": true} ends it, and its output comes at once as {"output": base64}. Standard library only.
+`why` is "" for a program that ended by itself. Otherwise it is the limit that ended it (`timeout`, `memory`, `output`),
+`closed`, or `failure` if the sandbox could not run the program. While a session runs, lines {"input": base64} are
+forwarded to the program's stdin, {"close": true} ends it, and its output is sent immediately as {"output": base64}.
+The module only needs the standard library.
 """
 
 import contextlib
@@ -28,13 +29,13 @@ from spmdrl_sandbox.inside.talk import Talk
 from spmdrl_sandbox.inside.watch import Watch
 
 END = 3
-"""Exit code of a copy of this process that finds the end of stdin."""
+"""Exit code of a watcher process that finds the end of stdin."""
 NO_PROC = 4
-"""Exit code of one whose program could not have a /proc of its own."""
+"""Exit code of a watcher process if the kernel refused to mount a /proc for its program."""
 
 
 def run(task: dict, apart: bool, proc: bool, talk: Talk) -> tuple[dict, bool]:
-    """Run one program; returns how it ended, and whether it could have a /proc of its own."""
+    """Run one program; return the message with its outcome, and whether the kernel permits a separate /proc."""
     begin = time.monotonic()
     reports, report = os.pipe()
     inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
@@ -48,10 +49,10 @@ def run(task: dict, apart: bool, proc: bool, talk: Talk) -> tuple[dict, bool]:
 
 
 def serve(apart: bool, proc: bool, talk: Talk) -> int:
-    """Run the next program and send its outcome, unless stdin has ended. Return an exit code."""
+    """Run the next program and send its outcome, unless stdin has ended. Return the exit code of this process."""
     while (task := talk.receive()) is not None:
         if "limits" not in task:
-            # A message to a session that has just ended.
+            # Ignore messages to a session that has just ended.
             continue
         try:
             answer, proc = run(task, apart, proc, talk)
@@ -63,14 +64,14 @@ def serve(apart: bool, proc: bool, talk: Talk) -> int:
 
 
 def made_in(home: str) -> str:
-    """Make a folder for a program."""
+    """Create a folder for a program and return its path."""
     folder = os.path.join(home, f"program-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
     return folder
 
 
 def failed() -> dict:
-    """Return the answer where the sandbox itself has failed."""
+    """Return the answer for the current exception, a failure of the sandbox itself."""
     import traceback
 
     return {"why": "failure", "detail": traceback.format_exc()}
@@ -83,13 +84,12 @@ def main() -> None:
     talk = Talk()
     modules.like_site()
     talk.send({"ready": True})
-    # The first program may be the only one, so it is not kept waiting.
+    # Import modules only until the first task arrives, so that it does not have to wait.
     while not select.select([talk.stdin], [], [], 0)[0] and modules.load_one():
         pass
     while True:
         select.select([talk.stdin], [], [])
-        # One copy of this process serves each program, which is a copy of the copy: so it finds nothing of earlier
-        # programs in its memory.
+        # Fork a watcher process for each program, so that the memory of a program has no data of earlier ones.
         gc.freeze()
         folder = home if apart else made_in(home)
         watcher = os.fork()
@@ -99,14 +99,14 @@ def main() -> None:
             os._exit(serve(apart, proc, talk))
         code = os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1])
         if not apart:
-            # Without a process namespace a process of the program may still write there.
+            # Without a process namespace, a remaining process of the program may still write to the folder.
             with contextlib.suppress(OSError):
                 leftovers.remove(folder)
         if code == END:
             return
         proc = proc and code != NO_PROC
         if code not in (0, NO_PROC):
-            # Without a process namespace the program may have ended its watcher.
+            # Without a process namespace, the program may have killed its watcher.
             why = "failure" if apart else ""
             talk.send({"code": 1, "why": why, "detail": f"the watcher of a program ended with {code}"})
         while modules.load_one():
