@@ -9,7 +9,7 @@ prompt_columns.py puts columns of a row into its prompt, and leaves others to re
 dialogues.py      reads rows of supervised data as dialogues or text
 preferences.py    reads rows of preference data as pairs or labelled responses
 steps.py          steps of a response, and rows of steps with labels
-row_columns.py    reads columns beside the prompt or dialogue, and lists those that nothing reads
+row_columns.py    reads further columns of a row, and lists those that nothing reads
 chat.py           chooses the chat template, and renders and tokenizes a prompt
 rendering.py      renders dialogues by a chat template
 turns.py          finds the text that an assistant generates in a rendered dialogue, by proof or by marks
@@ -19,7 +19,7 @@ template_ends.py  the tokens by which a chat template ends an assistant's turn
 tokens.py         tokens of a rendered dialogue with a loss mask
 conversation.py   tokens of a conversation around those that a policy samples
 turn_tail.py      finds and proves the text between an assistant's turn and the next prompt
-controls.py       keeps the text of messages apart from control tokens
+controls.py       separates the text of messages from control tokens
 segment.py        tokens of an episode that were sampled or observed together
 episode.py        one sample of a prompt: a tree of segments, and its reward
 scores.py         scores of answers and of puzzles
@@ -28,5 +28,5 @@ pack.py           packs the paths of episodes into a batch, and unpacks them
 step_batch.py     makes the batch of a step: columns, replayed sequences, optimizer steps
 distribute.py     distributes a batch over ranks and optimizer steps
 packing.py        forms micro-batches up to a token budget
-tree.py           computes once the tokens that samples of a prompt or paths of an episode share
+tree.py           shares the computation of tokens that samples of a prompt or paths of an episode have in common
 """

@@ -3,9 +3,9 @@
 Row t of a per-token tensor describes the token at t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
 sequence). The first token of a sequence has no logp; its mask is False.
 
-An episode that branches has a sequence for each of its paths, side by side; the last one is the path that ended. A
-sampled token of several paths is under the mask in the first of them alone. Losses and statistics treat an episode as a
-whole: they sum over its sequences, and read its rewards from the first.
+An episode that branches has one sequence for each of its paths. They are adjacent, and the last one is the path on
+which the episode ended. A sampled token that several paths share is under the mask only in the first of them. Losses
+and statistics treat an episode as one unit: they sum over its sequences, and read its rewards from the first.
 """
 
 from dataclasses import dataclass, field
@@ -24,14 +24,17 @@ IDENTITY = (*KEYS, "paths")
 class Batch:
     """B sequences of E episodes, T tokens, sorted by (position, sample, path).
 
-    lengths: int64 [B]. token: name -> [T]; always holds tokens, version (int64), mask (bool), rollout_logp (float32);
-    under routing replay also experts (int16 [T, W], see `Episode`); if turns are compared, turn, state and parent
-    (int64, see `Segment`); if rewards fall in turns, turn_reward (float64), on the last sampled token of the turn. mask
-    is the loss mask; if it omits sampled tokens, sampled (bool) marks all tokens that the policy sampled; both leave
-    out tokens that an earlier path of the episode has.
-    seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward, baseline (float64),
-    alike for all paths of an episode; path and paths (int64), the number of the path and how many the episode has.
-    Without those two every sequence is an episode. A copy of an episode continues the count of its paths.
+    lengths: int64 [B].
+
+    token: name -> [T]. Always present are tokens, version (int64), mask (bool) and rollout_logp (float32). Under
+    routing replay there is also experts (int16 [T, W], see `Episode`); if turns are compared, turn, state and parent
+    (int64, see `Segment`); if turns have rewards, turn_reward (float64), at the last sampled token of a turn. mask is
+    the loss mask. If it omits sampled tokens, sampled (bool) marks all tokens that the policy sampled. Both are
+    False for tokens that an earlier path of the episode contains.
+
+    seq: name -> [B]. Always present are prompt, sample, position, version, finish, turns (int64), reward and baseline
+    (float64), equal for all paths of an episode. path and paths (int64) are the number of the path and how many paths
+    its episode has; without them every sequence is an episode. A copy of an episode continues the path numbers.
     """
 
     lengths: torch.Tensor
@@ -91,7 +94,7 @@ class Batch:
 
     @property
     def lasts(self) -> torch.Tensor:
-        """int64 [E]: the last sequence of each episode, the path that ended."""
+        """int64 [E]: the last sequence of each episode, the path on which it ended."""
         ends = torch.full((len(self),), True, device=self.device)
         ends[:-1] = self.begins[1:]
         return torch.nonzero(ends).flatten()
@@ -130,12 +133,12 @@ class Batch:
 
     @property
     def generated_per_episode(self) -> torch.Tensor:
-        """int64 [E]: number of tokens after the prompt, observed ones too, those of all branches once."""
+        """int64 [E]: number of sampled and observed tokens after the prompt; those that branches share count once."""
         return self.seq["made"][self.firsts] if "made" in self.seq else self.sampled_per_episode
 
     @property
     def n_distinct(self) -> int:
-        """The number of tokens, those that branches of an episode share once."""
+        """The number of tokens; those that branches of an episode share count once."""
         return int(self.seq["distinct"][self.firsts].sum()) if "distinct" in self.seq else self.n_tokens
 
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
@@ -143,7 +146,7 @@ class Batch:
         return torch.repeat_interleave(x_B, self.lengths)
 
     def group_differs(self) -> torch.Tensor:
-        """bool [B]: True if rewards differ within the sequence's group, which must be in this batch completely."""
+        """Return bool [B]: True if rewards differ in the sequence's group, whose samples must all be in this batch."""
         low = torch.full((int(self.seq["position"].max()) + 1 if len(self) else 0,), float("inf"), dtype=torch.float64)
         high = -low
         low.scatter_reduce_(0, self.seq["position"], self.seq["reward"], "amin")
@@ -151,16 +154,16 @@ class Batch:
         return (high > low)[self.seq["position"]]
 
     def sum_tokens(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum of a per-token value over each sequence's loss mask: [T] -> [B], float64."""
+        """Sum a per-token value over each sequence's loss mask: [T] -> [B], float64."""
         masked = torch.where(self.token["mask"], x_T, torch.zeros((), dtype=x_T.dtype, device=self.device)).double()
         return torch.zeros(len(self), dtype=torch.float64, device=self.device).index_add_(0, self.seq_index, masked)
 
     def of_last(self, x_B: torch.Tensor) -> torch.Tensor:
-        """A per-sequence value of each episode's last path, at all of its sequences: [B] -> [B]."""
+        """Return, for all sequences of an episode, a per-sequence value of its last path: [B] -> [B]."""
         return x_B[self.lasts][self.episode]
 
     def sum_episodes(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum of a per-token value over the loss mask of each episode, at all of its sequences: [T] -> [B], float64."""
+        """Sum a per-token value over each episode's loss mask, repeated for its sequences: [T] -> [B], float64."""
         sums = torch.zeros(len(self.firsts), dtype=torch.float64, device=self.device)
         return sums.index_add_(0, self.episode, self.sum_tokens(x_T))[self.episode]
 

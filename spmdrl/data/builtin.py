@@ -11,7 +11,7 @@ ADDITION_TRAIN = 4000
 
 
 def reverse(held_out: bool) -> list[dict]:
-    """Rows for reversing five letters: prompt `abcde=`, answer `edcba`. 512 held out, 4,096 others to train on."""
+    """Return rows for reversing five letters: prompt `abcde=`, answer `edcba`. 512 are held out, 4,096 are others."""
     codes = random.Random("spmdrl reverse").sample(range(len(LETTERS) ** 5), REVERSE_EVAL + REVERSE_TRAIN)
     texts = ["".join(LETTERS[code // len(LETTERS) ** i % len(LETTERS)] for i in range(5)) for code in codes]
     side = texts[:REVERSE_EVAL] if held_out else texts[REVERSE_EVAL:]
@@ -19,7 +19,7 @@ def reverse(held_out: bool) -> list[dict]:
 
 
 def reverse_pairs(held_out: bool) -> list[dict]:
-    """The rows of `reverse` with a right and a wrong response: two of its letters, next to each other, are swapped."""
+    """Return the rows of `reverse` with a right response and a wrong one, which has two adjacent letters swapped."""
     rng, rows = random.Random("spmdrl pairs"), []
     for row in reverse(held_out):
         right = row["answer"]
@@ -32,10 +32,10 @@ def reverse_pairs(held_out: bool) -> list[dict]:
 
 
 def reverse_steps(held_out: bool) -> list[dict]:
-    """The rows of `reverse` with a letter as each step of a response, and labels of the steps.
+    """Return the rows of `reverse` with each letter as a step of the response, and labels of the steps.
 
-    In about half of the rows one letter, at any place, is none of the ten that prompts have; that step and those after
-    it are labelled false.
+    In about half of the rows one letter at a random place is not among the ten letters of prompts; this step and all
+    later ones are labelled false.
     """
     rng, rows = random.Random("spmdrl steps"), []
     for row in reverse(held_out):
@@ -48,9 +48,10 @@ def reverse_steps(held_out: bool) -> list[dict]:
 
 
 def addition(digits: int, held_out: bool) -> list[dict]:
-    """Rows for adding two numbers of 1 (0..9) or 2 (10..99) digits; a + b and b + a are both held out or both not.
+    """Return rows for adding two numbers of 1 (0..9) or 2 (10..99) digits.
 
-    One digit: all 100 pairs, 20 held out. Two digits: about 160 pairs held out, 4,000 others to train on.
+    Either both a + b and b + a are held out or neither is. One digit: all 100 pairs, of which 20 are held out. Two
+    digits: about 160 pairs that are held out, and 4,000 others.
     """
     low, high = (0, 10) if digits == 1 else (10, 100)
     unordered = [(a, b) for a in range(low, high) for b in range(a, high)]
@@ -69,7 +70,7 @@ def addition(digits: int, held_out: bool) -> list[dict]:
 
 
 def episodes(held_out: bool) -> list[dict]:
-    """Rows without a prompt, for environments that need nothing but a seed: 512 held out, 4,096 others to train on."""
+    """Return rows without a prompt, for environments that need only a seed: 512 are held out, 4,096 are others."""
     return [{"prompt": "", "answer": ""} for _ in range(REVERSE_EVAL if held_out else REVERSE_TRAIN)]
 
 
@@ -94,7 +95,7 @@ def nearest(name: str, names) -> str:
 
 
 def builtin_rows(name: str, held_out: bool) -> list[dict]:
-    """Return the rows of a task by name. Raises ValueError with the nearest name."""
+    """Return the rows of a task by name. Raises ValueError, which suggests the nearest name, for an unknown task."""
     if name not in BUILTINS:
         raise ValueError(f"unknown task 'builtin:{name}': {nearest(name, BUILTINS)} (--data.train, --data.eval)")
     return BUILTINS[name](held_out)

@@ -31,11 +31,11 @@ def template_text(value: str) -> str:
 
 
 def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str:
-    """Return the jinja text that renders, as transformers chooses it among several named ones; empty if there is none.
+    """Return the chat template, chosen among several named ones as transformers does; empty if there is none.
 
-    given: text or name of `--data.chat-template`. tools: the dialogue has tools.
+    given: text or name of `--data.chat-template`. tools: True if the dialogue has tools.
 
-    Raises ValueError if there are named templates without a default, or if `given` is neither a name nor a template.
+    Raises ValueError if all templates have names and none is default, or if `given` is neither a name nor a template.
     """
     own = getattr(tokenizer, "chat_template", None)
     if given:
@@ -54,7 +54,7 @@ def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str
 def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
     if isinstance(templates, dict) and given in templates:
         return templates[given]
-    # A text that shows anything of a dialogue has a brace.
+    # A template that shows anything of a dialogue contains a brace.
     if "{" in given:
         return given
     if isinstance(templates, dict):
@@ -62,7 +62,7 @@ def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
     else:
         own = f"the tokenizer has {'one template, without a name' if templates else 'no template'}"
     raise ValueError(
-        f"--data.chat-template {given[:40]!r} is no chat template: {own}; beside that, give chatml, a .jinja file or "
+        f"--data.chat-template {given[:40]!r} is not a chat template: {own}; otherwise give chatml, a .jinja file or "
         "the text of a template"
     )
 
@@ -71,11 +71,11 @@ class Today:
     """The date that templates show."""
 
     first: date | None = None
-    """The day of the run's first start, so that a resume renders the same tokens; None: the day of the rendering."""
+    """The day of the run's first start, so that a resume renders the same tokens; None for the day of rendering."""
 
 
 def variables(more: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables of a template, with the function that returns the date."""
+    """Return the variables `more` of a template, with the function that formats the date."""
     given = more.get(DATE)
     day = date.fromisoformat(given) if isinstance(given, str) else Today.first
     return more | ({DATE: datetime(day.year, day.month, day.day).strftime} if day else {})
@@ -99,14 +99,14 @@ def encode(
 ) -> tuple[list[int], str]:
     """Return the tokens of a prompt, and the text that they encode.
 
-    prompt: text, or messages `{"role": ..., "content": ...}` that end with the one to answer. system: message put first
-    when not empty. prefill: start of the reply, appended as text. chat: `on`, `off` or `auto` (on when there is a
-    template). chat_template: a jinja text (`template_text`) that replaces the tokenizer's template. tools: JSON schemas
-    that it shows. more: variables of it.
+    prompt: text, or messages `{"role": ..., "content": ...}`, of which the last is to be answered. system: message that
+    is put first, unless it is empty. prefill: beginning of the reply, appended as text. chat: `on`, `off` or `auto` (on
+    if there is a template). chat_template: a jinja text (`template_text`) that replaces the tokenizer's template.
+    tools: JSON schemas that the template shows. more: variables of the template.
 
-    Through a template, the rendered text holds every special token and is tokenised without adding any. Without one,
-    the tokenizer adds its own at the front; an end token that it would append is left off: the policy goes on there.
-    Raises ValueError when prompt, template and settings do not fit together.
+    A text rendered by a template contains all special tokens, so none are added. Without a template, the tokenizer adds
+    special tokens at the front. An end token that it appends is removed, because the policy continues the text.
+    Raises ValueError if prompt, template and settings do not fit together.
     """
     has_template = bool(chat_template or getattr(tokenizer, "chat_template", None))
     if chat not in ("auto", "on", "off"):
@@ -132,7 +132,7 @@ def encode(
             roles = ", ".join(str(m["role"]) for m in prompt)
             raise ValueError(
                 f"a prompt of messages ({roles}) needs a chat template, and {why}: set --data.chat-template "
-                "(for example chatml); only a single user message can stand as plain text"
+                "(for example chatml); only a single user message can be used as plain text"
             )
         prompt = prompt[0]["content"]
     text = prompt + prefill
@@ -159,7 +159,7 @@ def _render(
     messages = as_messages(prompt)
     if system:
         if messages[0]["role"] == "system":
-            raise ValueError("the prompt brings its own system message: leave --data.system empty")
+            raise ValueError("the prompt already has a system message: leave --data.system empty")
         messages = [{"role": "system", "content": system}, *messages]
     try:
         return tokenizer.apply_chat_template(
@@ -170,6 +170,6 @@ def _render(
             tools=tools,
             **variables(more),
         )
-    except Exception as e:  # jinja raises its own errors, and templates raise any
+    except Exception as e:  # jinja and templates raise errors of many types
         named = "--data.chat-template" if chat_template else "the tokenizer's chat template"
         raise ValueError(f"{named} could not render the prompt ({type(e).__name__}: {e})") from e

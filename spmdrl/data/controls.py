@@ -1,6 +1,6 @@
-"""Keeps the text of messages apart from the control tokens that a chat template writes.
+"""Separates the text of messages from the control tokens that a chat template writes.
 
-A message may hold the text of a control token (`<|im_end|>` in the output of a tool). Before the messages are rendered,
+A message may contain the text of a control token (`<|im_end|>` in the output of a tool). Before messages are rendered,
 a mark is put into each of these texts after its first character. The rendered text is then tokenized in pieces that end
 at the marks, so the only control tokens in a piece are those that the template writes.
 """
@@ -13,15 +13,15 @@ from typing import Any
 from spmdrl.data.row_columns import strings
 
 MARKS = [chr(code) for code in range(0xF0000, 0xF1000)]
-"""Characters without a meaning; the mark is one that is in no message."""
+"""Private-use characters; the mark is one that no message contains."""
 WRITTEN = ("<think>", "</think>")
-"""Control tokens that the text of an assistant's message may hold, because templates look for them there."""
+"""Control tokens that the text of an assistant's message may contain, because templates look for them there."""
 
 
 class Controls:
     """The control tokens of a tokenizer: special tokens, and other added tokens that the template writes.
 
-    Other added tokens (runs of spaces, HTML tags) are text.
+    Other added tokens (runs of spaces, HTML tags) count as text.
     """
 
     def __init__(self, tokenizer: Any, template: str):
@@ -34,12 +34,12 @@ class Controls:
         self.ids = frozenset(named)
         self._as_in_json = all(json.dumps(word, ensure_ascii=False) == f'"{word}"' for word in words)
         self._id = {str(token): i for i, token in named.items()}
-        # A piece after this token is tokenized as in the middle of a text: some tokenizers put a space before a text.
+        # Pieces are tokenized after this token, as in the middle of a text: some tokenizers put a space before a text.
         self._before = next((str(token) for token in named.values() if not token.rstrip), "")
 
     def marked(self, messages: list[dict], tools: list | None) -> tuple[list[dict], list | None, str]:
         """Return messages and tools with a mark in the text of every control token, and the mark."""
-        # Almost no message holds one. JSON writes all texts as they are but for the characters that it escapes.
+        # Almost no message contains one. If JSON escapes none of their characters, one search in the JSON finds all.
         if self._as_in_json and not self.pattern.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
             return messages, tools, MARKS[0]
         texts = list(strings([messages, tools]))
@@ -56,28 +56,28 @@ class Controls:
         out, start = [], 0
         while found := self.pattern.search(text, start):
             allowed = found.group() in but
-            # The search goes on behind the mark, because texts of control tokens may overlap.
+            # The search continues after the mark, because texts of control tokens may overlap.
             cut = found.end() if allowed else found.start() + 1
             out += [text[start:cut], "" if allowed else mark]
             start = cut
         return "".join([*out, text[start:]])
 
     def tokens(self, text: str, mark: str) -> list[int]:
-        """Return the tokens of a rendered text, without adding any.
+        """Return the tokens of a rendered text, without adding special tokens.
 
-        Raises ValueError if they have other control tokens than the text has outside the marks.
+        Raises ValueError if their control tokens differ from those in the text outside the marks.
         """
         first, *rest = text.split(mark)
         pieces = self.tokenizer([first, *(self._before + piece for piece in rest)], add_special_tokens=False).input_ids
         before = 1 if self._before else 0
         ids = [*pieces[0], *(token for piece in pieces[1:] for token in piece[before:])]
         if [i for i in ids if i in self.ids] != [self._id[found.group()] for found in self.pattern.finditer(text)]:
-            raise ValueError("the tokenizer finds other control tokens in the text than the template writes")
+            raise ValueError("the tokenizer's control tokens in the text differ from those that the template writes")
         return ids
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with every text in it changed, keys of objects too."""
+    """Apply a function to every string in a JSON value, including keys of objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

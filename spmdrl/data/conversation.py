@@ -1,13 +1,14 @@
-"""Renders the messages of a conversation as tokens around those that a policy samples, which are never rendered again.
+"""Renders the messages of a conversation as tokens between those that a policy sampled, which are never rendered again.
 
-After an assistant's turn the context goes on with the text that the chat template puts between the turn and the next
-generation prompt (`turn_tail.py` finds and proves it), tokenized alone from the control token that ends the turn.
+After an assistant's turn the context continues with the text that the chat template puts between the turn and the next
+generation prompt (`turn_tail.py` finds and proves it). This text, from the control token that ends the turn, is
+tokenized separately.
 
 Some templates render earlier turns differently once a message follows (Qwen3 and gpt-oss drop their thoughts). With
-history "keep" the context goes on as it was sampled. With "branch" the whole prompt is rendered anew where the template
-changes the text before it.
+history "keep" the context continues as it was sampled. With "branch" the whole prompt is rendered again if the template
+changes earlier text.
 
-Control tokens come from the template and the policy alone, never from the text of a message (`controls.py`).
+Control tokens come only from the template and the policy, never from the text of a message (`controls.py`).
 """
 
 import json
@@ -34,7 +35,7 @@ class Next:
     tokens: list[int]
     """Observed tokens to append to the sampled ones; they end with the generation prompt. Empty if there is a fork."""
     fork: list[int] | None = None
-    """The whole prompt of the next turn, where the template renders the text before it differently."""
+    """The whole prompt of the next turn if the template renders earlier text differently, else None."""
 
 
 @dataclass
@@ -48,13 +49,13 @@ class Conversation:
     """Renders the messages of conversations as tokens, by one tokenizer and one chat template."""
 
     def __init__(self, tokenizer: Any, template: str = "", history: str = "keep", more: dict | None = None):
-        """Prove that the template can be used for conversations.
+        """Prove that the template can render conversations.
 
         template: jinja text instead of the tokenizer's own. history: "keep" appends to the context as it was sampled;
         "branch" forks where the template renders earlier messages differently. more: variables of the template.
 
-        Raises ValueError if the history is neither, or if the text that the template puts between two turns cannot be
-        proved; the message names the template.
+        Raises ValueError if the history has another value, or if the text that the template puts between two turns
+        cannot be proved; the message names the template.
         """
         if history not in ("keep", "branch"):
             raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
@@ -70,7 +71,7 @@ class Conversation:
         try:
             self.render = Renderer(tokenizer, template, self.more)
         except TemplateError as e:
-            raise self._refused("hold a conversation", e) from e
+            raise self._refused("render a conversation", e) from e
         self.controls = Controls(tokenizer, self.render.template + self.render.tool_template)
         self.next([QUESTION], ANSWER, None, [], False, [QUESTION])
 
@@ -109,22 +110,22 @@ class Conversation:
     def no_tools(self) -> str:
         """Advice for tools that the template does not show, as a sentence."""
         return (
-            f"{self.name} does not show the tools: choose one that does with --data.chat-template, or name by `calls` "
-            "in the YAML file of --env the form in which the policy calls tools without seeing them"
+            f"{self.name} does not show the tools: choose one that does with --data.chat-template, or set `calls` in "
+            "the YAML file of --env to the form in which the policy calls tools without seeing them"
         )
 
     def begin(self, messages: list[dict], tools: list | None = None, hidden: bool = False) -> list[int]:
         """Return the tokens of the first prompt, which end with the generation prompt.
 
-        messages: they end with the one to answer. tools: OpenAI function schemas. With tools it is proved that the
-        prompt shows each of them and that the conversation can go on after a call. hidden: the template may leave the
-        tools out.
+        messages: the last one is to be answered. tools: OpenAI function schemas. With tools it is proved that the
+        prompt shows each of them and that the conversation can continue after a call. hidden: True if the template may
+        leave the tools out.
 
-        Raises ValueError if the template refuses the messages, does not show one of them or a tool, or cannot go on
+        Raises ValueError if the template refuses the messages, does not show one of them or a tool, or cannot continue
         after a call.
         """
         if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError("a conversation begins with messages, of which the last is to be answered")
+            raise ValueError("a conversation must begin with messages, and the last one must not be an assistant's")
         marked = self._marked(messages, tools)
         try:
             self._check_shown(marked)
@@ -142,19 +143,20 @@ class Conversation:
     ) -> Next:
         """Return the tokens that follow an assistant's turn.
 
-        messages: all before the turn. assistant: the turn as a message, `{"role": "assistant", "content"}` with
-        `tool_calls` and `reasoning_content` where there are any; "keep" reads nothing but the names and ids of its
-        calls. tokens: those that were sampled in the turn. ended: the last of them is a token that ends it. new: the
-        messages that follow, of tools, the user or the system.
+        messages: all messages before the turn. assistant: the turn as a message, `{"role": "assistant", "content"}`
+        with `tool_calls` and `reasoning_content` if it has any; history "keep" reads only the names and ids of its
+        calls. tokens: the sampled tokens of the turn. ended: True if the last of them ends the turn. new: the messages
+        that follow, from tools, the user or the system.
 
-        A turn that ended with another token than the template's is continued after it. A turn that did not end gets the
-        missing end as observed tokens. If the template refuses the turn as a message, there is no fork.
+        If the turn ended with another token than the template's, the context continues after that token. If it did not
+        end, the missing end is appended as observed tokens. If the template refuses the turn as a message, there is no
+        fork.
 
         Raises ValueError if there are no new messages, if the last one is an assistant's, or if the template refuses
         them or does not show them after the turn.
         """
         if not new or new[-1]["role"] == "assistant":
-            raise ValueError("an assistant's turn is followed by messages, of which the last is to be answered")
+            raise ValueError("a turn must be followed by messages, and the last one must not be an assistant's")
         marked, turn = self._marked([*messages, assistant, *new], tools), len(messages)
         tail, refusal = self._proved(marked, turn)
         if self.history == "branch":
@@ -166,7 +168,7 @@ class Conversation:
             except TemplateError as e:
                 refusal = refusal or e
         if tail is None:
-            raise self._refused("go on after an assistant's turn", refusal) from refusal
+            raise self._refused("continue after an assistant's turn", refusal) from refusal
         return Next(self._appended(tail, marked.mark, tokens, ended))
 
     def _refused(self, what: str, error: TemplateError | None) -> ValueError:
@@ -209,7 +211,7 @@ class Conversation:
         self._tools_shown.add(key)
 
     def _proved(self, marked: _Marked, turn: int) -> tuple[Tail | None, TemplateError | None]:
-        """Return the tail by the first shape of stand-ins that proves it; else None and the last error."""
+        """Return the tail that the first possible shape of stand-ins proves, or None and the last error."""
         messages = marked.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
@@ -229,8 +231,8 @@ class Conversation:
     def _changed(self, marked: _Marked, turn: int, tail: Tail | None, sampled_text: str | None) -> str | None:
         """Return the text of the next prompt if the template renders earlier text differently in it; else None.
 
-        sampled_text: text of the sampled turn without its end. A prompt that shows it is unchanged, and one that does
-        not show the turn's thought is changed.
+        sampled_text: text of the sampled turn without its end. A prompt that shows it counts as unchanged, and a prompt
+        that does not show the turn's thought as changed.
         """
         text, before = self.render(marked, True), self.render(marked.upto(turn), True)
         if tail is None or not text.startswith(before):
@@ -249,7 +251,7 @@ class Conversation:
     def text_of(self, tokens: list[int], ended: bool) -> str:
         """Return the text of a sampled turn, with its control tokens but without the token that ends it.
 
-        ended: the last token ends the turn.
+        ended: True if the last token ends the turn.
         """
         tokens = tokens[:-1] if ended else tokens
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -265,7 +267,7 @@ class Conversation:
         return ids[next((n for n in range(len(end), 0, -1) if tokens[-n:] == end[:n]), 0) :]
 
     def _end(self, text: str, mark: str) -> list[int]:
-        """Return the tokens of the text that ends a turn; a template has few of these."""
+        """Return the tokens of the text that ends a turn; they are cached, because a template has few such texts."""
         if (text, mark) not in self._closings:
             self._closings[text, mark] = self.controls.tokens(text, mark)
         return self._closings[text, mark]

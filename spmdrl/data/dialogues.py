@@ -5,8 +5,7 @@
   `output`).
 - One column of text.
 
-Columns beside these (`row_columns.py`) give a message of the system, earlier exchanges, tools, and variables of the
-chat template.
+Further columns (`row_columns.py`) give a system message, earlier exchanges, tools, and variables of the chat template.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "
 PROMPTS = ("prompt", "instruction", "question", "query")
 COMPLETIONS = ("completion", "response", "output", "answer")
 TEXTS = ("text", "content")
-"""Names of columns, the first of which that a row has is read."""
+"""Names of columns; the first one that a row has is read."""
 ROLES = {
     **{name: "user" for name in ("user", "human", "prompter")},
     **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model", "bing", "function_call")},
@@ -47,7 +46,7 @@ FIELDS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS)
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; an empty name stands for the usual ones."""
+    """Names of columns; an empty name means the usual names."""
 
     messages: str = ""
     prompt: str = ""
@@ -58,16 +57,16 @@ class Columns:
 
 @dataclass
 class Example:
-    """One row: a dialogue, or plain text of which the beginning may be a prompt."""
+    """One row: a dialogue, or plain text, which may follow a prompt."""
 
     dialogue: Dialogue | None = None
     trained: list[bool | None] = field(default_factory=list)
     """For each message: True or False if the row chooses whether it is trained, else None."""
     before: list[dict] = field(default_factory=list)
-    """Messages before the prompt, of the system and of earlier exchanges, for a template."""
+    """Messages before the prompt, for a template: a system message and earlier exchanges."""
     tools: list | None = None
     more: dict[str, Any] = field(default_factory=dict)
-    """Tools and variables of the template, for a pair of texts."""
+    """Tools, and variables of the template, for a prompt and a completion that are texts."""
     prompt: str = ""
     text: str = ""
     """Plain text; the prompt is not part of it."""
@@ -105,7 +104,7 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
 
 
 def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
-    """Return a column, `outer.inner` for a key in it. name: empty for the first of the usual ones, or None.
+    """Return a column, or for `outer.inner` a key in it; without a name the first usual one, None if there is none.
 
     Raises RowError if the row has no column of that name.
     """
@@ -120,13 +119,13 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
 
 
 def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
-    """Return a prompt and its completion, which is trained; each is text or messages. Raises RowError."""
+    """Return a prompt and its completion, which is trained; each is text or messages. Raises RowError if malformed."""
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
         before, after = [*earlier(row), *messages_of(first)], messages_of(last)
         example = dialogue_of(row, [*before, *after], columns, system)
-        # The prompt may hold turns of an assistant; the completion is what is trained.
+        # The prompt may contain turns of an assistant, but only the completion is trained.
         added = len(example.trained) - len(before) - len(after)
         example.trained[: added + len(before)] = [False] * (added + len(before))
         return example
@@ -164,9 +163,9 @@ def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) 
 
 
 def earlier(row: dict) -> list[dict]:
-    """Return the messages of the column `history`; empty where there are none.
+    """Return the messages of the column `history`; empty if the row has none.
 
-    Raises RowError if it holds neither messages nor pairs of a question and its answer.
+    Raises RowError if the column holds neither messages nor pairs of a question and its answer.
     """
     found = listed(row.get(HISTORY))
     if not found:
@@ -187,7 +186,7 @@ def _has_text(content: Any) -> bool:
 
 
 def messages_of(found: Any) -> list[dict]:
-    """Return messages with the roles of templates."""
+    """Return messages with the roles that templates use. Raises RowError if a message is malformed."""
     found = listed(found)
     if not isinstance(found, list) or not found:
         raise RowError(f"its messages are {kind_of(found)}, not a list of messages")
@@ -216,8 +215,8 @@ def _message(i: int, message: Any) -> dict:
     if not isinstance(content, str | list):
         raise RowError(f"the content of message {i} is {kind_of(content)}, not text")
     if isinstance(content, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        raise RowError(f"message {i} has parts that are not text, which no model here reads")
-    # A tool may answer nothing.
+        raise RowError(f"message {i} has parts that are not text, which is not supported")
+    # An assistant may only call tools, and a tool may answer nothing; other messages have text.
     if role not in ("assistant", "tool") and not _has_text(content):
         raise RowError(f"message {i} ({role}) is empty")
     return out | {"content": content}

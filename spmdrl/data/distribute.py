@@ -12,24 +12,24 @@ from spmdrl.spmd.world import World
 def balance(batch: Batch, world: World) -> Batch:
     """Give every data position the same amount of work in every optimizer step. Collective over the world.
 
-    Any rank may bring sequences, each of them once; the ranks of a position (`World.holders`) return the same share,
-    and ranks that hold none an empty batch. All paths of an episode go to the same position.
-    `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost there: both come from
-    data, and only the latter may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64) is the part of
-    that work that samples of a prompt on one rank do once. If `seq["unit"]` is there, all sequences of a position go to
-    the same data position.
+    Every sequence comes from exactly one rank, which may be any. The ranks of a position (`World.holders`) return the
+    same share; ranks without a position return an empty batch. All paths of an episode go to the same position.
+    `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost in that step. Both are
+    computed from the data, and only the cost may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64)
+    is the part of the work that samples of a prompt on one rank do once. If the batch has `seq["unit"]`, all sequences
+    of a position go to the same data position.
     """
     return distribute(batch, world.holders, Peers(world.group, world.device))
 
 
 def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
-    """Do the work of `balance` over the ranks of a group. Collective.
+    """Balance a batch as `balance` does, over the ranks of a group. Collective.
 
     holders: int64 [data positions, copies], group ranks.
     """
     positions, copies = holders.shape
     table = to_table(batch)
-    # These columns travel in the keys, so that every rank plans alike.
+    # These columns travel in the keys, so that every rank computes the same plan.
     shared, bound = "common" in batch.seq, "unit" in batch.seq
     seq = batch.seq | batch.identity
     plan = [seq[name] for name in ("paths", "update", "work", *(["common"] if shared else []))]
@@ -61,7 +61,7 @@ def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -
     """Assign each sequence to an optimizer step: whole groups, an equal number of prompts per step, in `order`.
 
     order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. A replayed
-    sequence, whose position is higher, goes with the prompt at the same place of this step.
+    sequence, whose position is higher, is assigned like the prompt at the same place of this step.
     """
     step_of = torch.zeros(prompts, dtype=torch.int64)
     step_of[torch.tensor(order)] = torch.arange(prompts) * updates // prompts

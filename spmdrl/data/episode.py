@@ -3,9 +3,9 @@
 An episode is a list of segments: the prompt, and for each turn the tokens that the policy sampled and those that it
 then observed. A response that was cut short and continued a step later has a segment for each version of the weights.
 
-The segments form a tree that only grows: each follows another one, by default the one before it. A turn begins a branch
-where the history that the policy sees was rewritten or shortened; tokens that branches have in common are held once. A
-path leads from the first segment to one that nothing follows; an episode that never branches is its only path.
+The segments form a tree that only grows: each follows another one, by default the previous one. A turn begins a branch
+if the history that the policy sees was rewritten or shortened; tokens that branches have in common are stored once. A
+path leads from a root to a leaf; an episode that never branches has a single path.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from spmdrl.data.segment import BY_PATH, NONE, PREVIOUS, STATES, Segment, prompt
 __all__ = ["FINISH_REASONS", "STATES", "Episode", "Segment", "episode_of", "prompt_segment", "segments_of"]
 
 FINISH_REASONS = ("stop", "length", "abort", "turns", "time")
-"""Why an episode ended: end token, stop string or the environment; token limit; cut off by the caller, or by a failure
-of the environment; limit on turns; limit on time."""
+"""Reasons for the end of an episode: end token, stop string or the environment; token limit; cut off by the caller, or
+by a failure of the environment; limit on turns; limit on time."""
 
 
 @dataclass
 class Episode:
     """One sample of one prompt: observed and sampled tokens, and their reward.
 
-    L: tokens of the path that is being continued, which ends with the last segment. The length and properties per
-    token are those of that path.
+    The current path is the one that is being continued; it ends with the last segment and has L tokens. The length and
+    the properties per token are those of this path.
     """
 
     prompt: int
@@ -37,36 +37,36 @@ class Episode:
     sample: int
     """Sample index inside the group."""
     position: int
-    """Number of the prompt among all that the run draws; in a step's batch its place, 0 .. prompts_per_step - 1.
-    Distinguishes two draws of the same prompt."""
+    """Number of this draw of a prompt among all draws of the run; in a step's batch its place, from 0 to
+    prompts_per_step - 1. Distinguishes two draws of the same prompt."""
     segments: list[Segment]
     """The segments in order of creation; the first one begins with the prompt."""
     finish: str = ""
     """One of FINISH_REASONS; empty until the episode ends."""
     reward: float = 0.0
-    """The rewards of all turns and the final one, added up."""
+    """Sum of the rewards of all turns and the final reward."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward. A missing name does not mean 0, unless the grading timed out."""
     timed_out: bool = False
-    """True if its grading was stopped (`Reward.timed_out`)."""
+    """True if the grading of the episode was stopped (`Reward.timed_out`)."""
     ungraded: bool = False
-    """True if it could not be graded (`Reward.ungraded`): its reward is nan."""
+    """True if the episode could not be graded (`Reward.ungraded`): its reward is nan."""
     why: str = ""
-    """Why its environment left it out, on the rank that knows."""
+    """Reason for which its environment left it out of training, on the rank that ran it."""
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, if one was sampled."""
     given: float | None = None
-    """Sum of an environment's rewards, of turns and at the end. None: there is none, or it has not ended."""
+    """Sum of the environment's rewards for turns and at the end; None without an environment or before the end."""
     unanswered: str = ""
-    """How the engine ended a response that the environment has not answered; empty if there is none."""
+    """Reason for the end of a response that the environment has not answered yet; empty if there is none."""
     conversation: Any = None
-    """Its conversation with an environment (`rl.conversation_state`) until it ends, on the rank that has it."""
+    """Conversation with the environment (`rl.conversation_state`) until the episode ends, on the rank that runs it."""
     phase: str = ""
     """Stage of the rollout: `opening` (its environment prepares the prompt), `sampling` (the engine works on it),
     `answering` (its environment prepares an answer), `grading`, `graded`; empty while it waits for a place."""
     experts: torch.Tensor | None = None
-    """int16 [n, W], the experts that each of the first n tokens of all segments, laid end to end, was sent to, layer by
-    layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""
+    """int16 [n, W]: for each of the first n tokens of all segments, laid end to end, the experts that it was routed to,
+    layer by layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""
 
     def __post_init__(self):
         assert self.finish in ("", *FINISH_REASONS), self.finish
@@ -91,7 +91,7 @@ class Episode:
 
     @property
     def path(self) -> list[int]:
-        """Indices of the segments of the path that is being continued."""
+        """Indices of the segments of the current path."""
         return self.path_to(len(self.segments) - 1)
 
     def paths(self) -> list[list[int]]:
@@ -100,14 +100,14 @@ class Episode:
         return [self.path_to(i) for i in range(len(self.segments)) if i not in followed]
 
     def along(self, pick: Callable[[Segment], torch.Tensor], path: list[int] | None = None) -> torch.Tensor:
-        """Concatenate `pick` of each segment of a path; path: None for the one that is being continued."""
+        """Concatenate `pick` of each segment of a path; path: None for the current one."""
         return torch.cat([pick(self.segments[i]) for i in (self.path if path is None else path)])
 
-    # ── tokens of the path that is being continued ───────────────────────────
+    # ── tokens of the current path ───────────────────────────────────────────
 
     @property
     def tokens(self) -> torch.Tensor:
-        """int64 [L]."""
+        """int64 [L]: the tokens."""
         return self.along(lambda s: s.tokens)
 
     @property
@@ -139,18 +139,18 @@ class Episode:
 
     @property
     def opening(self) -> int:
-        """The number of segments that hold the prompt; branches that begin inside it divide it."""
+        """The number of segments of the prompt, which has several if branches begin inside it."""
         rest = (i for i, s in enumerate(self.segments) if s.sampled or s.turn)
         return next(rest, len(self.segments))
 
     @property
     def generated(self) -> int:
-        """The number of tokens after the prompt, those of all branches."""
+        """The number of tokens after the prompt, in all branches together."""
         return sum(len(s) for s in self.segments[self.opening :])
 
     @property
     def turn_rewards(self) -> float:
-        """The rewards that fell in turns, added up: the episode's without the final one."""
+        """Sum of the rewards of all turns, without the final reward."""
         return sum(s.reward for s in self.segments)
 
     @property
@@ -160,7 +160,7 @@ class Episode:
         return torch.cat(last).tolist() if last else []
 
     def add_sampled(self, tokens: list[int], logp: list[float], version: int) -> None:
-        """Append sampled tokens. An empty segment is kept only if it is the first sampled one, for its version."""
+        """Append sampled tokens. An empty segment is appended only if no other was sampled, to record its version."""
         if tokens or not any(s.sampled for s in self.segments):
             last, numbers = self.segments[-1], torch.tensor(logp, dtype=torch.float32)
             self.segments.append(
@@ -172,9 +172,9 @@ class Episode:
     ) -> None:
         """Append an answer of the environment, which begins a turn.
 
-        state: number of the state that the tokens show; None: the tokens of the path so far are the state. after: index
-        of the segment that they follow (`cut` finds the one that ends at a token); None: the last one. Any other begins
-        a branch. parent: as in `Segment`.
+        state: number of the state that the tokens show; None: computed from all tokens of the path. after: index of the
+        segment that they follow, None for the last one; any other begins a branch (`cut` returns the segment that ends
+        at a token). parent: as in `Segment`.
 
         Raises ValueError if there are no tokens, if a token is negative, or if a number is not in its range.
         """
@@ -197,11 +197,13 @@ class Episode:
         self.segments.append(Segment(observed, None, 0, turn, state, place, parent))
 
     def fork(self, prompt: list[int], state: int | None = None) -> int:
-        """Begin a turn whose whole prompt is given: the history was rewritten or shortened. Returns the shared tokens.
+        """Begin a turn with a whole prompt, whose history was rewritten; return the number of shared tokens.
 
-        Tokens that the prompt has in common with a path, its last one apart, are shared with it; the rest is observed.
-        The turn follows, in time, the one that was sampled last. A prompt that continues the current path only adds to
-        it. state: as in `add_observed`. Raises ValueError if the prompt is empty, or a token is negative.
+        Tokens that the prompt has in common with the beginning of a path are shared with it, except for the prompt's
+        last one; the others are observed. The parent of the turn is the turn that was sampled last. A prompt that
+        continues the current path extends it. state: as in `add_observed`.
+
+        Raises ValueError if the prompt is empty, or a token is negative.
         """
         if not prompt or min(prompt) < 0:
             raise ValueError(f"a prompt needs one token or more, none of them negative; it is {prompt}")
@@ -213,22 +215,22 @@ class Episode:
         return shared
 
     def _closest(self, prompt: torch.Tensor) -> tuple[int, int]:
-        """Return how many tokens a path and a prompt begin with alike, at most, and a segment up to which they do."""
+        """Return the length of the longest beginning that the prompt shares with a path, and the segment it ends in."""
         found, ends = (0, -1), {-1: 0}
         for i, s in enumerate(self.segments):
             start = ends.get(self.before(i))
             if start is not None:
                 same = shared_length(s.tokens, prompt[start:])
-                # Among equals the last one: the current path is added to where that is possible.
+                # Among equals the last segment is chosen, which extends the current path if possible.
                 found = max(found, (start + same, i))
                 if same == len(s):
                     ends[i] = start + same
         return found
 
     def cut(self, tokens: int, path: list[int] | None = None) -> int:
-        """Return the index of the segment of a path that ends after so many tokens; one that goes on is cut in two.
+        """Return the index of the segment of a path that ends after `tokens` tokens; cut a longer segment in two.
 
-        The later part keeps the reward. path: None: the one that is being continued.
+        The later part keeps the reward. path: None for the current one.
         Raises ValueError if the path is shorter.
         """
         end, path = 0, self.path if path is None else path
@@ -241,25 +243,25 @@ class Episode:
         raise ValueError(f"a path of {end} tokens can be cut after token 1 to {end}, not after {tokens}")
 
     def _cut(self, index: int, at: int) -> None:
-        """Cut a segment after `at` of its tokens; what followed it follows the later part."""
+        """Cut a segment after `at` of its tokens; the segments that followed it then follow the later part."""
         s = self.segments[index]
         logp = (None, None) if s.logp is None else (s.logp[:at], s.logp[at:])
         parts = [
             replace(s, tokens=s.tokens[:at], logp=logp[0], reward=0.0),
             replace(s, tokens=s.tokens[at:], logp=logp[1], after=PREVIOUS),
         ]
-        # Other episodes may hold these segments, so none is written into.
+        # Other episodes may share these segments, so they are replaced, not modified.
         later = [replace(x, after=x.after + 1) if x.after >= index else x for x in self.segments[index + 1 :]]
         self.segments[index:] = parts + later
 
     def add_reward(self, reward: float) -> None:
-        """Add a reward that fell as the last response was answered."""
+        """Add a reward to the last response, for the environment's answer to it."""
         index = max(i for i, s in enumerate(self.segments) if s.sampled)
         s = self.segments[index]
         self.segments[index] = replace(s, reward=s.reward + reward)
 
     def add_experts(self, experts: torch.Tensor) -> None:
-        """Note the experts, int16 [n, W], of the first n tokens of the path that is being continued.
+        """Record the experts, int16 [n, W], of the first n tokens of the current path.
 
         A token whose experts are known keeps them.
         """
@@ -291,6 +293,6 @@ def episode_of(
     finish: str = "stop",
     **more: Any,
 ) -> Episode:
-    """Make an episode from columns, each [L] (`segments_of`). more: further fields of the episode."""
+    """Create an episode from columns, each [L] (`segments_of`). more: further fields of the episode."""
     assert len(tokens) == len(mask) == len(rollout_logp), "an episode's columns share one length"
     return Episode(prompt, sample, position, segments_of(tokens, mask, rollout_logp, version), finish, **more)

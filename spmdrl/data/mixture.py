@@ -1,9 +1,9 @@
-"""The order in which a job draws prompts and rows, alike on all ranks, resumed exactly.
+"""The order in which a job draws prompts and rows, the same on all ranks and after a resume.
 
-The order depends on the seed and on the number of rows drawn before, and on nothing else (law 3). Prompts and the rows
-of an indexed source are permuted anew in every epoch. A stream is cut into blocks, each permuted in memory. With
-weights, the source of each row is the one that is furthest behind its share, so that every stretch of rows holds the
-mixture; without, sources are joined end to end and permuted together.
+The order depends only on the seed and on the number of rows drawn before (law 3). Prompts and the rows of an indexed
+source are permuted anew in every epoch. A stream is cut into blocks, each permuted in memory. With weights, each row
+comes from the source that is furthest behind its share, so that every stretch of rows follows the mixture. Without
+weights, sources are joined end to end and permuted together.
 """
 
 from bisect import bisect_right
@@ -17,15 +17,15 @@ from spmdrl.data.rowfiles import Indexed, Streamed
 from spmdrl.spmd.seeds import generator_for
 
 BLOCK = 10_000
-"""Rows of a stream that are permuted together; they are in memory."""
-_STREAM = 0x57EA  # keeps the permutations of blocks apart from other draws
+"""Number of rows of a stream that are permuted together, in memory."""
+_STREAM = 0x57EA  # separates the permutations of blocks from other draws
 
 
 Key = tuple[str, int]
-"""Name of an indexed source, and a row of it."""
+"""Name of an indexed source, and number of one of its rows."""
 
 
-_ORDER = 0x0DE4  # keeps this stream of draws apart from others that are keyed by (seed, small number)
+_ORDER = 0x0DE4  # separates these draws from others that are keyed by (seed, small number)
 
 
 @lru_cache(maxsize=4)
@@ -38,9 +38,8 @@ def _epoch_order(n_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
 def drawn_indices(n_prompts: int, first: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
     """Return the positions in the prompt list of the draws `first` .. `first + count - 1` of a run.
 
-    Draws go through the epochs' permutations one after the other, or without `shuffle` through the list as it is.
-    Draws that cross from one epoch into the next, or are more than the list has prompts, may contain a position twice.
-    Raises ValueError on empty input.
+    Draws follow the permutations of successive epochs, or without `shuffle` the list in its order. Draws that extend
+    into another epoch may contain a position twice. Raises ValueError for an empty list or a negative number.
     """
     if n_prompts < 1 or count < 0 or first < 0:
         raise ValueError(f"cannot draw {count} of {n_prompts} prompts after {first}")
@@ -55,18 +54,18 @@ class Drawn:
     """One drawn row."""
 
     where: str
-    """Its place, for messages."""
+    """Place of the row in its source, for messages."""
     read: Callable[[], dict]
     """Returns the row; raises ValueError if it cannot be read."""
     key: Key | None = None
-    """None: of a stream."""
+    """None for a row of a stream."""
 
 
 class Permuted:
-    """Rows of indexed sources, joined end to end, in the order of their epochs."""
+    """Rows of indexed sources, joined end to end and permuted anew in every epoch."""
 
     def __init__(self, sources: list[Indexed], seed: int, shuffle: bool = True):
-        """shuffle: False for the order of the sources."""
+        """shuffle: False to draw the rows in the order of the sources."""
         self.sources, self.seed, self.shuffle, self.drawn = sources, seed, shuffle, 0
         self.ends = list(accumulate(map(len, sources)))
 
@@ -82,19 +81,19 @@ class Permuted:
         return Drawn(source.where(row), lambda: source[row], (source.name, row))
 
     def state(self) -> dict[str, Any]:
-        """Return the place in the order, for `restore`; JSON-able."""
+        """Return the position in the order, for `restore`, as a JSON-serialisable value."""
         return {"drawn": self.drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue from the position in `state`."""
         self.drawn = state["drawn"]
 
 
 class Blocks:
-    """Rows of a stream, permuted block by block; at its end the stream begins again."""
+    """Rows of a stream, permuted block by block; after its end the stream is read again from the beginning."""
 
     def __init__(self, source: Streamed, seed: int, shuffle: bool = True, block: int = BLOCK):
-        """shuffle: False for the order of the stream."""
+        """shuffle: False to draw the rows in the order of the stream."""
         self.source, self.seed, self.shuffle, self.block = source, seed, shuffle, block
         self.epoch, self.first, self.taken = 0, 0, 0
         """The epoch, counted from 0; the first row of the block in the stream; rows of the block that were drawn."""
@@ -126,11 +125,11 @@ class Blocks:
             generator_for(self.seed, _STREAM, self.epoch, self.first).shuffle(self.order)
 
     def state(self) -> dict[str, Any]:
-        """Return the place in the order, for `restore`; JSON-able."""
+        """Return the position in the order, for `restore`, as a JSON-serialisable value."""
         return {"epoch": self.epoch, "first": self.first, "taken": self.taken, "block": self.block}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. The block is read again."""
+        """Continue from the position in `state`; the block is read again."""
         self.epoch, self.first, self.block = state["epoch"], state["first"], state["block"]
         self.rows = None
         self._fill()
@@ -155,19 +154,19 @@ class Mixture:
     weights: list[float]
     """Share of each part, up to a factor."""
     counts: list[int] = field(default_factory=list)
-    """Rows drawn of each part."""
+    """Number of rows drawn from each part."""
 
     def __post_init__(self):
         self.counts = self.counts or [0] * len(self.parts)
 
     @property
     def drawn(self) -> int:
-        """Rows drawn in all."""
+        """Number of rows drawn from all parts."""
         return sum(self.counts)
 
     @property
     def rows(self) -> int | None:
-        """Rows of an epoch, in which the part that lasts longest is drawn once; None with a stream."""
+        """Number of rows in an epoch, in which the slowest part is drawn once; None if a part is a stream."""
         total, longest = sum(self.weights), 0
         for part, weight in zip(self.parts, self.weights, strict=True):
             if isinstance(part, Blocks):
@@ -187,11 +186,11 @@ class Mixture:
         return part
 
     def state(self) -> dict[str, Any]:
-        """Return the place in the order, for `restore`; JSON-able."""
+        """Return the position in the order, for `restore`, as a JSON-serialisable value."""
         return {"counts": list(self.counts), "parts": [part.state() for part in self.parts]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue from the position in `state`."""
         self.counts = list(state["counts"])
         for part, place in zip(self.parts, state["parts"], strict=True):
             part.restore(place)

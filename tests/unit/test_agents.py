@@ -477,7 +477,7 @@ def test_malformed_messages_of_an_environment_are_its_failure_alone(make):
         played = Played(agents, [], row={"say": value})
         assert played.play()[0].finish == "abort" and played.why[0]
     played = Played(agents, [said('[{"role": "assistant", "content": "I"}]')])
-    assert played.play()[0].finish == "abort" and "the last is to be answered" in played.why[0]
+    assert played.play()[0].finish == "abort" and "the last one must not be an assistant's" in played.why[0]
 
 
 def test_two_tools_of_one_name_are_refused_at_start(make, file):

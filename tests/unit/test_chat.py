@@ -83,9 +83,9 @@ def test_what_does_not_fit_is_said(prompt, settings, says):
 def test_a_template_that_is_no_name_file_or_text_is_refused_with_the_names_that_there_are(held, given, own):
     tokenizer = char_tokenizer("")
     tokenizer.chat_template = held
-    with pytest.raises(ValueError, match=f"--data.chat-template '{given}' is no chat template: {own}"):
+    with pytest.raises(ValueError, match=f"--data.chat-template '{given}' is not a chat template: {own}"):
         chosen_template(tokenizer, given)
-    with pytest.raises(ValueError, match=f"'{given}' is no chat template"):
+    with pytest.raises(ValueError, match=f"'{given}' is not a chat template"):
         encode(tokenizer, "hi", chat_template=given)
 
 

@@ -428,10 +428,10 @@ def test_bad_input_is_refused():
         talk.begin([])
     with pytest.raises(ValueError, match="begins with messages"):
         talk.begin([{"role": "assistant", "content": "a"}])
-    with pytest.raises(ValueError, match="the last is to be answered"):
+    with pytest.raises(ValueError, match="the last one must not be an assistant's"):
         talk.next([{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}, None, [65], False, [])
     only_users = Conversation(plain_tokenizer(), LOOP.replace("messages", "messages if m.role != 'tool'") + ASK)
-    with pytest.raises(ValueError, match=r"the given chat template cannot go on .* does not show the tool message"):
+    with pytest.raises(ValueError, match=r"the given chat template cannot continue .* does not show the tool message"):
         only_users.begin([{"role": "user", "content": "a"}], TOOLS)
     with pytest.raises(ValueError, match=r"cannot begin .* does not show message 2 \(tool\)"):
         only_users.begin([{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
