@@ -21,7 +21,7 @@ class Path:
     """Number of paths of the episode."""
     indices: list[int]
     segments: list[Segment]
-    """Its segments; one that an earlier path has counts as observed."""
+    """Segments of the path; a segment that an earlier path contains counts as observed."""
 
 
 def _paths_of(episode: Episode) -> list[Path]:
@@ -43,15 +43,15 @@ def from_episodes(
     turns: bool = False,
     turn_rewards: bool = False,
 ) -> Batch:
-    """Pack the paths of this rank's episodes in sample order; an empty list gives an empty batch with every column.
+    """Pack the paths of this rank's episodes in sample order. An empty list gives an empty batch with every column.
 
     The optional columns must be the same on every rank.
 
     part_names: parts of the reward that become columns `part/<name>`, nan for a sample without the part.
-    experts_width: width of `token["experts"]`, from `Episode.experts`; 0: no column.
+    experts_width: width of `token["experts"]`, from `Episode.experts`; 0 for no such column.
     turns: add `token["turn"]`, `token["state"]` and `token["parent"]`.
-    turn_rewards: add `token["turn_reward"]`; otherwise rewards of turns are in the total alone. `seq["made"]` and
-    `seq["distinct"]` come with it, because then not all tokens after the prompt were sampled.
+    turn_rewards: add `token["turn_reward"]`; without it, rewards of turns are only in the total. Also add `seq["made"]`
+    and `seq["distinct"]`, because not all tokens after the prompt were sampled if there are turns.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 
@@ -116,10 +116,10 @@ def parents(episode: Episode) -> list[int]:
 
 
 def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
-    """Unpack the episodes that have sampled tokens. leave_out: parts of the reward.
+    """Unpack the episodes that have sampled tokens. leave_out: names of reward parts to leave out.
 
-    A turn begins with each answer to a response. The order of turns and their rewards are lost unless the batch has
-    columns for them.
+    Each answer to a response begins a turn. The order of turns and their rewards are lost, unless the batch has columns
+    for them.
     """
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
@@ -144,12 +144,12 @@ def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
 
 
 def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: torch.Tensor, version: torch.Tensor):
-    """Add a path, given as columns [L], to an episode that has the earlier ones."""
+    """Add a path, given as columns [L], to an episode that already has the earlier paths."""
     earlier = [(path, episode.along(lambda s: s.tokens, path)) for path in episode.paths()]
-    # A path that ended is no part of a later one.
+    # An earlier path that ended is never contained in a later one, so its last token is not shared.
     alike = [(min(shared_length(x, tokens), len(x) - 1), path) for path, x in earlier]
     shared, path = max(alike, key=lambda pair: pair[0])
-    # What is sampled here is no earlier path's, whatever the tokens are.
+    # Tokens that were sampled on this path belong to no earlier one, even if they are equal.
     sampled = torch.nonzero(mask).flatten().tolist()
     shared = min([shared, len(tokens) - 1, *sampled[:1]])
     after, turn = episode.cut(shared, path) if shared else NONE, episode.turns
@@ -159,7 +159,7 @@ def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: 
 
 
 def _add_rewards(episode: Episode, rewards: torch.Tensor) -> None:
-    """Add rewards by token [L] of the path that is being continued to its segments."""
+    """Add rewards by token [L] of the current path to its segments."""
     at = 0
     for i in episode.path:
         s = episode.segments[i]

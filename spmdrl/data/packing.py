@@ -11,7 +11,7 @@ from spmdrl.spmd.balance import karmarkar_karp, largest
 
 @dataclass
 class Unit:
-    """Sequences that are in the same micro-batch, and the number of tokens that they run."""
+    """Sequences that must be in one micro-batch, and the number of tokens that they compute."""
 
     members: list[int]
     tokens: int
@@ -20,8 +20,8 @@ class Unit:
 def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
     """Split a batch into units: single episodes, or under `share` as many samples of a prompt as fit the budget.
 
-    All paths of an episode are in one unit; under `share` their common tokens run once. Neighbours with the same
-    `seq["unit"]`, if the batch has that column, are always in one unit: a pair whose loss is of both.
+    All paths of an episode are in one unit; under `share` their common tokens are computed once. Neighbours with the
+    same `seq["unit"]`, if the batch has that column, are always in one unit, such as a pair with a common loss.
     """
     lengths = batch.lengths.tolist()
     if len(batch) < 2 or not (share or "unit" in batch.seq or batch.branches):
@@ -47,10 +47,10 @@ def _shared(batch: Batch) -> Shared:
 
 
 def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Estimate the work of each sequence in tokens: all of it, and the part that samples of its prompt do once.
+    """Return two estimates of work in tokens: all work of each sequence, and the part shared by its prompt's samples.
 
-    int64 [B] both. share: shared tokens are computed once; a later path of an episode then has what it adds. Without it
-    nothing is common.
+    Both are int64 [B]. share: shared tokens are computed once; the work of a later path of an episode is then only what
+    it adds. Without `share` nothing is common.
     """
     if not share:
         return batch.lengths, torch.zeros_like(batch.lengths)
@@ -62,7 +62,7 @@ def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
-    """Return the number of micro-batches that these sequences take, as `fewest` packs them; 0 for none.
+    """Return the number of micro-batches that these sequences need, as packed by `fewest`; 0 for none.
 
     Raises ValueError if one sequence alone is longer than the budget.
     """
@@ -70,10 +70,10 @@ def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
 
 
 def fewest(lengths: list[int], budget: int) -> list[list[int]]:
-    """Assign sequences to bins of at most `budget` tokens, as few as two methods find.
+    """Assign sequences to bins of at most `budget` tokens, with as few bins as two methods find.
 
-    An even split often fits as many bins as the tokens need at least, where first-fit leaves a gap in each: with rows
-    of GSM8K's lengths and four in a bin, 1.004 of that number and 1.04.
+    An even split often reaches the lower bound on the number of bins, while first-fit leaves a gap in each bin: for
+    rows of GSM8K's lengths with four in a bin, they need 1.004 and 1.04 times the lower bound.
     Raises ValueError if one sequence alone is longer than the budget.
     """
     parts = first_fit_decreasing(lengths, budget)
@@ -86,7 +86,7 @@ def fewest(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    """Assign sequences to bins of at most `budget` tokens; within 22% of optimal, in practice near 1%."""
+    """Assign sequences to bins of at most `budget` tokens; at most 22% more bins than optimal, in practice near 1%."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -110,13 +110,13 @@ def microbatches(batch: Batch, count: int, budget: int, units: list[Unit] | None
     """Split a batch into exactly `count` micro-batches of at most `budget` tokens; some may be empty.
 
     units: sequences that must stay together, from `units_of`; None for single sequences. `count` is the largest
-    `microbatch_count` over all ranks, so that every rank runs as many forwards (law 1).
+    `microbatch_count` of all ranks, so that every rank runs equally many forwards (law 1).
     """
     units = units_of(batch, budget, share=False) if units is None else units
     lengths = [unit.tokens for unit in units]
     parts = karmarkar_karp(lengths, count) if count else []
     if largest(parts, lengths) > budget:
-        # An even split may overflow a tight budget although one into fewer, or first-fit, does not.
+        # An even split may overflow a tight budget although one into fewer parts, or first-fit, does not.
         parts = fewest(lengths, budget)
         parts += [[] for _ in range(count - len(parts))]
     members = [sorted(i for u in part for i in units[u].members) for part in parts]

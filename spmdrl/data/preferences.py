@@ -1,8 +1,8 @@
 """Reads rows of preference data: two responses to one prompt, or one response with a label.
 
-- A pair: `chosen` and `rejected`, each text or messages, with the prompt in a column of its own or as the beginning
+- A pair: `chosen` and `rejected`, each text or messages. The prompt is in a separate column, or it is the beginning
   that both dialogues share (TRL, UltraFeedback, HH-RLHF).
-- A labelled response: `prompt`, `completion` and `label`, true where it is wanted (KTO).
+- A labelled response: `prompt`, `completion` and `label`, which is true for a good response (KTO).
 """
 
 import math
@@ -24,7 +24,7 @@ from spmdrl.data.dialogues import (
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 CHOSEN, REJECTED = 0, 1
-"""Numbers of the sides of a pair among its samples; a labelled response has that of the side it would be on."""
+"""Sample numbers of the two sides of a pair; a labelled response has the number of the side that its label implies."""
 SIDES = ("chosen", "rejected")
 
 
@@ -43,9 +43,9 @@ class Preference:
     """One row."""
 
     sides: dict[int, Example] = field(default_factory=dict)
-    """CHOSEN and REJECTED, or one of them."""
+    """The examples of CHOSEN and REJECTED, or of one of them."""
     margin: float | None = None
-    """By how much the chosen side is better; None if the row does not give it."""
+    """Margin by which the chosen side is better; None if the row does not give it."""
 
 
 def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:
@@ -88,7 +88,7 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
     given = [listed(row[name]) for name in (columns.chosen, columns.rejected)]
     prompt = listed(column_of(row, columns.prompt, PROMPTS))
     if prompt is None and earlier(row):
-        raise RowError("its history stands before a prompt, and it has no column of one (--data.prompt-column)")
+        raise RowError("its history needs a prompt to follow it, but it has no column of one (--data.prompt-column)")
     if isinstance(given[0], list) != isinstance(given[1], list):
         raise RowError(f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}")
     if not isinstance(given[0], list | str):
@@ -107,7 +107,7 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
 
 
 def _examples(sides: list, read: Callable[[Any], Example]) -> dict[int, Example]:
-    """Read both sides; a RowError names its side."""
+    """Read both sides; a RowError names the side."""
     out = {}
     for i, (name, side) in enumerate(zip(SIDES, sides, strict=True)):
         try:
@@ -118,21 +118,21 @@ def _examples(sides: list, read: Callable[[Any], Example]) -> dict[int, Example]
 
 
 def _whole(given: list) -> bool:
-    """Return True if both sides are dialogues from their beginning, not answers alone."""
+    """Return True if both sides are complete dialogues, not only answers."""
     return all(messages_of(side)[0]["role"] != "assistant" for side in given)
 
 
 def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, system: str) -> dict[int, Example]:
-    """Return sides that hold their prompt: the messages that they have in common, of which nothing is trained."""
+    """Return two sides that both begin with their prompt, the messages that they have in common. It is not trained."""
     chosen, rejected = (messages_of(side) for side in given)
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
     if not common and chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        raise RowError("it has no prompt: there is no column of it, and its sides have no message in common")
+        raise RowError("it has no prompt: it has no column of one, and its sides have no message in common")
     for side, messages in zip(SIDES, (chosen, rejected), strict=True):
         if common == len(messages):
-            raise RowError(f"its {side} side ends where the other goes on")
+            raise RowError(f"its {side} side ends where the other continues")
         if messages[common]["role"] != "assistant":
             raise RowError(
                 f"its sides answer different prompts: message {common + 1} ({messages[common]['role']}) differs"
@@ -150,9 +150,9 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
 
 
 def _split(given: list[str]) -> tuple[str, list[str]]:
-    """Return the text before the place where two texts part, and the rest of both.
+    """Return the common beginning of two texts, and the remainders of both.
 
-    The cut is before a word with its blank, which most tokenizers hold in one token.
+    The cut is before a word and its space, because most tokenizers have one token for both.
     """
     common = 0
     while common < min(map(len, given)) and given[0][common] == given[1][common]:
@@ -161,5 +161,5 @@ def _split(given: list[str]) -> tuple[str, list[str]]:
         common -= 1
     common -= given[0][:common].endswith(" ")
     if not given[0][:common].strip():
-        raise RowError("it has no prompt: there is no column of it, and its sides have no beginning in common")
+        raise RowError("it has no prompt: it has no column of one, and its sides have no beginning in common")
     return given[0][:common], [text[common:] for text in given]

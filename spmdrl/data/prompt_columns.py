@@ -1,8 +1,8 @@
 """Puts columns of a row into its prompt: those that a chat template reads, and those that `--data.template` names.
 
 The names that templates read are ordinary words: `documents` may be data for a reward, `history` a patient record. Such
-a column goes into the prompt only where a chat template renders it, its value has the expected form, and no other
-setting names it; else it is left to reward functions.
+a column goes into the prompt only if a chat template renders it, its value has the expected form, and no other setting
+names it. Otherwise it is left to reward functions.
 """
 
 import re
@@ -47,14 +47,14 @@ READERS: dict[str, Callable[[dict], Any]] = {
 }
 """Column -> its reader, which raises RowError if the value has another form."""
 OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
-"""Columns that are read where an environment begins the episodes."""
+"""Columns that are read even if an environment begins the episodes."""
 
 
 def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool) -> tuple[Row, dict[str, str]]:
-    """Return a row without the columns that stay out of its prompt, and the reason for each, by name.
+    """Return a row without the columns that stay out of its prompt, and the reason for each by column name.
 
-    named: columns that settings name, which are left out without a reason. template: a chat template renders the
-    prompt. begun: an environment begins the episodes.
+    named: columns that settings name; they are left out without a reason. template: True if a chat template renders the
+    prompt. begun: True if an environment begins the episodes.
     """
     left = dict[str, str]()
     for name, read in READERS.items():
@@ -72,7 +72,7 @@ def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool
 
 
 def left_lines(left: Iterable[dict[str, str]]) -> tuple[str, ...]:
-    """Return a sentence on each column that stayed out of prompts. left: names and reasons for each row."""
+    """Return a sentence about each column that stayed out of prompts. left: for each row, column names and reasons."""
     counts, reasons = Counter[str](), dict[str, str]()
     for row in left:
         counts.update(row.keys())
@@ -90,18 +90,18 @@ def with_columns(prompt: str | list, row: Row) -> str | list:
 
 
 def around_prompt(prompt: str | list, row: dict, template: str) -> str | list:
-    """Put the template around the prompt; in messages, around the last one from the user."""
+    """Put the template around a text prompt, or around the user's last message in a prompt of messages."""
     if isinstance(prompt, str):
         return with_values("--data.template", template, {**row, "prompt": prompt})
     for i in reversed(range(len(prompt))):
         if prompt[i].get("role") == "user":
             text = with_values("--data.template", template, {**row, "prompt": prompt[i].get("content")})
             return [*prompt[:i], {**prompt[i], "content": text}, *prompt[i + 1 :]]
-    raise ValueError("--data.template goes around the user's message, and the prompt has none")
+    raise ValueError("--data.template is put around a message of the user, but the prompt has none")
 
 
 def column_names(text: str) -> list[str]:
-    """Return the columns that `with_values` puts into a text; none of one that it refuses."""
+    """Return the columns that `with_values` puts into a text; none for a text that it refuses."""
     try:
         return [re.split(r"[\[.]", name)[0] for name in _fields(text)]
     except ValueError:
@@ -113,16 +113,14 @@ def _fields(text: str) -> list[str]:
 
 
 def with_values(flag: str, text: str, row: dict) -> str:
-    """Apply str.format with the columns: `{name}` and `{name[key]}` only; other braces are written `{{` and `}}`."""
+    """Format a text with the columns: `{name}` and `{name[key]}` only; write other braces as `{{` and `}}`."""
     try:
         for name in _fields(text):
             base = re.split(r"[\[.]", name)[0]
             if "." in re.sub(r"\[[^\]]*\]", "", name):
-                raise ValueError(
-                    f"{name!r} reaches into a value, which has no columns; write {{name}} or {{name[key]}}"
-                )
+                raise ValueError(f"{name!r} reads an attribute of a value; write {{name}} or {{name[key]}}")
             if base not in row:
                 raise ValueError(f"no column {base!r}; there are {', '.join(map(str, row))} (--data.prompt-column)")
         return text.format(**row)
     except (ValueError, LookupError, AttributeError, TypeError) as e:
-        raise ValueError(f"{flag} {text!r}: {e}; write braces that are no column as {{{{ and }}}}") from e
+        raise ValueError(f"{flag} {text!r}: {e}; write braces that do not name a column as {{{{ and }}}}") from e

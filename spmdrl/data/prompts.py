@@ -2,8 +2,8 @@
 
 Two layouts of rows are supported. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
 (chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any container.
-Further columns (`prompt_columns.py`) give a message of the system, earlier exchanges, tools, and variables of the chat
-template; the rest goes to reward functions.
+Further columns (`prompt_columns.py`) give a system message, earlier exchanges, tools, and variables of the chat
+template; other columns go to reward functions.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
 from spmdrl.data.sources import Source, read_source
 
 REFUSED = SupervisedDataConfig.max_refused
-"""Largest share of rows that may be left out because no tokenizer takes their text, as in SFT."""
+"""Largest share of rows that may be left out because tokenizers cannot encode their text, as in SFT."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prompt:
     """One prompt, ready for the engine."""
 
     index: int
-    """Position in its source: the key of all of its draws."""
+    """Position in its source, which is the key of all its draws."""
     tokens: list[int]
     ground_truth: object
     """The value with which the reward compares a response (JSON-able)."""
@@ -52,16 +52,16 @@ class Prompt:
     content: str | list = ""
     """The prompt before the chat template: text, or chat messages (JSON-able)."""
     reply: str = ""
-    """The start of the reply, with which the prompt ends (`--data.prefill`)."""
+    """Beginning of the reply, with which the prompt ends (`--data.prefill`)."""
     chat: bool = False
-    """True if a chat template rendered it."""
+    """True if a chat template rendered the prompt."""
     tools: list | None = None
-    """JSON schemas from its row."""
+    """JSON schemas from the prompt's row."""
     more: dict = field(default_factory=dict)
-    """Variables of the chat template: those of its row over those of the run."""
+    """Variables of the chat template: those of the run, overridden by those of the row."""
     opening: list | None = None
     """Messages with which an environment begins an episode: those of other columns (a system message, earlier
-    exchanges), then the prompt's; None if no column gives any."""
+    exchanges), then those of the prompt. None if no column gives any."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class PromptSet:
     unread: tuple[str, ...] = ()
     """Columns that nothing can read."""
     left: tuple[str, ...] = ()
-    """Sentences on columns that stayed out of prompts though a chat template would read them, and on rows left out."""
+    """Sentences about columns that stayed out of prompts though a chat template reads them, and about omitted rows."""
     place: Callable[[int], str] = str
-    """The place of a row, by its index, for messages."""
+    """Returns the place of a row, by its index, for messages."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Return a hash of indices, tokens and truths: equal on two ranks if they read the same prompts."""
+        """Return a hash of indices, tokens and truths; it is equal on two ranks if they read the same prompts."""
         return self._digest
 
     @cached_property
@@ -108,16 +108,16 @@ def load_prompts(
 ) -> PromptSet:
     """Read a source (forms: `sources.FORMS`), at most `limit` rows of it (0: all), and encode its prompts.
 
-    begun: an environment begins the episodes: prompts are not encoded, and may be empty. teacher: the template is
-    a teacher's, which need not read the variables of the run.
+    begun: True if an environment begins the episodes; prompts are then not encoded, and may be empty. teacher: True if
+    the template is a teacher's, which need not read the variables of the run.
 
-    Indices stay those of the source when long prompts are dropped. Raises ValueError, which names the flag to change,
-    if there is no source or column of that name, if a row cannot be read, or if no prompt is short enough.
+    Indices remain those of the source if long prompts are dropped. Raises ValueError, which names the flag to change,
+    if the source or a column does not exist, if a row cannot be read, or if no prompt is short enough.
     """
     source = read_source(spec, data.prompt_column, data.answer_column, limit)
     if not source.rows:
         raise ValueError(f"{spec!r} holds no rows (--data.train, --data.eval)")
-    # An environment begins with messages, whatever its rows are.
+    # An environment begins with messages, even if its rows are plain text.
     raw = source.raw and not begun
     if raw and data.chat_template:
         raise ValueError(
@@ -160,22 +160,22 @@ class _Reader:
         self.variables = template_kwargs(data)
         self.renderer: Renderer | None = None
         if self.chat:
-            # A template that does not show a message of a user alone cannot be examined.
+            # The renderer cannot examine a template that does not show a single message of a user.
             with suppress(TemplateError):
                 self.renderer = Renderer(tokenizer, data.chat_template, self.variables)
         inserted = {*column_names(data.template), *column_names(data.prefill)}
         self.named = {data.prompt_column, data.answer_column, "data_source", *inserted}
-        """Columns that settings name."""
+        """Names of columns that settings name."""
         self.over: dict[str, None] = {}
-        """Columns that no prompt contains."""
+        """Names of columns that no prompt contains."""
         self.left: list[dict[str, str]] = []
-        """For each prompt the columns that its template might have read, with the reason why it did not."""
+        """For each prompt, the columns that its template could have read, and the reasons why they stayed out."""
         self.refused: list[str] = []
         self.hidden: list[str] = []
         self.looked = 0
 
     def read(self, index: int) -> Prompt | None:
-        """Return the prompt of a row; None if no tokenizer takes its text. Raises ValueError, which names the row."""
+        """Return the prompt of a row; None if tokenizers cannot encode it. Raises ValueError, which names the row."""
         row, place = self.source.rows[index], self.source.where(index)
         try:
             check_text(row)
@@ -244,12 +244,12 @@ class _Reader:
 
 
 def refused_line(refused: list[str]) -> str:
-    """Return a sentence about rows that are left out, with the first one's place; empty where there are none."""
+    """Return a sentence about rows that are left out, with the place of the first one; empty if there are none."""
     return f"rows that are refused and left out: {len(refused)}, the first {refused[0]}" if refused else ""
 
 
 def _content(prompt: object) -> str | list:
-    """Return the prompt of a row: text, or messages without the keys that a table fills with None."""
+    """Return the prompt of a row: text, or messages without keys whose value is None, as a table fills gaps."""
     prompt = listed(prompt)
     if isinstance(prompt, list):
         if not all(isinstance(m, dict) for m in prompt):
@@ -263,7 +263,7 @@ def _content(prompt: object) -> str | list:
 def _verl_columns(row: dict) -> tuple[object, object, dict]:
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
-        raise ValueError(f"verl's schema wants reward_model with a ground_truth, this row has {str(reward_model)[:80]}")
+        raise ValueError(f"verl's schema needs reward_model with a ground_truth, this row has {str(reward_model)[:80]}")
     return _column(row, "prompt", "the file"), reward_model["ground_truth"], row.get("extra_info") or {}
 
 
@@ -274,7 +274,7 @@ def _column(row: dict, name: str, flag: str) -> object:
 
 
 def json_able(value: object) -> object:
-    """Convert a value to JSON's types: tuples and arrays become lists, keys text, exact numbers and dates text.
+    """Convert a value to JSON's types: tuples and arrays to lists, and keys, exact numbers and dates to text.
 
     Values without a JSON form (bytes) are returned unchanged.
     """
@@ -282,7 +282,7 @@ def json_able(value: object) -> object:
         return {str(k): json_able(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [json_able(v) for v in value]
-    if hasattr(value, "tolist"):  # numpy, and nothing else that a table holds
+    if hasattr(value, "tolist"):  # only values of numpy have it in a table
         return value.tolist()  # type: ignore[attr-defined]
     if type(value).__module__ in ("datetime", "decimal", "fractions"):
         return str(value)
@@ -290,7 +290,7 @@ def json_able(value: object) -> object:
 
 
 def _is_json(value: object) -> bool:
-    """Return True if a value can be written as JSON; extras that cannot (images, say) are dropped."""
+    """Return True if a value can be written as JSON; extra columns that cannot (such as images) are dropped."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

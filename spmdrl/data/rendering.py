@@ -1,7 +1,7 @@
 """Renders dialogues by a chat template, in the forms of messages that the template reads.
 
-Templates differ in what they take: content as text or as a list of parts, arguments of tool calls as a dict or as JSON,
-a thought under one of three names. `Renderer` finds out by rendering probes, once.
+Templates differ in their input: content as text or as a list of parts, arguments of tool calls as a dict or as JSON, a
+thought under one of three names. `Renderer` finds out which form a template takes by rendering probes once.
 """
 
 import json
@@ -13,36 +13,36 @@ from typing import Any
 from spmdrl.data.chat import CHATML, chosen_template, variables
 
 PROBE = "Zq7probe"
-"""Text that no template holds."""
+"""Text that no template contains."""
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which templates look for the thought of an assistant message."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TemplateError(ValueError):
-    """A template cannot render a dialogue, or would lose a part of it, which the message names."""
+    """A template cannot render a dialogue, or would lose a part of it; the message names the reason."""
 
 
 def tool_call(name: str, arguments: Any, place: int = 0) -> dict:
-    """Return a call of a tool as templates read it. place: its number among the calls of its turn."""
+    """Return a tool call in the form that templates read. place: its number among the calls of its turn."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call{place:05d}", "type": "function", "function": function}
 
 
 @dataclass
 class Dialogue:
-    """Messages with the variables of the template that render them."""
+    """Messages, and the tools and variables with which a template renders them."""
 
     messages: list[dict]
     tools: list | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
     def upto(self, count: int) -> "Dialogue":
-        """Return the first messages."""
+        """Return the dialogue of the first `count` messages."""
         return Dialogue(self.messages[:count], self.tools, self.more)
 
     def then(self, message: dict) -> "Dialogue":
-        """Return the dialogue with one more message."""
+        """Return the dialogue with one more message at its end."""
         return Dialogue([*self.messages, message], self.tools, self.more)
 
 
@@ -50,10 +50,10 @@ class Renderer:
     """Renders dialogues by a tokenizer's chat template, or by another one."""
 
     def __init__(self, tokenizer: Any, template: str = "", more: dict[str, Any] | None = None):
-        """Look at a template by probes.
+        """Find out by probes which form of messages a template reads.
 
-        template: jinja text instead of the tokenizer's own, or the name of one of them; without either ChatML is taken.
-        more: variables of the template that hold where a dialogue does not give its own.
+        template: jinja text instead of the tokenizer's own, or the name of one of the tokenizer's; ChatML if there is
+        neither. more: default values of the template's variables.
 
         Raises TemplateError if the template cannot render a single message of the user.
         """
@@ -77,7 +77,7 @@ class Renderer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """True if the template shows tools before a question, of itself or beside a message of the system."""
+        """True if the template shows tools before a question, with or without a system message."""
         tool = {"type": "function", "function": {"name": PROBE, "description": "a", "parameters": {"type": "object"}}}
         question = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
         return any(self._shows(messages, [tool]) for messages in (question[1:], question))
@@ -95,10 +95,10 @@ class Renderer:
 
     @cached_property
     def call_ends(self) -> frozenset[str]:
-        """Control tokens that stand between two calls of one turn, of which none ends a turn of text.
+        """Control tokens between two calls of one turn, except for those that end a turn of text.
 
-        A model may go on with another call after one of these, so none of them ends a turn. Empty where the template
-        shows one call alone.
+        A model may continue with another call after such a token, so it does not end a turn. Empty if the template
+        shows only one call.
         """
         names = [PROBE + letter for letter in "ab"]
         calls = [tool_call(name, {"a": "1" + name}, i) for i, name in enumerate(names)]
@@ -121,7 +121,7 @@ class Renderer:
         return self._render(dialogue, add_generation_prompt=ask)[0]
 
     def marks(self, dialogue: Dialogue) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the places of the characters that the template marks as generated."""
+        """Return the text, and the ranges of the characters that the template marks as generated."""
         text, places = self._render(dialogue, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in places if end > start]
 
@@ -135,7 +135,7 @@ class Renderer:
                 chat_template=self.tool_template if dialogue.tools else self.template,
                 **(self.tokenizer.special_tokens_map | variables(self.more | dialogue.more) | options),
             )
-        except Exception as e:  # jinja raises its own errors, and templates raise any
+        except Exception as e:  # jinja and templates raise errors of many types
             raise TemplateError(f"the chat template refuses it ({type(e).__name__}: {' '.join(str(e).split())})") from e
         texts, marks = found
         return texts[0], (marks[0] if marks else [])

@@ -1,4 +1,4 @@
-"""Columns that rows of every job may have beside their prompt or dialogue, and the names of columns that were read.
+"""Columns that rows may have in addition to their prompt or dialogue, and a record of the columns that were read.
 
 - `system`, `system_prompt`, `developer`: a message before the dialogue (OpenOrca, ShareGPT).
 - `history`: exchanges before the prompt, as messages or as pairs of a question and its answer (Alpaca).
@@ -16,7 +16,7 @@ HISTORY = "history"
 DEVELOPER = "developer"
 TOOLS = "tools"
 EMPTY = ("", [], {})
-"""Values of a column that count as none."""
+"""Values of a column that count as missing."""
 
 
 class RowError(ValueError):
@@ -24,7 +24,7 @@ class RowError(ValueError):
 
 
 class Row(dict):
-    """The columns of a row that hold something, and the names of those that were read."""
+    """The columns of a row that are not None, and the names of the columns that were read."""
 
     def __init__(self, row: dict):
         super().__init__({k: v for k, v in row.items() if v is not None})
@@ -41,24 +41,24 @@ class Row(dict):
 
     @property
     def unread(self) -> list[str]:
-        """Names of columns that hold something and that nothing has read."""
+        """Names of columns that have a value and that nothing has read."""
         return [str(key) for key, value in self.items() if key not in self.read and value not in EMPTY]
 
 
 def unread_line(names: Iterable[str]) -> str:
-    """Return a sentence about columns that nothing reads; empty where there are none."""
+    """Return a sentence about columns that nothing reads; empty if there are none."""
     names = list(dict.fromkeys(names))
     return f"nothing reads these columns: {', '.join(names)}" if names else ""
 
 
 def system_of(row: dict) -> list[dict]:
-    """Return the messages of the system and of the developer that columns of a row give.
+    """Return the system message and the developer message that columns of a row give.
 
-    Raises RowError if one of them is not text, or if two columns give different messages of the system.
+    Raises RowError if one of them is not text, or if two columns give different system messages.
     """
     found = {name: row.get(name) for name in SYSTEMS if row.get(name)}
     if len({str(text).strip() for text in found.values()}) > 1:
-        raise RowError(f"its columns {' and '.join(found)} differ: a dialogue has one message of the system")
+        raise RowError(f"its columns {' and '.join(found)} differ: a dialogue has one system message")
     texts = [("system", text) for text in list(found.values())[:1]] + [("developer", row.get(DEVELOPER))]
     for role, text in texts:
         if text and not isinstance(text, str):
@@ -67,23 +67,21 @@ def system_of(row: dict) -> list[dict]:
 
 
 def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:
-    """Return messages with the system's in front: those of the row's columns, else `system` (`--data.system`).
+    """Return messages with a system message in front, from the row's columns or else `system` (`--data.system`).
 
-    Raises RowError if a column gives one and the messages begin with another.
+    Raises RowError if a column gives a message and the messages begin with a different one.
     """
     own = [m for m in messages[:2] if m["role"] in ("system", "developer")]
     given = system_of(row)
     if own:
         if odd := [m for m in given if m not in own]:
-            raise RowError(
-                f"its column of the {odd[0]['role']}'s message and its messages differ: leave one of the two out"
-            )
+            raise RowError(f"its column of the {odd[0]['role']} message and its messages differ: leave one of them out")
         return messages
     return [*(given or ([{"role": "system", "content": system}] if system else [])), *messages]
 
 
 def tools_of(row: dict, column: str = TOOLS) -> list | None:
-    """Return the tools of a row. Raises RowError where they are not a list of JSON schemas."""
+    """Return the tools of a row. Raises RowError if they are not a list of JSON schemas."""
     tools = row.get(column)
     if isinstance(tools, str):
         tools = json_of("tools", tools) if tools.strip() else None
@@ -104,7 +102,7 @@ def variables_of(row: dict) -> dict[str, Any]:
 
 
 def listed(value: Any) -> Any:
-    """Return a column, an array of a table as a list."""
+    """Return the value of a column, with a table's array as a list."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -114,7 +112,7 @@ def kind_of(value: Any) -> str:
 
 
 def json_of(what: str, text: str) -> Any:
-    """Parse JSON. Raises RowError, which calls the text `what`."""
+    """Parse JSON. Raises RowError, which names the text `what`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -122,9 +120,9 @@ def json_of(what: str, text: str) -> Any:
 
 
 def check_text(value: Any) -> None:
-    """Raise RowError if a text in a row holds half of a surrogate pair, which no tokenizer takes.
+    """Raise RowError if a text in a row contains half of a surrogate pair, which tokenizers cannot encode.
 
-    JSON writes the half as an escape; it comes from a character that was cut in two.
+    JSON can write the half as an escape; it comes from a character that was cut in two.
     """
     for text in strings(value):
         try:
@@ -132,12 +130,12 @@ def check_text(value: Any) -> None:
         except UnicodeEncodeError as e:
             raise RowError(
                 f"the text {text[max(0, e.start - 20) : e.start]!r} is followed by half of a surrogate pair "
-                f"(\\u{ord(text[e.start]):04x}), which is no character: mend or leave out the row"
+                f"(\\u{ord(text[e.start]):04x}), which is not a character: correct or remove the row"
             ) from None
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, keys of objects too."""
+    """Yield every text in a JSON value, including keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

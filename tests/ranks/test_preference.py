@@ -242,7 +242,7 @@ def test_bad_pairs_are_named_counted_and_end_the_job(data, tmp_path):
     for line, why in {
         21: "its chosen and rejected sides are equal",
         22: "its sides answer different prompts: message 1 (user) differs",
-        23: "its rejected side ends where the other goes on",
+        23: "its rejected side ends where the other continues",
         24: "its columns are chosen: it needs chosen and rejected, or a prompt",
     }.items():
         assert f"{bad}:{line}: {why}" in told

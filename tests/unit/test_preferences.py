@@ -116,7 +116,7 @@ BAD_ROWS = {
         "chosen": [*ASKED, GOOD],
         "rejected": [{"role": "user", "content": "else"}, BAD],
     },
-    "its rejected side ends where the other goes on": {"chosen": [*ASKED, GOOD], "rejected": ASKED},
+    "its rejected side ends where the other continues": {"chosen": [*ASKED, GOOD], "rejected": ASKED},
     "its sides do not answer its prompt 'else'": {
         "prompt": "else",
         "chosen": [*ASKED, GOOD],
