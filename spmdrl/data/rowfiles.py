@@ -1,8 +1,8 @@
 """Rows of supervised data that need not fit in memory: files read by index, data sets of the hub, streams.
 
-An indexed source reads row i alone: a .jsonl file through the places of its lines, a .parquet file through its row
-groups, a data set of a hub through its memory map. A stream only goes forward: a compressed .jsonl.gz file, or a data
-set that is read from the hub during training. `where` describes the place of a row, for messages.
+An indexed source can read any row by itself: a .jsonl file by the positions of its lines, a .parquet file by its row
+groups, a data set of a hub by its memory map. A stream can only be read forwards: a compressed .jsonl.gz file, or a
+data set that is read from the hub during training. `where` describes the place of a row, for messages.
 """
 
 import gzip
@@ -33,7 +33,7 @@ class Table:
     data: Any
     unit: str = "row"
     columnar: bool = False
-    """It holds columns, in which None stands for a key that only other rows have."""
+    """True if the data are columns, in which None stands for a key that only other rows have."""
 
     def __len__(self) -> int:
         return len(self.data)
@@ -48,10 +48,10 @@ class Table:
 
 
 class Lines:
-    """A .jsonl file, read line by line where it is needed; 8 bytes of memory for each line."""
+    """A .jsonl file whose lines are read on demand; it takes 16 bytes of memory for each line."""
 
     def __init__(self, path: Path):
-        """Read the file once, for the places of its lines. Raises ValueError."""
+        """Find the lines by reading the file once. Raises ValueError if it cannot be read."""
         self.name, self.path = str(path), path
         self.starts, self.numbers = array("q"), array("q")
         try:
@@ -78,10 +78,10 @@ class Lines:
 
 
 class Parquet:
-    """A .parquet file, of which a few row groups are in memory at a time."""
+    """A .parquet file, of which at most four row groups are in memory at a time."""
 
     def __init__(self, path: Path):
-        """Open the file. Raises ValueError."""
+        """Open the file. Raises ValueError if it is not a readable parquet file."""
         import pyarrow
         import pyarrow.parquet
 
@@ -114,7 +114,7 @@ class Gzipped:
     name: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield the rows from number `start` on, or the error of one that cannot be read.
+        """Yield the rows from number `start` on; a row that cannot be read is yielded as its error.
 
         Raises ValueError if the file ends early.
         """
@@ -147,18 +147,18 @@ class Hub:
             for row in found.skip(start) if start else found:
                 yield without_gaps(dict(row))
                 number += 1
-        except Exception as e:  # the hub, the network and file systems each raise their own
+        except Exception as e:  # the hub, the network and file systems raise errors of many types
             raise ValueError(f"{self.name} ends early, at row {number} ({type(e).__name__}: {e})") from e
 
 
 Indexed = Table | Lines | Parquet
-"""Sources that give the row of an index; a row that cannot be read raises ValueError."""
+"""Sources that return a row by its index; a row that cannot be read raises ValueError."""
 Streamed = Gzipped | Hub
-"""Sources that only go forward."""
+"""Sources that can only be read forwards."""
 
 
 def open_rows(spec: str) -> Indexed | Streamed:
-    """Open a source of rows (`FORMS`). Raises ValueError that names what to change."""
+    """Open a source of rows (`FORMS`). Raises ValueError, which names the setting to change."""
     kind, _, rest = spec.partition(":")
     if kind == "stream":
         return Hub(spec, rest)
@@ -180,9 +180,10 @@ def open_rows(spec: str) -> Indexed | Streamed:
 
 
 def without_gaps(value: Any) -> Any:
-    """Return a row of a table without its keys that are None, at any depth.
+    """Return a row of a table without keys whose value is None, at any depth.
 
-    Every row of a table has the keys of all: an argument of one tool would be shown as null with each call of another.
+    Every row of a table has the keys of all rows. An argument of one tool would otherwise appear as null in calls of
+    all other tools.
     """
     if isinstance(value, dict):
         return {k: without_gaps(v) for k, v in value.items() if v is not None}

@@ -1,4 +1,4 @@
-"""Scores of answers: a number, or a dict of a score and its named parts, and those of puzzles of reasoning-gym.
+"""Scores of answers, which are numbers or dicts of a score and its named parts, and scores of reasoning-gym's puzzles.
 
 reasoning-gym (https://github.com/open-thought/reasoning-gym) scores each task by the task's own scorer.
 """
@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 RIGHT = 1.0 - 1e-6
-"""Least score of a right answer: a sum of parts, such as 0.6 + 0.3 + 0.1, may fall short of 1 by rounding."""
+"""Lowest score of a right answer: a sum of parts, such as 0.6 + 0.3 + 0.1, may fall short of 1 by rounding."""
 
 
 def is_right(score: Any) -> Any:
-    """Return True if a score is that of a right answer: 1 or more, but for rounding; nan is not right.
+    """Return True if a score is that of a right answer: at least 1, except for rounding. nan counts as wrong.
 
     score: a number, or a tensor of them, for which a tensor of bool is returned.
     """
@@ -23,7 +23,7 @@ def is_right(score: Any) -> Any:
 
 
 ACCURACY = "acc"
-"""Reward part that is 1 for a right answer, where the score measures more than that (verl's name for it)."""
+"""Reward part that is 1 for a right answer, if the score measures more than correctness (verl's name for it)."""
 
 
 def counts_as_right(score: float, parts: dict[str, float]) -> bool:
@@ -47,9 +47,7 @@ def as_score(value: object) -> tuple[float, dict[str, float]]:
     if number is None:
         shape = getattr(score, "shape", None)
         shape = "" if shape is None else f" of shape {tuple(shape)}"
-        raise TypeError(
-            f'it returned {type(score).__name__}{shape} where a number or {{"score": number, ...}} is wanted'
-        )
+        raise TypeError(f'it returned {type(score).__name__}{shape}, not a number or {{"score": number, ...}}')
     parts = {str(k): as_number(v) for k, v in rest.items()}
     return number, {k: v for k, v in parts.items() if v is not None and math.isfinite(v)}
 
@@ -57,7 +55,7 @@ def as_score(value: object) -> tuple[float, dict[str, float]]:
 def as_number(value: object) -> float | None:
     """Return a number or a scalar of numpy or torch as a float, and None for anything else."""
     if callable(getattr(value, "item", None)):
-        # A scalar, or an array or tensor of one number; `size` is a method of torch's.
+        # A scalar, or an array or tensor of one number. torch's `size` is a method, so `numel` is tried first.
         numel = getattr(value, "numel", None)
         if (numel() if callable(numel) else getattr(value, "size", 1)) == 1:
             value = value.item()  # type: ignore[attr-defined]
@@ -75,11 +73,11 @@ def describe(key: object) -> str:
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TUPLE_TASKS = ("arc_agi", "rearc")
-"""Tasks that compare grids as tuples (0.1.25): JSON made lists of them."""
+"""Tasks of reasoning-gym 0.1.25 that compare grids as tuples, which JSON turned into lists."""
 
 
 def answer_of(reply: str) -> tuple[str, bool]:
-    """Return the answer of a reply, in its last `<answer>` tags or all of it, and whether the tags are there."""
+    """Return the text in a reply's last `<answer>` tags, or else the whole reply, and True if it has the tags."""
     tagged = _ANSWER.findall(reply)
     return (tagged[-1] if tagged else reply).strip(), bool(tagged)
 
@@ -93,8 +91,8 @@ def puzzle_score(task: str, config: dict, entry: dict, answer: str) -> float:
 def data_set_score(data: Any, entry: dict, answer: str) -> float:
     """Return the score of an answer to an entry of one of reasoning-gym's data sets.
 
-    Scorers of some tasks raise on text that they cannot read, which is worth 0; one that raises on the puzzle's own
-    answer as well raises here.
+    Some scorers raise an error for text that they cannot read; such an answer scores 0. If a scorer raises an error
+    for the puzzle's own answer as well, that error is raised.
     """
     try:
         return float(data.score_answer(answer, entry))

@@ -1,4 +1,4 @@
-"""The pieces of an episode: tokens that were sampled or observed together, and which piece follows which."""
+"""Segments, the pieces of an episode: tokens that were sampled or observed together, and the segment they follow."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ import torch
 STATES = 2**52
 """Numbers of states lie below this bound, so that float64 holds them exactly."""
 PREVIOUS, NONE = -1, -2
-"""Values of `Segment.after`: the segment before it in the list; no segment."""
+"""Values of `Segment.after`: PREVIOUS is the segment before it in the list, NONE is no segment."""
 BY_PATH = -2
-"""Value of `Segment.parent`: the turn that was sampled last before it on its path."""
+"""Value of `Segment.parent`: the last sampled turn before the segment on its path."""
 
 
 @dataclass
@@ -22,37 +22,37 @@ class Segment:
     """float32 [n], log p of each token as the engine reported it at the sampling temperature. None: the policy observed
     these tokens and did not sample them."""
     version: int = 0
-    """Weight version that sampled it; 0 if it was observed."""
+    """Weight version that sampled the segment; 0 if it was observed."""
     turn: int = 0
     """The prompt and the first response are turn 0; each answer of the environment begins another turn."""
     state: int = 0
     """Number of the state that the turn responds to; equal numbers mean equal states of one prompt. 0: the prompt."""
     after: int = PREVIOUS
-    """Index of the segment that it follows. PREVIOUS: the one before it in the list; NONE: it begins a tree."""
+    """Index of the segment that this one follows. PREVIOUS: the one before it in the list; NONE: it begins a tree."""
     parent: int = BY_PATH
-    """Number of the turn that its turn follows in time, -1 for none. BY_PATH: the last sampled one before it on its
-    path."""
+    """Number of the turn that the segment's turn follows in time, -1 for none. BY_PATH: the last sampled turn before it
+    on its path."""
     reward: float = 0.0
-    """Reward that fell when the response that this sampled segment ends was answered."""
+    """Reward for the response that this sampled segment ends, given when the environment answered it."""
 
     @property
     def sampled(self) -> bool:
-        """True if the policy sampled it."""
+        """True if the policy sampled the segment."""
         return self.logp is not None
 
     def __len__(self) -> int:
         return self.tokens.numel()
 
     def mask(self) -> torch.Tensor:
-        """bool [n]: True if the policy sampled the tokens."""
+        """Return bool [n]: True if the policy sampled the tokens."""
         return torch.full((len(self),), self.sampled)
 
     def rollout_logp(self) -> torch.Tensor:
-        """float32 [n]: `logp`, 0 for observed tokens."""
+        """Return float32 [n]: `logp`, 0 for observed tokens."""
         return torch.zeros(len(self)) if self.logp is None else self.logp
 
     def turn_reward(self) -> torch.Tensor:
-        """float64 [n]: the reward at the last token of a sampled segment, else 0."""
+        """Return float64 [n]: the reward at the last token of a sampled segment, else 0."""
         rewards = torch.zeros(len(self), dtype=torch.float64)
         if self.sampled:
             rewards[-1:] = self.reward

@@ -1,6 +1,6 @@
 """Checks that a chat template shows what a dialogue holds: all parts of a turn, tools, and variables.
 
-A variable counts as read where another value of it renders differently, so a row may set one to its default.
+A variable counts as read if another value of it renders differently. So a row may set a variable to its default.
 """
 
 import json
@@ -16,17 +16,17 @@ END_OF_THOUGHT = "</think>"
 LOOKED = 20
 """Number of rows of a source whose tools and variables are checked."""
 UNSHOWN = "not shown by the chat template"
-"""End of the names under which these rows are counted."""
+"""End of the names under which rows with hidden tools and variables are counted."""
 
 
 def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "", last: bool = True) -> None:
     """Raise TemplateError if the text of a turn leaves out a part of its message.
 
     controls: matches control tokens. turn: the rendered text that is trained. before: the text in front of it, which
-    may hold the marks of a thought. last: True for the last turn of a dialogue.
+    may contain the marks of a thought. last: True for the last turn of a dialogue.
 
-    White space at the ends of a part may be missing, because templates strip it. Each stretch of the turn stands for
-    one part only: a thought does not count as shown because the answer repeats it.
+    White space at the ends of a part may be missing, because templates strip it. Each stretch of the turn counts for
+    one part only, so that a thought does not count as shown if only the answer repeats it.
     """
     marks = re.compile(f"{controls.pattern}|</?think>")
     rest = marks.sub("\0", turn)
@@ -42,7 +42,7 @@ def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before
 
 
 def without_thought(message: dict) -> dict | None:
-    """Return a message without its thought; None where it has none."""
+    """Return a message without its thought; None if it has none."""
     content = message.get("content")
     inline = isinstance(content, str) and END_OF_THOUGHT in content
     if not inline and not any(message.get(key) for key in THOUGHT_KEYS):
@@ -53,11 +53,11 @@ def without_thought(message: dict) -> dict | None:
 
 def _refusal(what: str, last: bool) -> str:
     helps = (
-        'take another template with --data.chat-template, or leave this turn untrained ("loss": 0 in the message'
+        'use another template with --data.chat-template, or leave this turn untrained ("loss": 0 in the message'
         f"{'' if last else ', or --sft.train-on last'})"
     )
     if what == "tool calls":
-        return "the chat template does not show its tool calls whole: take another one with --data.chat-template"
+        return "the chat template does not show its tool calls completely: use another one with --data.chat-template"
     if what == "thought":
         return (
             "the chat template drops the thought before </think> in its content: put the thought into "
@@ -65,11 +65,11 @@ def _refusal(what: str, last: bool) -> str:
         )
     if what == "reasoning_content":
         return f"the chat template does not show its thought (reasoning_content): {helps}"
-    return f"the chat template does not show its content whole: {helps}"
+    return f"the chat template does not show its content completely: {helps}"
 
 
 def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[str]]]:
-    """Yield each part of a message that must be shown: its name, and the forms of text that count as it."""
+    """Yield each part of a message that must be shown: its name, and the forms of text that count as showing it."""
     content = message.get("content")
     for text in _content_texts(content):
         thought, mark, answer = text.rpartition(END_OF_THOUGHT)
@@ -87,7 +87,7 @@ def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[st
             except ValueError:
                 arguments = {}
         for value in (str(function.get("name")), *_leaves(arguments)):
-            # Control tokens were cut out of the turn, and a name may hold one or be one.
+            # Control tokens were replaced in the turn, and a name may contain one or be one.
             forms = [marks.sub("\0", form) for form in _forms(value)]
             if all(form.strip("\0") for form in forms) and forms:
                 yield "tool calls", forms
@@ -122,7 +122,7 @@ def _forms(value: Any) -> list[str]:
     plain = str(value).strip()
     written = [json.dumps(value, ensure_ascii=ascii) for ascii in (False, True)]
     quoted = [text.strip('"').strip() if isinstance(value, str) else text for text in written]
-    # Templates that write a call as Python's set every text between apostrophes, as LFM2's; repr does not.
+    # Unlike repr, templates that write calls as Python (LFM2) put every text between single quotes.
     apart = [text.replace("'", "\\'") for text in (plain, plain.replace("\\", "\\\\"))]
     apart.append(apart[-1].replace("\n", "\\n").replace("\r", "\\r"))
     forms = dict.fromkeys([plain, *quoted, repr(value).strip("'\"").strip(), *apart])
@@ -142,13 +142,13 @@ def unshown_line(names: Iterable[str]) -> str:
 
 
 def check_read(render: Renderer, more: dict[str, Any]) -> None:
-    """Raise ValueError if the template reads one of the run's variables in no probe. more: `--data.template-kwargs`."""
+    """Raise ValueError if the template reads one of the variables `--data.template-kwargs` in none of the probes."""
     probes = [replace(each, more=more) for each in _probes()]
     for name in more:
         if all(_unread(render, each, name) for each in probes):
             raise ValueError(
-                f"--data.template-kwargs: the chat template renders nothing differently because of {name!r}: leave it "
-                "out, or take a template that reads it (--data.chat-template)"
+                f"--data.template-kwargs: the chat template renders the same text without {name!r}: leave it out, or "
+                "use a template that reads it (--data.chat-template)"
             )
 
 
@@ -180,7 +180,7 @@ def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
 
 
 def _probes() -> list[Dialogue]:
-    """Return dialogues in which templates read their variables: with tools, calls, thoughts and the system."""
+    """Return dialogues in which templates may read variables: with tools, calls, thoughts and a system message."""
     user, system = {"role": "user", "content": PROBE}, {"role": "system", "content": PROBE}
     assistant = {"role": "assistant", "content": PROBE} | dict.fromkeys(THOUGHT_KEYS, PROBE)
     function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}

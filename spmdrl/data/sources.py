@@ -14,9 +14,9 @@ from urllib.parse import parse_qsl
 from spmdrl.data.builtin import RAW, builtin_rows, nearest
 
 REASONING_SIZE = {False: 1000, True: 200}
-"""Rows of a reasoning-gym task if `size` is not given, by whether they are for evaluation."""
+"""Number of rows of a reasoning-gym task without `size`, for training (False) and for evaluation (True)."""
 REASONING_EVAL_SEED = 1 << 30
-"""reasoning-gym draws row i from seed + i, so the evaluation's seeds start beyond any training set."""
+"""reasoning-gym draws row i from seed + i, so seeds for evaluation start beyond any training set."""
 HASH_ORDER_TASKS = (
     "isomorphic_strings",
     "knight_swap",
@@ -25,7 +25,7 @@ HASH_ORDER_TASKS = (
     "ransom_note",
     "word_ladder",
 )
-"""reasoning-gym 0.1.25 draws these from the order of Python sets, which differs between processes."""
+"""Tasks that reasoning-gym 0.1.25 draws in the order of Python sets, which differs between processes."""
 FORMS = (
     "`builtin:<task>[:eval]`, a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, "
     "`ms:<owner>/<name>[:config[:split]]` (ModelScope), `reasoning-gym:<task>[:eval][?size=..&seed=..]`"
@@ -42,10 +42,10 @@ class Source:
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     raw: bool = False
-    """The prompt is plain text, whatever chat template the tokenizer has."""
+    """True if prompts are plain text even if the tokenizer has a chat template."""
     unit: str = "row"
     numbers: list[int] = field(default_factory=list)
-    """Number of each row in its file, for messages; empty: its position."""
+    """Number of each row in its file, for messages; empty if it is the row's index."""
 
     def where(self, index: int) -> str:
         """Describe the place of a row, for messages."""
@@ -55,7 +55,7 @@ class Source:
 
 
 def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 0) -> Source:
-    """Read at most `limit` rows (0: all) of a source named as in FORMS. Raises ValueError that names what to change."""
+    """Read at most `limit` rows (0: all) of a source in one of the FORMS. Raises ValueError with the flag to change."""
     stop = limit or None
     kind, _, rest = spec.partition(":")
     if kind == "builtin":
@@ -84,7 +84,7 @@ def _eval_suffix(text: str) -> tuple[str, bool]:
 
 
 def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
-    """Return the numbers of the lines that hold rows, and the rows."""
+    """Return the numbers of the lines that contain rows, and the rows."""
     opener, number, found = gzip.open if path.suffix == ".gz" else open, 0, []
     try:
         with opener(path, "rb") as f:
@@ -99,10 +99,10 @@ def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
 
 
 def json_row(line: bytes) -> dict:
-    """Return the row of a line. Raises ValueError."""
+    """Return the row of a line. Raises ValueError if the line is not a JSON object."""
     try:
         row = json.loads(line.removeprefix(BOM_UTF8))
-    except (ValueError, RecursionError) as e:  # also a number of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as e:  # also for a number of thousands of digits, or thousands of brackets
         raise ValueError(f"not JSON ({e})") from None
     if not isinstance(row, dict):
         raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")
@@ -121,7 +121,7 @@ def _parquet(path: Path, stop: int | None) -> list[dict]:
 
 
 def hf_data(rest: str) -> Any:
-    """Return a data set of Hugging Face behind its memory map. rest: `<name or folder>[:config[:split]]`.
+    """Open a data set of Hugging Face, memory-mapped. rest: `<name or folder>[:config[:split]]`.
 
     Only data files are read; `datasets` itself refuses dataset scripts and pickles. Raises ValueError.
     """
@@ -130,10 +130,10 @@ def hf_data(rest: str) -> Any:
 
 
 def ms_data(rest: str) -> Any:
-    """Return a data set of ModelScope behind its memory map. rest: `<owner>/<name>[:config[:split]]`.
+    """Open a data set of ModelScope, memory-mapped. rest: `<owner>/<name>[:config[:split]]`.
 
-    Its files are downloaded by the package `modelscope`, and read as those of Hugging Face: `MsDataset` of that package
-    needs an older release of `datasets`, whose functions it replaces while it loads. Raises ValueError.
+    The package `modelscope` downloads the files, which are then read like those of Hugging Face. Its `MsDataset` is not
+    used, because it needs an older release of `datasets` and replaces functions of it. Raises ValueError.
     """
     name, config, split = _named(rest, "ms", "owner>/<name")
     try:
@@ -142,7 +142,7 @@ def ms_data(rest: str) -> Any:
         raise ValueError(f"'ms:{rest}' needs the package: pip install modelscope ({e})") from e
     try:
         folder = dataset_snapshot_download(name, ignore_patterns=["*.py"])
-    except Exception as e:  # the client raises its own, requests' and OSError
+    except Exception as e:  # the client raises errors of several packages
         raise ValueError(
             f"could not download the dataset 'ms:{rest}' (--data.train, --data.eval): {type(e).__name__}: {e}. Check "
             "the name and the network (MODELSCOPE_API_TOKEN for a gated one); offline, give its folder: hf:<folder>"
@@ -151,7 +151,7 @@ def ms_data(rest: str) -> Any:
 
 
 HUBS = {"hf": hf_data, "ms": ms_data}
-"""Kind of source -> loads a data set of that hub."""
+"""Kind of source -> function that opens a data set of that hub."""
 
 
 def _named(rest: str, kind: str, form: str) -> tuple[str, str, str]:
@@ -171,7 +171,7 @@ def _loaded(spec: str, name: str, config: str, split: str) -> Any:
             data = datasets.load_from_disk(str(folder))
             return data[split] if isinstance(data, datasets.DatasetDict) else data
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, config or None, split=split)
-    except Exception as e:  # the hub, the network, builders and file systems each raise their own
+    except Exception as e:  # the hub, the network, builders and file systems raise errors of many types
         raise ValueError(
             f"could not load the dataset {spec!r} (--data.train, --data.eval; name {name!r}, config {config!r}, "
             f"split {split!r}): {type(e).__name__}: {e}"
@@ -192,7 +192,7 @@ def _reasoning_gym(rest: str, limit: int) -> Source:
         raise ValueError(f"unknown task 'reasoning-gym:{task}' (--data.train, --data.eval): {nearest(task, DATASETS)}")
     if task in HASH_ORDER_TASKS and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
         raise ValueError(
-            f"reasoning-gym:{task} draws from the order of Python sets, so each rank would see other rows: "
+            f"reasoning-gym:{task} draws in the order of Python sets, so each rank would see different rows: "
             "start the run with PYTHONHASHSEED=0 in the environment, or choose another task"
         )
     config: dict = {"size": REASONING_SIZE[held_out], "seed": 0}
@@ -211,7 +211,7 @@ def _reasoning_gym(rest: str, limit: int) -> Source:
     try:
         data = reasoning_gym.create_dataset(task, **config)
         entries = [data[i] for i in range(config["size"])]
-    except Exception as e:  # each task checks its settings in its own way
+    except Exception as e:  # tasks raise errors of many types for their settings
         raise ValueError(f"'reasoning-gym:{rest}': the task refuses {config} ({type(e).__name__}: {e})") from e
     rows = [
         {"prompt": e["question"], "answer": e["answer"], "task": task, "config": config, "entry": e} for e in entries

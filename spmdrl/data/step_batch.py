@@ -20,24 +20,24 @@ from spmdrl.spmd.seeds import generator_for, seed_for, uniform
 from spmdrl.spmd.world import World
 
 RESAMPLE = 0x5046
-"""Keys the draws of `resample`."""
+"""Key of the random draws of `resample`."""
 
 
 class ReplayBuffer:
-    """Policy filtration (PF-PPO): each step learns from episodes drawn by reward, of this step and of some before.
+    """Policy filtration (PF-PPO): each step learns from episodes of this step and some earlier ones, drawn by reward.
 
-    A rank keeps what its engine sampled; what is drawn may come from any rank.
+    Each rank stores the episodes that its engine sampled; drawn episodes may come from any rank.
     """
 
     def __init__(self, cfg: FilterConfig, prompts: int):
-        """prompts: prompts of a step; an episode that is `age` steps old stands at positions prompts * age and up."""
+        """prompts: number of prompts of a step; an episode of `age` steps ago has positions from prompts * age on."""
         self.cfg, self.prompts = cfg, prompts
         self.buffer: Buffer[Batch] | None = Buffer(cfg.replay_steps) if cfg.replay_steps else None
 
     def mix(self, batch: Batch, seed: int, step: int, peers: Peers) -> Batch:
         """Draw as many episodes as the step sampled, with replacement; without resampling return the batch. Collective.
 
-        An episode that is drawn twice is there twice.
+        An episode that is drawn twice is in the batch twice.
         """
         if self.cfg.resample == "none" and self.buffer is None:
             return batch
@@ -48,7 +48,7 @@ class ReplayBuffer:
                     moved = Batch(
                         old.lengths, old.token, dict(old.seq, position=old.seq["position"] + self.prompts * age)
                     )
-                    # A step may have met reward parts that another one has not.
+                    # A step may have reward parts that another step lacks.
                     pool = concatenate(_with_parts(pool, moved.seq), _with_parts(moved, pool.seq))
             self.buffer.append(step, [batch])
         columns = torch.stack([pool.seq["reward"], pool.seq["position"].double()], 1)[pool.firsts]
@@ -63,7 +63,7 @@ class ReplayBuffer:
 
 
 def copies(batch: Batch, times_E: torch.Tensor) -> Batch:
-    """Repeat each episode `times_E` (int64 [E]) times; its paths stay side by side, and copies continue their count."""
+    """Repeat each episode `times_E` (int64 [E]) times; its paths stay adjacent, and copies continue their numbers."""
     drawn = torch.repeat_interleave(torch.arange(len(times_E)), times_E)
     number = torch.arange(len(drawn)) - (torch.cumsum(times_E, 0) - times_E)[drawn]
     first, paths = batch.firsts[drawn], batch.identity["paths"][batch.firsts[drawn]]
@@ -93,24 +93,24 @@ def make_batch(
     share_prompts: bool = False,
     model_parts: tuple[str, ...] = (),
 ) -> Batch:
-    """Pack this rank's episodes, of which there may be none, and assign sequences to optimizer steps. Collective.
+    """Pack this rank's episodes, if it has any, and assign the sequences to optimizer steps. Collective.
 
-    step: counted from 0. replay: receives the batch and returns the one to train on. turns: the advantage compares
-    turns. skips_equal: prompts whose samples have equal rewards are not run. experts_width: as in `from_episodes`.
-    share_prompts: shared work of the samples of a prompt counts once in `seq["work"]`. model_parts: parts that a reward
-    model will add.
+    step: counted from 0. replay: receives the batch and returns the one to train on. turns: True if the advantage
+    compares turns. skips_equal: True if prompts whose samples have equal rewards are skipped. experts_width: as in
+    `from_episodes`. share_prompts: True if tokens that samples of a prompt share are computed once. model_parts: reward
+    parts that a reward model will add.
     """
-    # A rank without samples knows no names of reward parts, and the columns must agree.
+    # A rank without samples does not know the names of reward parts, but all ranks need the same columns.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
     prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
-    # With an environment, estimators that do not compare turns see them and their rewards, too.
+    # With an environment, estimators that do not compare turns also get the turns and their rewards.
     acts = bool(cfg.env)
     batch = from_episodes(episodes, names, experts_width, acts or turns, acts)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"], common = work_of(batch, share_prompts)
     if skips_equal:
-        # Groups come whole from an engine; one that is not run counts as next to nothing.
+        # An engine returns complete groups. A group that is skipped counts as almost no work.
         batch.seq["work"] = torch.where(batch.group_differs(), batch.seq["work"], 1)
     if share_prompts:
         batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
@@ -130,7 +130,7 @@ def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None
     used = [("--safety.cost", cfg.safety.cost)] if cfg.safety.cost else []
     used += [("--algo.part-weights", spec.partition("=")[0]) for spec in cfg.algo.part_weights]
     if cfg.algo.advantage == "gdpo" and not cfg.algo.part_weights:
-        used = [("--algo.part-weights, where none is named, takes all parts:", name) for name in given]
+        used = [("--algo.part-weights is empty, which means all parts:", name) for name in given]
     for flag, part in used:
         if part == SCORE or part in later:
             continue
@@ -143,5 +143,5 @@ def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None
             prompt, sample = int(batch.seq["prompt"][row]), int(batch.seq["sample"][row])
             raise ValueError(
                 f"{missing} for prompt {prompt}, sample {sample}, but does for others: let the function return it, a "
-                "finite number, for every sample, or learn from other parts (--algo.part-weights, --safety.cost)"
+                "finite number, for every sample, or use other parts (--algo.part-weights, --safety.cost)"
             )

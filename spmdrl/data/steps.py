@@ -1,7 +1,7 @@
-"""Steps of a response: where each ends in text and tokens, and rows of steps with labels for process reward models.
+"""Steps of a response: their ends in text and tokens, and rows of labelled steps for process reward models.
 
-A row holds a prompt, `completions`, which is a list of texts, one for each step of one response, and `labels`, which is
-a list with a number in [0, 1] for each step: true or false, or an estimate of how often an answer that begins so is
+A row has a prompt; `completions`, a list with the text of each step of one response; and `labels`, a list with a number
+in [0, 1] for each step. A label is true or false, or an estimate of how often answers that begin with these steps are
 right (https://arxiv.org/abs/2312.08935). A step whose label is null is not trained. TRL's rows have this form.
 """
 
@@ -15,14 +15,14 @@ from spmdrl.data.dialogues import PROMPTS, Columns, Example, column_of, pair_of
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 MARK = "\ufffd"
-"""The character that decoders give for bytes that are none."""
+"""The character that decoders return for bytes that are not a character."""
 
 
 def step_ends(text: str, separator: str) -> list[int]:
     """Return the number of characters up to the end of each step of a text, the separator included; at least one.
 
-    A step ends with the separator, and what follows the last separator is a step too. A piece without anything but
-    white space belongs to the step before it, or at the beginning to the first one.
+    A step ends with the separator, and the text after the last separator is a step too. A piece of only white space
+    belongs to the step before it, or at the beginning to the first step.
     """
     ends, at = [], 0
     while (found := text.find(separator, at)) >= 0:
@@ -42,16 +42,16 @@ def step_ends(text: str, separator: str) -> list[int]:
 
 
 def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: list[int]) -> list[int]:
-    """Return the index of the token with which the text has reached each end: it holds the last character before it.
+    """Return, for each end, the index of the token that contains the last character before it.
 
-    decode: returns the text of tokens; the text of the first few must begin as the text of all does, but for a
-    character that is cut in two. ends: ascending, each at least 1 and at most the number of characters.
+    decode: returns the text of tokens. The text of the first tokens must be the beginning of the whole text, except for
+    a character that is cut in two. ends: ascending, each from 1 to the number of characters.
     """
     text = decode(tokens)
     if reached := progress(decode, tokens, text):
         return [bisect_left(reached, end) for end in ends]
 
-    # The text of some tokens depends on those far before them.
+    # The text of some tokens depends on tokens far before them.
     @cache
     def begun(count: int) -> str:
         return decode(tokens[:count])
@@ -63,9 +63,9 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
 
 
 def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> list[int]:
-    """Return how many characters of a text are there with each of its tokens; empty if neighbours do not tell.
+    """Return the number of characters of a text after each of its tokens; empty if neighbours do not determine it.
 
-    A token is decoded behind the few before it, so the work grows with the number of tokens and not with its square.
+    Each token is decoded after a few before it, so the work is linear in the number of tokens, and not quadratic.
     """
     out: list[int] = []
     pieces: list[str] = []
@@ -74,7 +74,7 @@ def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -
         known, both = decode(tokens[before:begin]), decode(tokens[before : i + 1])
         if not both.startswith(known):
             return []
-        # A character of which bytes are missing is shown as a mark until they come.
+        # A character whose bytes are incomplete is decoded as a mark.
         whole = both.rstrip(MARK)
         out.append(done + max(len(whole) - len(known), 0))
         if len(whole) == len(both) > len(known):
@@ -83,7 +83,7 @@ def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -
     rest = decode(tokens[before:]).removeprefix(decode(tokens[before:begin]))
     if "".join(pieces) + rest != text:
         return []
-    # Marks at the end are of the text.
+    # Marks at the end belong to the text.
     return out[:-1] + [len(text)] if out else []
 
 
@@ -97,14 +97,14 @@ class StepColumns(Columns):
 
 @dataclass
 class LabelledSteps:
-    """One row."""
+    """One row of steps with labels."""
 
     example: Example
-    """The prompt, and the response that is made of the steps."""
+    """The prompt, and the response that consists of the steps."""
     text: str
     """The response."""
     labels: list[float | None]
-    """The label of each step; None: it is not trained."""
+    """The label of each step; None for a step that is not trained."""
 
 
 def has_steps(row: dict, columns: StepColumns) -> bool:
@@ -113,7 +113,7 @@ def has_steps(row: dict, columns: StepColumns) -> bool:
 
 
 def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") -> LabelledSteps:
-    """Read one row. separator: ends each step but the last one. system: a system message for dialogues without one.
+    """Read one row. separator: ends each step except the last. system: a system message for dialogues without one.
 
     Raises RowError if the row has another form, or a part of it is malformed.
     """
@@ -150,8 +150,8 @@ def _labels(found: Any, columns: StepColumns, steps: int) -> list[float | None]:
         raise RowError(f"its {columns.labels} are {kind_of(found)}: they must be a list with a label for each step")
     if len(found) != steps:
         raise RowError(
-            f"it has {steps} steps ({columns.steps}) and {len(found)} labels ({columns.labels}): give each step one, "
-            "null where it is not trained"
+            f"it has {steps} steps ({columns.steps}) and {len(found)} labels ({columns.labels}): give each step a "
+            "label, or null if it is not trained"
         )
     for i, label in enumerate(found, 1):
         if label is not None and not (isinstance(label, int | float) and 0 <= label <= 1):
@@ -176,9 +176,9 @@ def _joined(steps: list[str], separator: str) -> str:
         not begin < end <= bound for begin, end, bound in zip(begins, ends, bounds, strict=True)
     ):
         holds = next((i for i, step in enumerate(steps, 1) if len(step_ends(step, separator)) > 1), 0)
-        which = f"step {holds} holds it" if holds else "a step begins or ends with a part of it"
+        which = f"step {holds} contains it" if holds else "a step begins or ends with a part of it"
         raise RowError(
-            f"the separator of steps {separator!r} makes {len(ends)} steps of its {len(steps)}, as {which}: name "
-            "another one (--reward-model.separator), or divide the step and its label"
+            f"the separator of steps {separator!r} makes {len(ends)} steps of its {len(steps)}, because {which}: "
+            "choose another one (--reward-model.separator), or divide the step and its label"
         )
     return text

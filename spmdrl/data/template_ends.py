@@ -1,6 +1,6 @@
 """Finds the tokens by which a chat template ends an assistant's turn: models learn them, and engines stop at them.
 
-They are read from the turns that `turns.py` finds in stand-in dialogues, so that a model stops where it learned to.
+The tokens come from the turns that `turns.py` finds in stand-in dialogues, so engines stop at the tokens of training.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ ANSWER = {"role": "assistant", "content": "9w" + PROBE}
 
 
 def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
-    """Return the jinja text of the template by which a job renders dialogues; empty where it renders none.
+    """Return the jinja text of the template by which a job renders dialogues; empty if it renders none.
 
     Raises ValueError if `--data.chat-template` names a file that cannot be read.
     """
@@ -27,10 +27,10 @@ def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
 
 
 def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
-    """Return the ids of the control tokens by which a template ends turns, first that of an answer in plain text.
+    """Return the ids of the control tokens by which a template ends turns; the first one ends an answer in plain text.
 
-    A turn with calls of tools may end with another one. A token that stands within a turn, too, such as that behind a
-    thought or a call, ends none. Empty: there is no template, or it proves no end.
+    A turn with tool calls may end with another token. A token that also occurs inside of turns, such as after a thought
+    or a call, is left out. Empty if there is no template, or if no end is proved.
     """
     if not template:
         return ()
@@ -54,7 +54,7 @@ def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
 
 
 def _probes() -> Iterator[Dialogue]:
-    """Yield an answer, one that a question follows, a thought, and calls of tools, of which some templates take one."""
+    """Yield dialogues with one and two answers, a thought, and two and one tool calls (some templates accept one)."""
     yield Dialogue([QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER, QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER | dict.fromkeys(THOUGHT_KEYS, PROBE)])

@@ -1,8 +1,8 @@
 """Turns the sequences of a dialogue, or plain text, into tokens with a loss mask.
 
-The text of a sequence is tokenized whole, as a trainer that renders a dialogue does. Where a token would lie across the
-beginning or the end of a turn, the text is tokenized in pieces instead, as a model generates it: the prompt has ended
-with a token of its own, and the turn begins with the next. The pieces must decode to the same text.
+The text of a sequence is tokenized as a whole. If a token would lie across the beginning or the end of a turn, the text
+is tokenized in pieces instead, as a model generates it: the prompt ends with a token, and the turn begins with the next
+one. The pieces must decode to the same text.
 """
 
 from collections.abc import Sequence as Many
@@ -24,15 +24,15 @@ class Masked:
     mask: torch.Tensor
     """bool [L]: True for tokens that are trained. The first token never is: nothing predicts it."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Further columns of the sequence."""
+    """Further values of the sequence, by name."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further columns of its tokens, [L]."""
+    """Further columns of its tokens, [L], by name."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, count: int) -> "Masked":
-        """Return the first tokens, with what belongs to them."""
+        """Return the first `count` tokens, with their columns and the numbers of the sequence."""
         columns = {name: column[:count] for name, column in self.columns.items()}
         return Masked(self.tokens[:count], self.mask[:count], self.numbers, columns)
 
@@ -40,8 +40,8 @@ class Masked:
 def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
     """Tokenize a rendered text, without adding tokens to it.
 
-    trained: places of the characters to train, ascending.
-    Raises TemplateError if a token lies across the border of a place, and the pieces on its sides decode to another
+    trained: ranges of characters to train, ascending.
+    Raises TemplateError if a token lies across the border of a range, and the pieces on its sides decode to another
     text.
     """
     offsets = None
@@ -58,7 +58,7 @@ def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
 
 
 def _crossed(tokenizer: Any, ids: list[int], offsets: list[tuple[int, int]], trained: Many[tuple[int, int]]) -> bool:
-    """Return True if a token lies across a border. Control tokens may: some take the white space beside them."""
+    """Return True if a token lies across a border. Control tokens may: some include adjacent white space."""
     borders = {place for pair in trained for place in pair}
     inner = ((token, start, end) for token, (start, end) in zip(ids, offsets, strict=True) if end - start > 1)
     return any(

@@ -1,12 +1,12 @@
-"""A tree of shared tokens: samples of a prompt, and paths of an episode, hold the tokens that they begin with once.
+"""A tree of shared tokens: samples of a prompt, or paths of an episode, have their common beginning only once.
 
-A pack [T] holds every sequence whole, end to end. The transformer runs on the tree's tokens [R] instead: tokens that
-sequences share are computed once, and autograd sums their gradient over the sequences. The states are then copied back
-to the tokens of the pack, so heads and losses need not know of the tree.
+A pack [T] contains all sequences in full, end to end. The transformer runs on the tree's tokens [R] instead: tokens
+that sequences share are computed once, and autograd sums their gradient over the sequences. The states are then copied
+back to the tokens of the pack, so heads and losses are independent of the tree.
 
-B: sequences of the pack; N: nodes of the tree, runs of tokens that the same sequences share. A node sees itself and the
-nodes on the way to its root. The samples of a prompt share all tokens before their first sampled one, if all of those
-are equal; the paths of an episode share as many as are equal.
+B: number of sequences of the pack. N: number of nodes of the tree. A node is a run of tokens that the same sequences
+share; it attends to itself and its ancestors. The samples of a prompt share all tokens before their first sampled one,
+if all of those are equal. The paths of an episode share as many tokens as are equal at their beginning.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ class Tree:
     """The mapping between the tokens of a pack and those of its tree. All on the host."""
 
     keep: torch.Tensor
-    """int64 [R]: token of the pack at each row of the tree: first all roots', then the other nodes'."""
+    """int64 [R]: token of the pack at each row of the tree, those of all roots first."""
     place: torch.Tensor
     """int64 [T]: row of the tree that holds each token of the pack."""
     positions: torch.Tensor
     """int64 [R]: position of each row in its sequences."""
     lengths: list[int]
-    """[N]: number of tokens of each node, 1 or more; nodes lie end to end in the tree, roots first."""
+    """[N]: number of tokens of each node, at least 1; nodes are end to end in the tree, roots first."""
     parents: list[int]
     """[N]: the node that each node follows, -1 for a root."""
 
@@ -37,11 +37,11 @@ class Shared:
     """The tokens that each sequence of a pack has in common with an earlier one."""
 
     source: list[int]
-    """[B]: the earlier sequence; the sequence itself where there is none."""
+    """[B]: the earlier sequence; the sequence itself if it shares no tokens."""
     tokens: list[int]
-    """[B]: the number of tokens at the beginning that are also the source's, fewer than the sequence has."""
+    """[B]: number of tokens at the beginning that are shared with the source, less than the sequence's length."""
     prompts: list[int]
-    """[B]: the tokens that samples of the same prompt would share with this sequence; 0 for a later path."""
+    """[B]: number of tokens that samples of the same prompt would share with this sequence; 0 for a later path."""
 
 
 def prompt_lengths(lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
@@ -60,11 +60,11 @@ def shared_tokens(
 ) -> Shared:
     """Find the tokens that each sequence shares with an earlier one. Takes host tensors.
 
-    A prompt is shared with the episode before it alone, and the last token of a sequence never is.
+    A prompt is shared only by consecutive episodes, and the last token of a sequence is never shared.
 
     tokens_T: int64 [T]. lengths_B: int64 [B]. mask_T: bool [T]. begins_B: bool [B], True for the first path of an
-    episode (`Batch.begins`); None: each sequence is an episode. experts_T: [T, ...] under routing replay; shared tokens
-    must then have the same experts too.
+    episode (`Batch.begins`); None if each sequence is an episode. experts_T: [T, ...] under routing replay; shared
+    tokens must then have the same experts, too.
     """
     columns = [tokens_T] if experts_T is None else [tokens_T, experts_T]
     lengths, first_B = lengths_B.tolist(), prompt_lengths(lengths_B, mask_T).tolist()
@@ -103,7 +103,7 @@ def plan_tree(
     if not any(shared.tokens):
         return None
     lengths = lengths_B.tolist()
-    # Each sequence brings the tokens behind its shared ones, cut where its prompt ends and where others leave it.
+    # Each sequence adds the tokens after its shared ones, cut where its prompt ends and where other sequences diverge.
     cuts = [{n, prompt or n} for n, prompt in zip(shared.tokens, shared.prompts, strict=True)]
     owner = []
     for source, n in zip(shared.source, shared.tokens, strict=True):

@@ -16,13 +16,14 @@ def end_of_turn(
     """Return how a turn ends, and the control token that ends it.
 
     controls: matches control tokens. call_ends: those that end a call but not the turn (`Renderer.call_ends`). alone:
-    the text after the assistant's words where nothing follows the turn. followed: the same where a message follows,
-    without the text of that message or with it.
+    the text after the assistant's words if nothing follows the turn. followed: the same if a message follows; it may
+    include the text of that message.
 
-    - own: a token that stands there with and without a message that follows; its place is in `followed`.
-    - last: the turn ends with another token where nothing follows (gpt-oss); its place is in `alone`.
-    - next: the template ends no turns, so a model stops with the token by which the next message begins (GLM); its
+    - own: a token ends the turn with and without a message that follows; its place is in `followed`.
+    - last: another token ends the turn if nothing follows (gpt-oss); its place is in `alone`.
+    - next: the template does not end turns, so a model stops with the token that begins the next message (GLM); its
       place is in `followed`.
+    - none: no such token is found.
     """
     ours, others = list(controls.finditer(followed)), list(controls.finditer(alone))
     same = 0
@@ -40,7 +41,7 @@ def end_of_turn(
 
 
 def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[int], str]) -> tuple[str, bool]:
-    """Return the rendering up to message i, cut after the control token that ends it, and whether there is one.
+    """Return the rendering up to message i, cut after the control token that ends it, and True if there is one.
 
     upto: renders the first messages of the dialogue.
     """
@@ -60,9 +61,9 @@ def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[
 
 
 def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str):
-    """Return `end_of_turn` of the last turn of a dialogue, the rendering with the message after it, and a place.
+    """Return `end_of_turn` of a dialogue's last turn, the rendering with the message `after` it, and a place.
 
-    The place is that where the control tokens at the end of `written` begin, the rendering without that message.
+    written: the rendering without that message. The place is the beginning of the control tokens at its end.
     """
     tail = len(written)
     for found in reversed(list(render.controls.finditer(written))):

@@ -1,9 +1,9 @@
 """Finds the text that a chat template puts between an assistant's turn and the next generation prompt, and proves it.
 
-The dialogue is rendered twice with the answers that follow the turn, and twice without them. All texts of assistants
-are stand-ins that differ between the two, so the end that both renderings share does not depend on the assistant's
-words. The control token that ends the turn is the last one that is there with and without the answers. A rendering with
-other answers proves that the text up to there does not depend on them, and that each of them is shown after it.
+The dialogue is rendered twice with the answers that follow the turn, and twice without them. Stand-ins that differ
+between the two renderings replace all texts of assistants, so the end that both share does not depend on the
+assistant's words. The control token that ends the turn is the last one that occurs both with and without the answers. A
+rendering with other answers proves that the text up to this token does not depend on them, and that each is shown.
 """
 
 import re
@@ -20,9 +20,9 @@ EARLIER = ("Xk" + PROBE + "c", "9wm" + PROBE + "d")
 """Stand-ins for the texts of earlier turns, which reveal a template that hides a turn."""
 THOUGHT = PROBE + "e"
 SHAPES = ("calls", "first call", "text and calls", "text")
-"""Forms of the stand-in for a turn with calls of tools, from the most telling to the least.
+"""Forms of the stand-in for a turn with tool calls, from the most informative to the least.
 
-Some templates refuse several calls in one turn, and some show no calls: one call is then tried, or none.
+Some templates refuse several calls in one turn, and some show no calls; one call is then tried, or none.
 """
 
 
@@ -31,18 +31,18 @@ class Tail:
     """Text from the token that ends an assistant's turn to the end of the next generation prompt."""
 
     text: str
-    """It begins with a control token."""
+    """The text, which begins with a control token."""
     closing: int
-    """Count of its characters that belong to the turn: its end. 0: the template ends no turns."""
+    """Number of its characters that belong to the turn; 0 if the template does not end turns."""
     alone: str
     """The text from the end of the turn when nothing follows it."""
 
 
 def linked(messages: list[dict]) -> list[dict]:
-    """Return the messages with the names and ids that templates want in calls of tools and in their answers.
+    """Return the messages with the names and ids that templates need in tool calls and in the answers to them.
 
-    An answer without a name or `tool_call_id` takes that of the call in the same place. A call without an id gets one
-    of nine letters and digits, and one without arguments an empty object.
+    An answer without a name or `tool_call_id` gets those of the call in the same place. A call without an id gets one
+    of nine letters and digits, and a call without arguments gets an empty object.
     """
     out: list[dict] = []
     waiting: list[dict] = []
@@ -74,9 +74,9 @@ def tail_of(
 ) -> Tail:
     """Return the text that follows the assistant's turn at index `turn` of a dialogue; messages after it are answers.
 
-    ends: a cache of the text after a turn that nothing follows, which depends on the template alone.
+    ends: a cache of the text after a turn that nothing follows, which depends only on the template.
 
-    Raises TemplateError if the template refuses the stand-ins, or if a proof fails; the message names it.
+    Raises TemplateError, which names the reason, if the template refuses the stand-ins or a proof fails.
     """
     new = whole.messages[turn + 1 :]
     past = [Dialogue(_standins(whole.messages, turn, which, shape), whole.tools, whole.more) for which in (0, 1)]
@@ -92,13 +92,13 @@ def tail_of(
     other = render(_and(past[0], [m | {"content": probe} for m, probe in zip(new, probes, strict=True)]), True)
     before = texts[0].removesuffix(after)
     if not other.startswith(before):
-        raise TemplateError("it renders a turn differently when the answer to it changes")
+        raise TemplateError("it renders a turn differently when the answer to the turn changes")
     for message, probe in zip(new, probes, strict=True):
         if probe not in other[len(before) :]:
             raise TemplateError(f"it does not show the {message['role']} message after the turn")
     first = min(other.index(probe, len(before)) for probe in probes) - len(before)
     if after[:first] != other[len(before) :][:first]:
-        raise TemplateError("it renders the end of a turn differently when the answer to it changes")
+        raise TemplateError("it renders the end of a turn differently when the answer to the turn changes")
     return _cut(controls, render.call_ends, after, first, alone, with_call)
 
 
@@ -107,9 +107,9 @@ def _and(dialogue: Dialogue, new: Sequence[dict]) -> Dialogue:
 
 
 def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[dict]:
-    """Return the messages up to the turn, with the first (0) or second (1) stand-ins for the assistant's.
+    """Return the messages up to the turn, with stand-ins for those of assistants. which: 0 or 1, of the two stand-ins.
 
-    An assistant's message without calls that answers of tools follow (the call was malformed) gets calls for them.
+    An assistant's message without calls gets calls if answers of tools follow it, because its call was malformed.
     """
     out: list[dict] = []
     for i, message in enumerate(messages[: turn + 1]):
@@ -145,7 +145,7 @@ def _cut(
     """Return the tail, which begins with the first control token of the turn's end, or else of the next message.
 
     call_ends: as `end_of_turn` takes them. after, alone: text that follows the stand-in with answers and without.
-    first: place of the first answer's text in `after`. with_call: a call ends the turn.
+    first: place of the first answer's text in `after`. with_call: True if a call ends the turn.
     """
     kind, end = end_of_turn(controls, call_ends, alone, after[:first])
     found, other = list(controls.finditer(after, 0, first)), list(controls.finditer(alone))
@@ -155,7 +155,7 @@ def _cut(
         whole = not with_call and not controls.sub("", after[: end.end()]).strip()
         start = found[0].start() if whole else end.start()
         return Tail(after[start:], end.end() - start, alone[start:])
-    # gpt-oss ends the last turn with another token than those before. A token alone before the answer belongs to that.
+    # gpt-oss ends the last turn with another token than earlier turns. A single token before the answer belongs to it.
     if kind == "last" and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
         return Tail(after[found[0].start() :], len(found[0].group()), alone[other[0].start() :])
     begins = end if kind == "next" and end else found[0]

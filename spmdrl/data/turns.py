@@ -1,29 +1,30 @@
 """Finds the text that an assistant generates in a rendered dialogue, and proves it for each turn.
 
-Every turn is examined in the place where a model generates it: at the end of the dialogue so far. Let P be the
-rendering of the messages before it with the generation prompt, and E that of the messages up to and with it.
+Every turn is examined where a model generates it: at the end of the dialogue so far. Let P be the rendering of the
+messages before the turn with the generation prompt, and E the rendering of the messages up to and including the turn.
 
-- If E begins with P, the turn is the rest of E.
-- Some generation prompts open a part that a finished turn lacks, such as a thought. E then departs from P within that
-  prompt, and the turn begins there. The place must not depend on the turn's text: two other texts depart there too.
-- Some templates render earlier messages differently once the turn is there. The turn then begins in E after the whole
-  generation prompt and the end of the message before it, and is trained after P, which is what a model would see.
-- Before a turn that opens a dialogue, templates leave out of P what they write at the beginning of E, such as a message
-  of the system. The turn is then the end of E that is the whole turn after a question, or else the text in E after the
-  generation prompt of a question.
+- If E begins with P, the turn is the remainder of E.
+- Some generation prompts open a part that a finished turn lacks, such as a thought. E then diverges from P within that
+  prompt, and the turn begins at this place. The place must not depend on the turn's text: two other texts must diverge
+  from P at the same place.
+- Some templates render earlier messages differently once the turn follows. The turn then begins in E after the whole
+  generation prompt and the end of the message before it. It is trained after P, which is what a model would see.
+- For a turn that opens a dialogue, P lacks text that templates write at the beginning of E, such as a system message.
+  The turn is then found in a dialogue with a question before it. If E ends with this turn, that end is the turn;
+  otherwise the turn is the text in E after the generation prompt of the question.
 
-A turn ends with the last control token before anything that depends on the next message; in a template that ends no
-turns, with the control token by which the next message begins (`turn_end.py`).
+A turn ends with the last control token before anything that depends on the next message; in a template that does not
+end turns, with the control token that begins the next message (`turn_end.py`).
 
-A turn that is trained must be shown whole (`shown.py`): a thought that the template drops would be trained away.
+A trained turn must be shown completely (`shown.py`): a model would learn to omit a thought that the template drops.
 
 Turns of one dialogue share a sequence only if its text begins with the context and the text of each. A template that
-rewrites earlier turns (Qwen3 drops their thoughts) breaks this, and each of them has a sequence of its own. So every
-token is trained after exactly those that it would be generated after.
+rewrites earlier turns (Qwen3 drops their thoughts) breaks this, and each of them gets a separate sequence. So every
+token is trained in exactly the context in which it would be generated.
 
-A template may mark what an assistant generates (`{% generation %}`). Its marks are trusted, but a trained turn must be
-shown whole between them. Where the rendering of the whole dialogue leaves out a part of a turn, the turn has a sequence
-of its own, in which it is the last one.
+A template may mark the text that an assistant generates (`{% generation %}`). Its marks are trusted, but a trained turn
+must be shown completely between them. If the rendering of the whole dialogue leaves out a part of a turn, this turn
+gets a separate sequence, which ends with it.
 """
 
 from collections.abc import Collection
@@ -37,7 +38,7 @@ from spmdrl.data.shown import check_turn_shown
 from spmdrl.data.turn_end import turn_with_end
 
 OTHERS = ("Xk" + PROBE, "9w" + PROBE)
-"""Texts that stand for that of a message; they differ in the first character and not in the last."""
+"""Texts that replace that of a message; their first characters differ, their last ones do not."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,16 @@ class Turn:
     """Index of its message."""
     start: int
     end: int
-    """Its first character, and the one after its last: after the control token that ends the turn."""
+    """Range of its characters, up to and including the control token that ends the turn."""
     stops: bool
-    """True if it ends with a control token; otherwise the model does not learn to stop."""
+    """True if the turn ends with a control token; otherwise the model does not learn to stop."""
     departs: bool
-    """True if the generation prompt continues differently from the beginning of the turn."""
+    """True if the turn begins inside the generation prompt, which continues differently."""
 
 
 @dataclass
 class Sequence:
-    """One text that is trained on, and the turns in it that are trained."""
+    """One text that is trained on, and its trained turns."""
 
     text: str
     turns: list[Turn]
@@ -66,8 +67,8 @@ class Sequence:
 def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] | None = None) -> list[Sequence]:
     """Return the sequences in which every turn of an assistant follows the context in which it is generated.
 
-    There is one if the template keeps its renderings. Messages after the last turn are left out. trained: indices of
-    the turns that are trained, which must be shown whole; None: all.
+    There is one sequence if the template never changes earlier renderings. Messages after the last turn are left out.
+    trained: indices of the turns that are trained, which must be shown completely; None for all turns.
 
     Raises TemplateError if the template refuses the dialogue or does not show one of its messages, or if a turn cannot
     be proved; it names the message, counted from 1.
@@ -79,7 +80,7 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
     out: list[Sequence] = []
     for i in range(turns[-1], -1, -1):
         try:
-            # A message of others must stand in the longest rendering: what counts is what the turns after it see.
+            # Messages of others must be shown in the longest rendering, which is what the turns after them see.
             if i not in turns:
                 _check_message_shown(render, dialogue, i, turns[-1] + 1, upto(turns[-1] + 1))
                 continue
@@ -107,12 +108,12 @@ def _advice_on_opening(dialogue: Dialogue) -> str:
 
 
 def trained_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
-    """Return the sequences of a dialogue, by the marks of its template where it has them; errors as in both ways."""
+    """Return the sequences of a dialogue, by the template's marks if it has any; errors as in both functions."""
     return (marked_sequences if render.marked else sequences_of)(render, dialogue, trained)
 
 
 def _beginnings(render: Renderer, dialogue: Dialogue):
-    """Return the function that renders the first messages of a dialogue, each count of them once."""
+    """Return a function that renders the first messages of a dialogue, and caches each rendering."""
 
     @cache
     def upto(count: int, ask: bool = False) -> str:
@@ -122,7 +123,7 @@ def _beginnings(render: Renderer, dialogue: Dialogue):
 
 
 def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn]:
-    """Return the text up to the end of the turn that message i holds, and the turn."""
+    """Return the text up to the end of the turn of message i, and the turn."""
     if all(m["role"] in ("system", "developer") for m in dialogue.messages[:i]):
         return _opening(render, dialogue, i, upto)
     prompt, written = upto(i, True), upto(i + 1)
@@ -177,14 +178,14 @@ def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, w
     at = written.rfind(joint, 0, len(commonprefix([written, *others])))
     if not joint or at < 0 or _holds_message_before(render, dialogue, i, joint):
         raise TemplateError(
-            "the template renders the text before this turn differently once the turn is there, so that its beginning "
-            "cannot be proved"
+            "the template renders the text before this turn differently once the turn is there, so that the beginning "
+            "of the turn cannot be proved"
         )
     return at + len(joint)
 
 
 def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: str) -> bool:
-    """Return True if the message before a turn stands between the end of its prompt and the turn."""
+    """Return True if the message before a turn appears between the end of its prompt and the turn."""
     if not i:
         return False
     before, turn = OTHERS
@@ -194,12 +195,12 @@ def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: s
 
 
 def _whole(render: Renderer, text: str, at: int) -> int:
-    """Return the place, or where the control token begins that it lies in."""
+    """Return a place in a text, or the beginning of the control token in which it lies."""
     return next((m.start() for m in render.controls.finditer(text) if m.start() < at < m.end()), at)
 
 
 def _check_message_shown(render: Renderer, dialogue: Dialogue, i: int, count: int, text: str) -> None:
-    """Raise TemplateError if `text`, the rendering of the first `count` messages, leaves out message i of others."""
+    """Raise TemplateError if `text`, the rendering of the first `count` messages, lacks message i of another role."""
     content = dialogue.messages[i].get("content")
     if not isinstance(content, str) or not content.strip() or content.strip() in text:
         return
@@ -280,7 +281,7 @@ def _marked_sequence(render: Renderer, dialogue: Dialogue) -> Sequence:
     if len(parts) != len(turns):
         raise RowError(
             f"the chat template marks {len(parts)} parts as generated, and the dialogue has {len(turns)} turns of "
-            "an assistant: mend the template, or give one without marks (--data.chat-template)"
+            "an assistant: correct the template, or use one without marks (--data.chat-template)"
         )
     controls = {m.end() for m in render.controls.finditer(text)}
     ended = [(i, start, start + len(text[start:end].rstrip())) for i, (start, end) in zip(turns, parts, strict=True)]

@@ -409,7 +409,7 @@ def test_tools_that_a_template_does_not_show_are_refused_unless_they_may_be_hidd
             continue
         hiding.append(name)
         with pytest.raises(
-            ValueError, match=r"does not show the tools: choose one .* --data.chat-template, or name by"
+            ValueError, match=r"does not show the tools: choose one .* --data.chat-template, or set `calls`"
         ):
             talk.begin(asked, hidden)
         assert not talk.render.shows_tools
@@ -424,9 +424,9 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="choose keep or branch"):
         Conversation(plain_tokenizer(), CHATML, "fork")
     talk = Conversation(plain_tokenizer(), CHATML)
-    with pytest.raises(ValueError, match="begins with messages"):
+    with pytest.raises(ValueError, match="must begin with messages"):
         talk.begin([])
-    with pytest.raises(ValueError, match="begins with messages"):
+    with pytest.raises(ValueError, match="must begin with messages"):
         talk.begin([{"role": "assistant", "content": "a"}])
     with pytest.raises(ValueError, match="the last one must not be an assistant's"):
         talk.next([{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}, None, [65], False, [])

@@ -90,7 +90,10 @@ def test_rows_give_steps_and_labels(row):
         ({"completions": "one"}, ["its completions are str", "a list"]),
         ({"completions": ["one", " \n", "three"]}, ["step 2 of its completions is empty"]),
         ({"completions": ["one", 2, "three"]}, ["step 2 of its completions is int"]),
-        ({"completions": ["one", "two\n\nmore", "three"]}, ["makes 4 steps of its 3", "step 2 holds it", "separator"]),
+        (
+            {"completions": ["one", "two\n\nmore", "three"]},
+            ["makes 4 steps of its 3", "step 2 contains it", "separator"],
+        ),
         ({"labels": None}, ["prompt, completions", "labels", "--data.labels-column"]),
         ({"prompt": None}, ["completions, labels", "a prompt", "--data.prompt-column"]),
         ({"completions": None, "chosen": "a", "rejected": "b"}, ["holds a pair", "--reward-model.rows pairs"]),

@@ -319,7 +319,7 @@ def test_a_template_that_ends_no_turns_names_no_token():
 def test_the_name_of_a_tool_may_be_a_token_of_its_own(turn, shown):
     """recipes/retool gives `calculate` a token; tokens beside the vocabulary are cut out before a turn is searched."""
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "calculate", "arguments": {"|": "12*34"}}}]}
-    with nullcontext() if shown else pytest.raises(TemplateError, match="does not show its tool calls whole"):
+    with nullcontext() if shown else pytest.raises(TemplateError, match="does not show its tool calls completely"):
         check_turn_shown(re.compile(r"calculate|\|"), message, turn)
 
 
@@ -335,5 +335,5 @@ def test_a_call_whose_text_has_an_apostrophe_is_shown_with_a_backslash_before_it
     shown = render(Dialogue([{"role": "user", "content": "q"}, message]))
     assert "it\\'s" in shown
     check_turn_shown(render.controls, message, shown)
-    with pytest.raises(TemplateError, match="does not show its tool calls whole"):
+    with pytest.raises(TemplateError, match="does not show its tool calls completely"):
         check_turn_shown(render.controls, message, shown.replace("it", "at"))
