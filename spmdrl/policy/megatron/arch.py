@@ -1,6 +1,6 @@
-"""The description of a model in Megatron's terms, which `families.py` makes from a HF config, and names in checkpoints.
+"""The description of a model in Megatron's terms, and tables of parameter names in checkpoints.
 
-Nothing here imports Megatron.
+`families.py` creates the description from a HF config. This module does not import Megatron.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Names = dict[str, tuple[str, ...]]
-"""Parameter of a Megatron layer -> the tensors of a HF layer in it; `E` is the number of an expert."""
+"""Parameter of a Megatron layer -> names of the HF tensors that it combines; `E` replaces the number of an expert."""
 
 
 @dataclass
@@ -18,16 +18,16 @@ class Architecture:
     """Description of one model, from which `model.py` builds it."""
 
     settings: dict
-    """Keyword arguments of TransformerConfig; of MLATransformerConfig with `multi_latent_attention`."""
+    """Keyword arguments of Megatron's TransformerConfig, or of MLATransformerConfig with `multi_latent_attention`."""
     names: Names
     vocab: int
     positions: int
-    """Longest sequence."""
+    """Length of the longest sequence."""
     tied: bool
-    """True if the output head is the embedding."""
+    """True if the output head shares its weight with the embedding."""
     rope_base: float
     rotary_share: float = 1.0
-    """Share of each head, from its first channel on, that the rotary embedding rotates."""
+    """Share of the channels of each head, from the first on, that the rotary embedding rotates."""
     frequencies: torch.Tensor | None = None
     """Frequencies of the rotary embedding, float32 [rotated channels / 2]; None if they follow from `rope_base`."""
     softcap: float | None = None
@@ -35,20 +35,20 @@ class Architecture:
     embedding_scale: float | None = None
     """Factor on embeddings."""
     post_norms: bool = False
-    """True if the outputs of attention and feed-forward are normed before they are added to the residual."""
+    """True if the outputs of attention and feed-forward are normalized before they are added to the residual stream."""
     beside: str = ""
-    """Prefix of checkpoint tensors that are saved without training: a vision tower."""
+    """Prefix of checkpoint tensors that are saved but not trained, such as a vision tower."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The settings and names in which one architecture differs from the common ones."""
+    """The settings and parameter names in which an architecture differs from the common ones."""
 
     adapt: Callable[[Any, Architecture], None] = lambda h, a: None
-    """Adds a family's settings: (HF config, architecture with the common settings), which it changes in place."""
+    """Function of (HF config, `Architecture` with the common settings) that adds the family's settings in place."""
     names: Names = field(default_factory=dict)
     partial_rotary: bool = False
-    """True if the model applies `partial_rotary_factor`; other families of transformers ignore it."""
+    """True if transformers applies `partial_rotary_factor` in this family; it ignores the setting in others."""
 
 
 # ── names ────────────────────────────────────────────────────────────────────
@@ -79,7 +79,7 @@ OUTSIDE = {
     "output_layer.weight": "lm_head.weight",
     "output_layer.bias": "score.bias",
 }
-"""Parameters that belong to no layer."""
+"""Parameters outside of layers -> names of HF tensors."""
 LATENT: Names = {
     "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
     "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),

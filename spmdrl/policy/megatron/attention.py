@@ -1,10 +1,10 @@
 """Packed sequences for Megatron: their division under context parallelism, and attention without TransformerEngine.
 
-Under context parallelism every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks; rank r holds
-the r-th chunk and the r-th from the end, so that every rank has the same causal work. TransformerEngine and Megatron's
-rotary embedding divide sequences the same way.
+Under context parallelism (cp ranks), every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks.
+Rank r gets the r-th chunk and the r-th chunk from the end, so that causal attention costs the same on every rank.
+TransformerEngine and Megatron's rotary embedding divide sequences the same way.
 
-T tokens of a pack, S of it (padded) on one rank, n heads, g key-value heads, d channels.
+Shapes: T tokens of a pack, S of them (with padding) on one rank, n heads, g key-value heads, d channels of a head.
 """
 
 from dataclasses import dataclass
@@ -27,37 +27,38 @@ from spmdrl.policy.megatron.layout import Layout
 
 @dataclass
 class Params(PackedSeqParams):
-    """Facts about a pack that layers receive."""
+    """Information about a pack that layers receive."""
 
     routing: Any = None
     """The pack's `routing.Routing`; None for a model without experts."""
     lengths: tuple[int, ...] = ()
-    """Padded lengths of the pack's sequences, on the host: reading them from a GPU would synchronize in every layer."""
+    """Padded lengths of the pack's sequences, in host memory, because reading them from a GPU would synchronize each
+    layer."""
     runs: Runs | None = None
     """Result of `runs_of`, computed by the first layer that needs it."""
 
 
 @dataclass
 class Pack:
-    """One rank's input of a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
+    """One rank's input for a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
 
     tokens: torch.Tensor
-    """int64 [1, S]; padding is 0."""
+    """Token ids, int64 [1, S]; padding is 0."""
     positions: torch.Tensor
-    """int64 [1, S], inside each sequence."""
+    """Position of each token in its sequence, int64 [1, S]."""
     params: Params
     rows: torch.Tensor
-    """int64 [S]: index among the pack's T tokens; -1 for padding."""
+    """int64 [S]: index of each token among the pack's T tokens; -1 for padding."""
 
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
-"""int64 [T], sequences end to end; int64 [B], their lengths, each at least 1."""
+"""Token ids of concatenated sequences, int64 [T]; lengths of the sequences, int64 [B], each at least 1."""
 
 
 def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any) -> list[Pack]:
     """Apply `make_pack` to the micro-batches of one pass through a pipeline."""
-    # With virtual stages all packs get the same length: otherwise Megatron's stages first exchange sizes, on which two
-    # stages of the interleaved schedule can deadlock.
+    # With virtual stages all packs get the same length. Otherwise Megatron's stages would exchange sizes first, and two
+    # stages of the interleaved schedule could deadlock in that exchange.
     size = 0
     if layout.virtual_stages > 1 and batches:
         size = max(sum(_padded(lengths.tolist(), layout)) for _, lengths in batches)
@@ -67,10 +68,10 @@ def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any)
 def make_pack(
     tokens_T: torch.Tensor, lengths_B: torch.Tensor, layout: Layout, cp_rank: int, device: Any, size: int = 0
 ) -> Pack:
-    """Make this rank's part of a pack under context parallelism; the whole pack without it.
+    """Create this rank's part of a pack under context parallelism, or the complete pack without it.
 
-    tokens_T, lengths_B: as in `Tokens`. Padding follows its sequence, where causal attention hides it. size: number of
-    tokens to pad to over all ranks of the group; must be a size that `make_packs` uses.
+    tokens_T, lengths_B: as in `Tokens`. Padding is at the end of each sequence, where causal attention hides it. size:
+    number of tokens to which the pack is padded, over all ranks; at most the size that `make_packs` computes.
     """
     lengths = lengths_B.tolist()
     padded = _padded(lengths, layout)
@@ -100,7 +101,7 @@ def _padded(lengths: list[int], layout: Layout) -> list[int]:
 
 
 def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
-    """Return a rank's rows of a padded pack, in its order: int64 [S]. padded: lengths, multiples of 2 cp."""
+    """Return a rank's rows of a padded pack, in the rank's order: int64 [S]. padded: lengths, multiples of 2 cp."""
     if cp == 1:
         return torch.arange(sum(padded))
     out, first = [], 0
@@ -113,9 +114,11 @@ def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
 
 
 def runs_of(lengths: list[int], cp: int, rank: int, device: torch.device) -> Runs:
-    """Return the Runs of a rank's query rows over the keys of the whole pack, for the kernels of `attention/varlen.py`.
+    """Return the `Runs` of a rank's query rows over the keys of the complete pack, for kernels of
+    `attention/varlen.py`.
 
-    lengths: as in `rows_of`. Each chunk is a sequence of its own; its keys are those of all chunks up to it.
+    lengths: padded lengths as in `rows_of`. Each chunk is treated as a sequence whose keys are those of all chunks up
+    to it.
     """
     if cp == 1:
         return make_runs(lengths, device)
@@ -148,7 +151,7 @@ def attend(
 
 
 class CoreAttention(MegatronModule):
-    """Attention of packed sequences without TransformerEngine; uses a kernel of `attention/varlen.py` where possible.
+    """Attention over packed sequences without TransformerEngine; uses a kernel of `attention/varlen.py` if possible.
 
     It supports grouped heads, latent attention (values of another width), sliding windows, soft-capped scores, and
     context parallelism by gathering keys and values.
@@ -163,7 +166,7 @@ class CoreAttention(MegatronModule):
         softcap: float | None = None,
         **unused: Any,
     ):
-        """Accept the arguments that Megatron passes to every core attention. softcap: as in `attend`."""
+        """Build the module from the arguments that Megatron passes to every core attention. softcap: as in `attend`."""
         super().__init__(config=config)
         self.scale, self.softcap = softmax_scale, softcap
         self.cp_group = pg_collection.cp
@@ -173,17 +176,18 @@ class CoreAttention(MegatronModule):
     def forward(self, query, key, value, attention_mask=None, packed_seq_params=None, **unused):
         """Compute attention: [S, n, d], [S, g, d], [S, g, e] -> [S, n * e]."""
         if packed_seq_params is None:
-            raise ValueError("spmdrl's attention for Megatron takes packed sequences: give packed_seq_params")
+            raise ValueError("spmdrl's attention for Megatron needs packed sequences: pass packed_seq_params")
         lengths = list(packed_seq_params.lengths)
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp > 1:
-            # The backward sums the ranks' gradients for each other's keys and values.
+            # The backward of this gather sums the gradients of keys and values over ranks.
             order = torch.cat([rows_of(lengths, cp, r) for r in range(cp)]).argsort().to(key.device)
             key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group)[order] for x in (key, value))
         scale = self.scale or query.shape[-1] ** -0.5
         kernel = pick("auto", needs_of(query, value, self.softcap), installed())
         if kernel in KERNELS:
-            # Megatron's window counts the keys before a query, without its own.
+            # Megatron's window counts the keys before a query's token; the kernels' window includes the key of that
+            # token.
             window = None if self.window is None else self.window + 1
             if packed_seq_params.runs is None:
                 packed_seq_params.runs = runs_of(lengths, cp, rank, key.device)

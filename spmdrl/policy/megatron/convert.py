@@ -1,12 +1,13 @@
-"""Describes a Megatron rank's parameters in terms of HF checkpoints.
+"""Maps a Megatron rank's parameters to ranges of tensors in HF checkpoints.
 
-Nothing is gathered, and one description serves both directions. A rank's parameters are a list of slots: a checkpoint
-tensor, the range of it that this rank holds, and a view of the parameter at that range. Reading files into the views
-loads a model; `weights/reshard.py` moves the same list to engines and into files from any layout.
+A rank's parameters are described by a list of slots: the name of a checkpoint tensor, the range of it on this rank, and
+a view of the parameter for that range. Reading files into the views loads a model; `weights/reshard.py` sends the views
+to engines and writes them to files. Nothing is gathered.
 
-Megatron keeps queries, keys and values in one parameter, a group at a time, [groups, queries of a group + 2, head,
-hidden]; gate and up projections end to end, each divided over tp; a vocabulary padded at its end. A parameter that is
-replicated over tp, cp or data has the same range on several ranks; a tied embedding is on the first and last stages.
+In Megatron, one parameter stores queries, keys and values group by group, [groups, queries of a group + 2, head,
+hidden]. Another one concatenates gate and up projections, each divided over tp. The vocabulary is padded at its end. A
+parameter that is replicated over tp, cp or data has the same range on several ranks, and so has a tied embedding, which
+is on the first and the last stage.
 """
 
 import re
@@ -24,34 +25,34 @@ from spmdrl.weights.reshard import Box, Piece
 from spmdrl.weights.safetensors import fill
 
 ROW = ("linear_proj.weight", "linear_fc2.weight")
-"""Endings of parameters whose second dimension is divided over tp."""
+"""Name endings of parameters whose second dimension is divided over tp."""
 COLUMN = ("linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight")
-"""Endings of parameters whose first dimension is divided over tp and that need no special treatment."""
+"""Name endings of parameters whose first dimension is divided over tp without a special order of rows."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A range of one checkpoint tensor, and its place on this rank."""
+    """A slot: a range of one checkpoint tensor, and a view of this rank's parameter for it."""
 
     name: str
     """Name in a HF checkpoint."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor of that name."""
+    """Shape of the complete checkpoint tensor."""
     box: Box
-    """The range of the tensor that this rank holds."""
+    """The range of the checkpoint tensor on this rank."""
     param: torch.Tensor
-    """The parameter or buffer."""
+    """The parameter or buffer of the model."""
     view: torch.Tensor
-    """View of the parameter that has the box's shape."""
+    """View of the parameter with the shape of the box."""
     exact: bool = False
-    """A buffer that is never cast to another type."""
+    """True for a buffer that must not be cast to another type."""
 
 
 def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
-    """List the slots of this rank, chunk by chunk; every call returns the same names and boxes in the same order.
+    """Return the slots of this rank, model chunk by model chunk; every call returns the same names in the same order.
 
-    models: the result of `model.build`, or wrappers of it with `.module`. of: maps a parameter or buffer to the tensor
-    of the same shape that is viewed: itself, or its gradient (`lambda p: p.main_grad`).
+    models: the result of `model.build`, or wrappers of it with `.module`. of: returns the tensor to view for a
+    parameter or buffer, of the same shape: itself, or its gradient (`lambda p: p.main_grad`).
     """
     out = []
     for model in map(unwrapped, models):
@@ -63,17 +64,17 @@ def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = to
 
 
 def pieces(models: Sequence[Any]) -> list[Piece]:
-    """Return the same slots as pieces of `weights/reshard.py`, as views that an update changes."""
+    """Return the slots as pieces for `weights/reshard.py`; their tensors are views that reflect later updates."""
     return [Piece(h.name, h.shape, h.box, h.view, h.exact) for h in slots(models)]
 
 
 def load(models: Sequence[Any], folder: Path, blocks: tuple[int, int] | None = None) -> None:
-    """Fill the models from HF safetensors; each rank reads only its own ranges.
+    """Fill the models from HF safetensors; each rank reads only its ranges.
 
     A `value` head that the folder lacks starts at 0. blocks: as in `weights/folder.py`, for a folder in fp8.
 
     Raises:
-        ValueError: the folder lacks a tensor, or holds one of another shape.
+        ValueError: the folder lacks a tensor, or has a tensor of another shape.
     """
     wanted, tensors = pieces(models), Tensors(folder, blocks)
     if any(unwrapped(m).head == "value" for m in models) and "score.weight" not in tensors:
@@ -95,12 +96,12 @@ Cut = Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]
 
 
 def _rows(group: Any, local: int) -> tuple[int, tuple[int, int]]:
-    """Return the size of a dimension that a group divides and this rank's range of it. local: size of its part."""
+    """Return the size of a dimension that a group divides, and this rank's range. local: size of this rank's part."""
     return local * group.size(), (local * group.rank(), local * (group.rank() + 1))
 
 
 def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
-    """Yield (checkpoint name, whole shape, box, view) of each checkpoint tensor in one parameter."""
+    """Yield (checkpoint name, complete shape, box, view) of each checkpoint tensor in one parameter."""
     groups, arch = model.pg_collection, model.arch
     tp = groups.tp
     if name in OUTSIDE:
@@ -109,7 +110,7 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     assert found, name
     number, inside = model.decoder.layers[int(found[1])].layer_number - 1, found[2]
-    # Experts are separate modules, or one module holds several and numbers their weights.
+    # Experts are separate modules, or one module contains several experts as numbered weights.
     inside = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)$", r"experts.local_experts.\2.\1", inside)
     expert = re.search(r"\.local_experts\.(\d+)\.", inside)
     if expert:
@@ -155,7 +156,7 @@ def _outside(model: Any, name: str, data: torch.Tensor, tp: Any) -> Cut:
 
 
 def _qkv(model: Any, names: list[str], data: torch.Tensor, tp: Any) -> Cut:
-    """Cut a weight [groups * (r + 2) * head, hidden], or a bias: three parts for each group on this rank."""
+    """Yield the query, key and value parts of each group, from a weight [groups * (r + 2) * head, hidden] or a bias."""
     s = model.arch.settings
     r, head = s["num_attention_heads"] // s["num_query_groups"], s["kv_channels"]
     grouped = data.unflatten(0, (-1, r + 2, head))

@@ -1,9 +1,9 @@
 """Runs Megatron-core on CPUs.
 
-Megatron calls torch for CUDA devices, streams and random states by name. Here the global name `torch` of each of its
-loaded modules is replaced by a substitute that uses the CPU and forwards everything else; torch itself is unchanged,
-because other libraries in this process depend on it. Only streams are omitted, so the numbers are the same. Nothing
-here is active if ranks work on GPUs.
+Megatron's code calls functions of torch for CUDA devices, streams and random states. This module replaces the global
+name `torch` in each loaded module of Megatron by a substitute, which uses the CPU and forwards all other names to
+torch. torch itself stays unchanged, because other libraries in this process need it. Results do not change, because the
+substitute leaves out only streams. If ranks use GPUs, this module does nothing.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _Nothing:
-    """Replaces a CUDA stream or event; every operation on it does nothing."""
+    """Replaces a CUDA stream or event by an object whose operations do nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -55,14 +55,14 @@ class _Cuda(types.ModuleType):
 
 
 class _Distributed(ranks.Distributed):
-    """torch.distributed with the two collectives over parts of unequal size that gloo lacks.
+    """torch.distributed with two collectives over parts of unequal size, which gloo lacks.
 
-    Megatron's experts use them if their columns are divided (`--parallel.etp`).
+    Megatron's experts use these collectives if their columns are divided (`--parallel.etp`).
     """
 
     @staticmethod
     def all_gather(tensor_list, tensor, group=None, async_op=False):
-        """See torch; the parts may differ in their first dimension, and all sizes are known on every rank."""
+        """Implements `torch.distributed.all_gather` for parts that may differ in their first dimension."""
         if all(part.shape == tensor_list[0].shape for part in tensor_list):
             return torch.distributed.all_gather(tensor_list, tensor, group=group, async_op=async_op)
         mine = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
@@ -74,7 +74,7 @@ class _Distributed(ranks.Distributed):
 
     @staticmethod
     def reduce_scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
-        """See torch; the parts may differ in their first dimension, and all sizes are known on every rank."""
+        """Implements `torch.distributed.reduce_scatter` for parts that may differ in their first dimension."""
         if all(part.shape == input_list[0].shape for part in input_list):
             return torch.distributed.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         whole = torch.cat(input_list)
@@ -106,11 +106,12 @@ STAND_IN = _Torch("torch")
 
 
 def install() -> None:
-    """Make megatron.core run on this machine's CPU; does nothing if ranks work on GPUs. May be called again."""
+    """Make megatron.core run on this machine's CPU; do nothing if ranks use GPUs. Repeated calls have no effect."""
     if repairs.on_gpus():
         return
     with repairs.quiet():
-        # Megatron would compile each of its small functions at first use, which takes seconds and gains nothing here.
+        # Megatron would compile each of its small functions at first use, which takes seconds and does not help on a
+        # CPU.
         importlib.import_module("megatron.core.jit").disable_jit_fuser()
     repairs.load()
     for name, module in list(sys.modules.items()):
@@ -132,7 +133,7 @@ def _random_states() -> None:
 
     @contextlib.contextmanager
     def fork(self, name=random._MODEL_PARALLEL_RNG_TRACKER_NAME):
-        # Megatron's own version warns at every use that the host's random state changed; here it is the device's.
+        # Megatron's version warns at every use that the host's random state changed, but on a CPU that is intended.
         before = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
@@ -152,10 +153,10 @@ def _linear() -> None:
     if getattr(own, "by_host", False):
         return
 
-    # wraps copies the attributes, which Megatron looks up under this name.
+    # functools.wraps copies the attributes that Megatron reads from this function.
     @functools.wraps(own)
     def linear(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more):
-        # Without a collective it is a plain product.
+        # If no collective is involved, the function is a plain matrix product.
         special = allreduce_dgrad or sequence_parallel or more.get("grad_output_buffer") is not None
         if special or not takes(input, weight):
             return own(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more)
@@ -169,7 +170,7 @@ def _experts() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor, as_numpy=False, record_stream=False):
-        # Callers expect split sizes as numpy; Megatron's own version converts them only when it copies from a GPU.
+        # Callers expect split sizes as numpy; Megatron's version converts them only when it copies from a GPU.
         tensor = tensor.cpu() if torch.is_tensor(tensor) else tensor
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -182,7 +183,7 @@ def _optimizer() -> None:
 
     @torch.no_grad()
     def clip(parameters, max_norm, total_norm, use_decoupled_grad=False):
-        # Megatron's own version asserts that gradients are CUDA tensors by the name of their type.
+        # Megatron's version asserts, by the name of their type, that gradients are CUDA tensors.
         name = "decoupled_grad" if use_decoupled_grad else "grad"
         factor = max_norm / (total_norm + 1e-6)
         for p in parameters:
@@ -197,10 +198,11 @@ def _messages() -> None:
     from megatron.core.pipeline_parallel import p2p_communication
 
     def exchange(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        """Start the messages to and from the neighbouring stages, and return their work handles by name."""
-        # Between two stages Megatron's own version sends one way over the default group, which has ranks without one.
+        """Start sends and receives between neighbouring stages; return their work handles by name."""
+        # With two stages, Megatron's version sends in one direction over the default group, which includes ranks
+        # without Megatron models.
         work = {}
-        # A stage's next and previous may be the same rank: receive in the order in which that rank sends.
+        # The next and the previous stage may be the same rank: receive in the order in which that rank sends.
         for name, peer in (
             ("send_next", next_pipeline_rank),
             ("recv_prev", prev_pipeline_rank),
@@ -216,9 +218,9 @@ def _messages() -> None:
 
 
 def dress(parameters: Any) -> None:
-    """Give parameters on a CPU the type names by which Megatron's optimizers sort them."""
+    """Make `type()` of CPU parameters return the CUDA type names by which Megatron's optimizers group them."""
     for p in parameters:
         if not p.is_cpu:
             continue
-        # Bound to a string, so that a copy of the parameter can be pickled.
+        # A bound method of a string, unlike a lambda, can be pickled with the parameter.
         p.type = torch.Tensor.type(p).replace("torch.", "torch.cuda.", 1).__str__

@@ -1,9 +1,9 @@
 """AdamW in host memory for Megatron's distributed optimizer (`--policy.host-optimizer`).
 
-Megatron's own HybridDeviceOptimizer cannot resume here: its groups hold classes, which our checkpoints may not name,
-its first load steps the model along random gradients, and it fails on float32 parameters. This optimizer replaces it
-under its name, in the same code: Megatron's "precision-aware" optimizer, which holds the float32 weights so that the
-device holds none.
+This class replaces Megatron's HybridDeviceOptimizer, which cannot resume from our checkpoints: its groups contain
+classes, which our checkpoints may not name; its first load updates the model with random gradients; and it fails on
+float32 parameters. Megatron uses it as a "precision-aware" optimizer: the optimizer stores the float32 weights, so that
+the device does not.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from spmdrl.policy.optimizer import new_state
 
 @dataclass
 class HostBuffers:
-    """Host buffers for one parameter at a time; pinned if the parameter is on a GPU."""
+    """Host buffers for one parameter at a time, in pinned memory if the parameter is on a GPU."""
 
     gradient: torch.Tensor
-    """float32."""
+    """Gradient, float32."""
     weights: torch.Tensor
-    """In the parameter's type."""
+    """Updated weights in the parameter's type."""
     arrived: Any = None
     """CUDA event after the copy of the gradient to the host; None on a CPU."""
     left: Any = None
-    """CUDA event after the copy of the weights to the device."""
+    """CUDA event after the copy of the weights to the device; None before the first copy and on a CPU."""
 
     def fetch(self, p: torch.Tensor) -> None:
         """Start copying a parameter's gradient to the host."""
@@ -53,13 +53,13 @@ class HostBuffers:
 class HostAdamW(torch.optim.AdamW):
     """AdamW (https://arxiv.org/abs/1711.05101) whose float32 weights and moments are in host memory.
 
-    Parameters are this rank's shards of the model, on the device and in any type. A step reads their `decoupled_grad`
-    and writes them, one after the other: the host holds 12 bytes per element, and the gradients of two shards at a
-    time. `state` holds "master_param" and torch's own three entries for each parameter.
+    Parameters are this rank's shards of the model, on the device and in any type. A step reads the `decoupled_grad` of
+    one parameter after the other and updates it. Host memory: 12 bytes per element, and the gradients of two shards.
+    `state` has "master_param" and the three entries of torch's AdamW for each parameter.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any):
-        """params: groups; further settings of Megatron's optimizer are ignored."""
+        """params: parameter groups. Further settings of Megatron's optimizer are ignored."""
         groups = [dict(group) for group in params]
         for p in (p for group in groups for p in group["params"]):
             if not p.is_leaf:
@@ -69,7 +69,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @property
     def sub_optimizers(self) -> list[torch.optim.AdamW]:
-        """The optimizers whose state counts steps, for Megatron."""
+        """The optimizers whose state counts steps; Megatron reads this property."""
         return [self]
 
     def _all(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
@@ -77,7 +77,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Create the state from the parameters' values, unless it exists."""
+        """Create the state of parameters that have none, from their values."""
         for p in (p for p, _ in self._all() if p not in self.state):
             master = p.detach().to("cpu", torch.float32, copy=True)
             self.state[p] = {"master_param": master} | new_state(master)
@@ -95,7 +95,7 @@ class HostAdamW(torch.optim.AdamW):
             if not i:
                 buffers.fetch(p)
             if i + 1 < len(todo):
-                # The next gradient is copied while this parameter is updated.
+                # Start copying the next gradient while this parameter is updated.
                 pair[(i + 1) % 2].fetch(todo[i + 1][0])
             if buffers.arrived is not None:
                 buffers.arrived.synchronize()
@@ -108,36 +108,36 @@ class HostAdamW(torch.optim.AdamW):
             buffers.send(p, state["master_param"])
         for buffers in pair:
             if buffers.left is not None:
-                # The buffers are freed after this.
+                # Wait for the copies, because the buffers are freed after this.
                 buffers.left.synchronize()
 
     @torch.no_grad()
     def take(self, p: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy a saved state into that of one parameter; the master is called "master_param" or "param"."""
+        """Copy a saved state into that of a parameter; master weights are named "master_param" or "param"."""
         self.fill()
         state = self.state[p]
         for name, value in tensors.items():
             if name == "step":
-                # Megatron passes the same tensor for all parameters, and each of them would increment it.
+                # Copy it: Megatron passes the same tensor for all parameters, and each would increment it.
                 state[name] = value.detach().to("cpu", torch.float32, copy=True)
             else:
                 state["master_param" if name == "param" else name].copy_(value)
 
     @torch.no_grad()
     def update_fp32_param_by_new_param(self) -> None:
-        """Copy parameters that were loaded into the model to the float32 masters."""
+        """Copy parameters that were loaded into the model to the float32 master weights."""
         for p, state in self.state.items():
             state["master_param"].copy_(p)
 
     def dummy_step(self) -> None:
-        """Create the state before a load; Megatron's own version takes a step along random gradients."""
+        """Create the state before a load; Megatron's version takes a step with random gradients instead."""
         self.fill()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Do nothing when Megatron requests a copy after a load: the state exists only once."""
+        """Do nothing: Megatron calls this after a load to copy the state, which exists only once in this class."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does, but copy values without casting them to the parameters' type or moving them."""
+        """Load a state like torch, but do not cast values to the parameters' type or move them to their device."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for index, tensors in state_dict["state"].items():

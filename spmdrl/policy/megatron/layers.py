@@ -1,6 +1,6 @@
-"""Modules of a Megatron policy that Megatron itself lacks, and layers composed of these and Megatron's.
+"""Modules of a Megatron policy that Megatron lacks, and layer specs that combine them with Megatron's modules.
 
-S tokens on a rank, D hidden.
+Shapes: S tokens on a rank, D hidden width.
 """
 
 from functools import cache
@@ -40,13 +40,14 @@ from spmdrl.policy.megatron.routing import Router, attach
 def _parameter(config: Any, *shape: int, fill: Any = torch.empty) -> nn.Parameter:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = nn.Parameter(fill(*shape, dtype=config.params_dtype, device=device))
-    # finalize_model_grads sums the gradients of modules that receive only part of the tokens over tp.
+    # With this attribute, finalize_model_grads sums the gradient over tp, whose ranks each get only a part of the
+    # tokens.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
 
 class Norm(nn.Module):
-    """RMSNorm; with `layernorm_zero_centered_gamma` the factor is 1 + weight (Gemma)."""
+    """RMSNorm; with `layernorm_zero_centered_gamma` it multiplies by 1 + weight (Gemma)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
@@ -56,26 +57,26 @@ class Norm(nn.Module):
     def forward(self, x):
         """Normalize [..., D]."""
         if self.centered:
-            # As in transformers: rounded after the multiplication by the weight, not before.
+            # As in transformers, round after the multiplication by the weight, not before.
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear layer that every rank of a tensor-parallel group holds whole: latent attention's down projections."""
+    """A linear layer that is replicated over a tensor-parallel group; for the down projections of latent attention."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any):
         super().__init__()
         self.weight = _parameter(config, output_size, input_size)
 
     def forward(self, x):
-        """Map [..., input] to [..., output]; the returned bias is None."""
+        """Map [..., input] to [..., output]; return it and None for the bias."""
         return F.linear(x, self.weight), None
 
 
 @cache
 def normed(linear: type, norm: type) -> type:
-    """Return a class of row-parallel linear layers whose output is normed (Gemma's second norm of a block)."""
+    """Return a class of row-parallel linear layers whose output is normalized (Gemma's second norm of a block)."""
 
     class Normed(linear):
         def __init__(self, input_size, output_size, *, config, **kwargs):
@@ -90,21 +91,22 @@ def normed(linear: type, norm: type) -> type:
 
 
 class States(ColumnParallelLinear):
-    """Replaces the output layer: holds the weight, but its forward returns the hidden states unprojected.
+    """Replaces the output layer: stores the weight, but its forward returns the hidden states unprojected.
 
-    `schedule.py` applies the head and gives every rank of a tensor-parallel group the whole gradient of the states.
+    `schedule.py` applies the head, whose backward gives every rank of a tensor-parallel group the complete gradient of
+    the states.
     """
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         """Map [S / tp or S, 1, D] to [S, 1, D]."""
         if self.sequence_parallel:
-            # In the backward each rank gets the gradient of its own tokens.
+            # The backward of this gather returns to each rank the gradient of its tokens.
             return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
         return input_, None
 
 
 class Scalar(nn.Module):
-    """The same for a head to a few numbers, [labels, D], which every rank of a tensor-parallel group holds whole."""
+    """Like `States`, for a head to a few numbers, [labels, D], which is replicated over a tensor-parallel group."""
 
     def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()
@@ -115,7 +117,7 @@ class Scalar(nn.Module):
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
-        """See `States`."""
+        """Return the hidden states, as `States` does."""
         return States.forward(self, input_)  # type: ignore[arg-type]
 
 
@@ -133,7 +135,7 @@ class Model(GPTModel):
         labels: int = 1,
         bias: bool = False,
     ):
-        """stage: virtual stage. engine: use TransformerEngine. labels, bias: of a head other than the vocabulary's."""
+        """stage: virtual stage. engine: use TransformerEngine. labels, bias: outputs and bias of a `Scalar` head."""
         place: dict[str, Any] = {} if stage is None else dict(ignore_virtual=False, vp_stage=stage)
         first = parallel_state.is_pipeline_first_stage(**place)
         last = parallel_state.is_pipeline_last_stage(**place)
@@ -160,7 +162,8 @@ class Model(GPTModel):
             self.embedding.register_forward_hook(self._scaled)
         for name, p in self.named_parameters():
             if ".mlp.experts." in name:
-                # Megatron treats experts separately only if ep > 1, and with etp < tp omits their sum over tp.
+                # Megatron sets this only if ep > 1; without it, gradients of experts are not summed over tp if etp <
+                # tp.
                 p.allreduce = False  # type: ignore[attr-defined]
         if arch.frequencies is not None:
             module: Any
@@ -172,7 +175,7 @@ class Model(GPTModel):
         return output * torch.tensor(self.arch.embedding_scale, dtype=output.dtype, device=output.device)
 
     def _is_in_embd_group(self):
-        # Both copies of a tied embedding are read from files; Megatron would add them over the pipeline.
+        # Both copies of a tied embedding are read from files; Megatron would sum them over the pipeline at start.
         return False
 
 
@@ -194,7 +197,7 @@ def _norm(engine: bool) -> Any:
 
 
 def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> ModuleSpec:
-    """Return Megatron's spec of one layer. sparse: its feed-forward is a mixture of experts."""
+    """Return Megatron's spec of one layer. sparse: whether its feed-forward is a mixture of experts."""
     column, row, down, core = ColumnParallelLinear, RowParallelLinear, DuplicatedLinear, CoreAttention
     norm = _norm(engine)
     if engine:
@@ -204,7 +207,7 @@ def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> Module
         # TransformerEngine cannot cap scores.
         core = CoreAttention if arch.softcap else te.TEDotProductAttention
     else:
-        # Megatron's latent attention accepts this class as one that is not divided over tp.
+        # Megatron's latent attention then treats this class as a layer that is not divided over tp.
         mla.Linear = DuplicatedLinear
     core = ModuleSpec(core, params={"softcap": arch.softcap} if core is CoreAttention else {})
     out = normed(row, norm) if arch.post_norms else row

@@ -1,4 +1,4 @@
-"""The division of a Megatron policy over ranks, and checks that a model can be divided."""
+"""Describes how a Megatron policy is divided over ranks, and checks that a model can be divided so."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -6,26 +6,26 @@ from math import gcd
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of Megatron's axes; the remaining factor of the number of ranks is data parallelism."""
+    """Sizes of Megatron's parallel axes; the remaining factor of the number of ranks is data parallelism."""
 
     tp: int = 1
-    """Divides heads, feed-forward columns and the vocabulary."""
+    """Tensor parallelism: divides heads, feed-forward columns and the vocabulary."""
     cp: int = 1
-    """Divides the tokens of each sequence (the `sp` axis of the mesh)."""
+    """Context parallelism: divides the tokens of each sequence (the `sp` axis of the mesh)."""
     pp: int = 1
-    """Divides the layers."""
+    """Pipeline parallelism: divides the layers."""
     virtual_stages: int = 1
-    """Number of non-adjacent parts of the model on each pipeline rank."""
+    """Number of non-adjacent groups of layers on each pipeline rank (interleaved schedule if above 1)."""
     ep: int = 1
-    """Divides the experts, over the ranks of tp, cp and data parallelism."""
+    """Expert parallelism: divides the experts over the ranks of tp, cp and data parallelism."""
     etp: int = 1
-    """Divides the columns of each expert."""
+    """Expert tensor parallelism: divides the columns of each expert."""
     sequence_parallel: bool = True
-    """Divide tokens over tp between the tensor-parallel parts of a layer; no effect at tp 1."""
+    """Divide tokens over tp between the tensor-parallel parts of a layer; no effect with tp 1."""
     last_stage_layers: int = 0
-    """Layers of the last stage. 0: an equal share with the other stages that have no number."""
+    """Number of layers of the last stage. 0: an equal share, like all stages without a number."""
     first_stage_layers: int = 0
-    """Layers of the first stage. 0: as for the last stage."""
+    """Number of layers of the first stage. 0: an equal share, like all stages without a number."""
 
     @property
     def sp(self) -> bool:
@@ -34,7 +34,7 @@ class Layout:
 
 
 def check_ranks(layout: Layout, ranks: int) -> None:
-    """Raise ValueError unless the axes fit a number of ranks; the message names the flag and values that would fit."""
+    """Raise ValueError unless the axes fit the number of ranks; the message names the flag and values that fit."""
     dense, experts = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp
     if ranks % dense:
         raise ValueError(
@@ -55,9 +55,9 @@ def check_ranks(layout: Layout, ranks: int) -> None:
 
 
 def check_model(layout: Layout, settings: dict) -> None:
-    """Raise ValueError unless the layout can divide a model; the message names the flag and values that would fit.
+    """Raise ValueError unless the layout can divide a model; the message names the flag and values that fit.
 
-    settings: keyword arguments of its TransformerConfig (`families.py`).
+    settings: keyword arguments of the model's TransformerConfig (`families.py`).
     """
     experts = settings.get("num_moe_experts") or 0
     mla = settings.get("multi_latent_attention", False)
@@ -86,7 +86,7 @@ def check_model(layout: Layout, settings: dict) -> None:
             f"--parallel.ep {layout.ep}, --parallel.etp {layout.etp}: the model has no experts; leave both at 1"
         )
     if layout.tp > 1 and not layout.sequence_parallel and (experts or mla):
-        # Megatron refuses experts here; under latent attention it sums gradients of latents and rotary keys wrongly.
+        # Megatron refuses experts without sequence parallelism, and its gradients of latent attention would be wrong.
         raise ValueError(
             f"--parallel.tp {layout.tp}: a mixture of experts, or latent attention, needs sequence parallelism too; "
             "leave out --parallel.no-sequence-parallel"
@@ -97,7 +97,7 @@ def stages(layout: Layout, layers: int) -> list[int]:
     """Return the number of layers of each pipeline stage.
 
     Raises:
-        ValueError: the layers cannot be divided; the message names the flag and values that would fit.
+        ValueError: the layers cannot be divided; the message names the flag and values that fit.
     """
     first, last, parts = layout.first_stage_layers, layout.last_stage_layers, layout.virtual_stages
     if not first and not last:
@@ -112,12 +112,12 @@ def stages(layout: Layout, layers: int) -> list[int]:
                 what = f"take {uneven}"
             raise ValueError(f"--parallel.pp {layout.pp}: the model has {layers} layers; {what}")
         return [layers // layout.pp] * layout.pp
-    # If both are set, the message is about the last stage, given the first.
+    # If both numbers are set, the message suggests numbers for the last stage.
     flag, mine, given = ("last", last, first) if last else ("first", first, 0)
     others = layout.pp - 1 - bool(given)
     if mine not in _end_stage(layout, layers, given, parts=1):
         among = f"with --parallel.first-stage-layers {given} " if given else ""
-        # If both of two stages have a number, nothing is left to divide.
+        # With two stages that both have a number, no other stages exist (`others` is 0).
         problem = f"the other {others} of --parallel.pp {layout.pp} cannot divide the rest of {layers} layers"
         name, sizes = f"--parallel.{flag}-stage-layers", _end_stage(layout, layers, given)
         fits = f"{name} may be {some(sizes)}"
@@ -131,10 +131,10 @@ def stages(layout: Layout, layers: int) -> list[int]:
 
 
 def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[int]:
-    """Return sizes of the first or last stage that leave all others an equal number, nearest to an even share first.
+    """Return the possible sizes of the first or last stage, nearest to an even share first.
 
-    given: layers of the stage at the other end; 0 if it is one of the others. parts: virtual stages that must divide
-    all sizes; 0 for those of the layout.
+    A size is possible if all other stages get an equal number of layers. given: layers of the stage at the other end;
+    0 if it has no number. parts: number of virtual stages, which must divide all sizes; 0 for that of the layout.
     """
     parts, others, rest = parts or layout.virtual_stages, layout.pp - 1 - bool(given), layers - given
     if given % parts:
@@ -146,7 +146,7 @@ def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[
 
 
 def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str:
-    """Return a message that no value fits, with advice. plain: values that would fit without virtual stages."""
+    """Return a message that no value fits, with advice. plain: values that fit without virtual stages."""
     if layout.virtual_stages > 1 and plain:
         return f"no {flag} fits --parallel.virtual-stages {layout.virtual_stages}; without that it may be {some(plain)}"
     if given:
@@ -155,7 +155,7 @@ def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:
-    """Raise ValueError unless size divides count; the message names the values that would fit."""
+    """Raise ValueError unless size divides count; the message names values that fit."""
     if count % size:
         raise ValueError(f"{flag} {size}: the model has {count} {what}; {flag} may be {some(divisors(count))}")
 
@@ -171,5 +171,5 @@ def some(values: list[int]) -> str:
 
 
 def as_list(value: int | list[int]) -> list[int]:
-    """Return a list unchanged, a single value as a list of one."""
+    """Return a list unchanged, and a single value as a list with one element."""
     return value if isinstance(value, list) else [value]

@@ -1,7 +1,8 @@
 """Creates Megatron's process groups, and builds HF models as Megatron's GPTModel.
 
-On a CPU, and on a GPU without TransformerEngine, layers are Megatron's own in plain torch; otherwise they are those of
-TransformerEngine. Parameters have the same names in both: norms are separate modules, not fused into the next layer.
+Layers are those of TransformerEngine if it is installed and the device is a GPU; otherwise Megatron's layers in plain
+torch. Parameters have the same names in both cases, because norms are always separate modules, not fused into the next
+layer.
 """
 
 import logging
@@ -25,15 +26,15 @@ from spmdrl.spmd.devices import kind_of
 
 log = logging.getLogger("spmdrl")
 SEED = 1
-"""Seed of Megatron's random states; training here never draws from them."""
+"""Seed of Megatron's random states, which training never uses."""
 FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
-"""Fused operations of Megatron, which are switched off."""
+"""Fused operations of Megatron that are disabled."""
 TESTED = "0.16."
-"""Prefix of the megatron-core versions that are accepted without a warning, from 0.16.1 on."""
+"""Prefix of the megatron-core versions that cause no warning, except 0.16.0."""
 
 
 def require() -> None:
-    """Install the fixes of `repairs.py` and, on a CPU, of `cpu.py`; ValueError if megatron-core is not installed."""
+    """Install the patches of `repairs.py` and, on a CPU, of `cpu.py`. ValueError: megatron-core is not installed."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(
             "--policy.backend megatron needs megatron-core: "
@@ -51,10 +52,10 @@ def _warn_of(found: str) -> None:
 
 
 def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
-    """Create Megatron's process groups over the ranks of a group, in the order of a mesh of them. Collective over them.
+    """Create Megatron's process groups over the ranks of `group`. Collective over these ranks.
 
-    May be called again for another layout. The axes from the innermost outwards are tp, cp, data, pp; for experts they
-    are etp, ep, data, pp. group: as in `ranks.over`.
+    The axes, from the innermost outwards, are tp, cp, data, pp; for experts etp, ep, data, pp. A further call replaces
+    the groups by those of another layout. group: as in `ranks.over`.
 
     Raises:
         ValueError: the axes do not fit the number of ranks, or megatron-core is missing.
@@ -67,7 +68,8 @@ def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
     check_ranks(layout, len(place))
     for old in parallel_state._global_process_group_list or []:
         if old in dist.distributed_c10d._world.pg_map:
-            # Groups of an earlier layout: the thread of each gloo group wakes a hundred times a second.
+            # Destroy the groups of an earlier layout, because the thread of each gloo group wakes up a hundred times a
+            # second.
             dist.destroy_process_group(old)
     parallel_state.destroy_model_parallel()
     with ranks.making_groups(place):
@@ -89,7 +91,8 @@ def transformer_config(
     """Return Megatron's config of a model. more: keyword arguments of TransformerConfig that take precedence."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    # Of two stages the last one's number fixes both; if both are set, Megatron divides by its count of stages between.
+    # With two stages, the number of the last one fixes both. If both are set, Megatron divides by 0 stages between
+    # them.
     first = 0 if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers
     make: Any = MLATransformerConfig if arch.settings.get("multi_latent_attention") else TransformerConfig
     settings = arch.settings | dict(
@@ -105,12 +108,13 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        # Losses are sums over tokens, already divided by global counts; gradients are summed over ranks.
+        # Losses are sums over tokens that are already divided by global counts, so gradients must be summed over ranks.
         calculate_per_token_loss=True,
-        # Weights come from files.
+        # No initialization: weights are read from files.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
         use_cpu_initialization=kind_of(device) == "cpu",
-        # Micro-batches of packed sequences differ in length, except where `attention.make_packs` pads them alike.
+        # Micro-batches differ in length, except with virtual stages, where `attention.make_packs` pads them to one
+        # length.
         variable_seq_lengths=layout.pp > 1 and layout.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=kind_of(device) != "cpu",
@@ -142,17 +146,16 @@ def build(
 ) -> list[Any]:
     """Build this rank's part of a model: one GPTModel for each virtual stage, in order.
 
-    The forward (see `attention.make_pack`) returns hidden states [1, S, D] after the last norm on the last stage, equal
-    on every rank of a tensor-parallel group; on other stages it returns the input of the next stage. The gradient of
-    the hidden states must be complete on each rank of the group: the caller sums the contributions of the ranks' parts
-    of the vocabulary (`head_weight`).
+    On the last stage, the forward of a `Pack` returns hidden states [1, S, D] after the last norm, equal on every rank
+    of a tensor-parallel group; on other stages it returns the input of the next stage. In the backward, the caller must
+    pass the complete gradient of the hidden states on each rank of the group: the sum over the ranks' parts of the
+    vocabulary (`head_weight`).
 
-    folder: HF safetensors; None leaves weights uninitialized, on a CPU in memory that the system has not allocated yet.
-    layout: as given to `initialize`. head: `lm`; `value` or `score` for a linear layer to `labels` numbers in place of
-    the vocabulary. more: as in `transformer_config`.
+    folder: HF safetensors; None leaves weights uninitialized. layout: as in `initialize`. head: `lm`; or `value` or
+    `score` for a linear layer to `labels` numbers instead of the vocabulary. more: as in `transformer_config`.
 
     Raises:
-        ValueError: a model without a converter, or one that the layout does not divide.
+        ValueError: the model has no converter, or the layout cannot divide it.
     """
     require()
     from spmdrl.policy.megatron.layers import Model
@@ -160,7 +163,8 @@ def build(
     arch = describe(hf_config)
     check_model(layout, arch.settings)
     host, bias = device.type == "cpu", head == "score" and scores_tokens(hf_config)
-    # On a CPU Megatron creates each weight whole, in float32, before it takes a rank's part.
+    # Build on the meta device: on a CPU, Megatron would create each complete weight in float32 to cut out a rank's
+    # part.
     with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
@@ -174,7 +178,7 @@ def build(
 
 
 def _with_memory(model: Any, device: torch.device) -> Any:
-    """Move parameters and buffers from the meta device to a device; buffers start at 0. Returns the model."""
+    """Move parameters and buffers of a model from the meta device to a device, with buffers at 0; return the model."""
     allocated: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -182,8 +186,8 @@ def _with_memory(model: Any, device: torch.device) -> Any:
                 continue
             if id(p) not in allocated:
                 allocated[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                # Megatron's attributes of the parameter: how it is divided, and over which ranks its gradient is
-                # summed.
+                # Copy Megatron's attributes of the parameter, such as how it is divided and over which ranks its
+                # gradient is summed.
                 for note, value in vars(p).items():
                     setattr(allocated[id(p)], note, value)
             module._parameters[name] = allocated[id(p)]
@@ -194,9 +198,9 @@ def _with_memory(model: Any, device: torch.device) -> Any:
 
 
 def head_weight(model: Any) -> torch.Tensor:
-    """Return this rank's rows of the output head, [rows, D] without padding. Only on the last stage.
+    """Return this rank's rows of the output head, [rows, D], without padding. Call it on the last stage only.
 
-    For the `value` and `score` heads: the whole head, [labels, D].
+    For the `value` and `score` heads, return the complete head, [labels, D].
     """
     if model.head != "lm":
         return model.output_layer.weight

@@ -1,7 +1,7 @@
-"""A HF model trained by Megatron-core: the Policy contract over tensor, pipeline, context and expert parallelism.
+"""Implements `Policy` with Megatron-core, over tensor, pipeline, context and expert parallelism.
 
-A micro-batch's loss is a sum divided by counts of the whole update, and gradients are summed over the ranks that hold
-other data, so the result depends on no axis (law 2).
+A micro-batch's loss is a sum divided by counts over all ranks and micro-batches, and gradients are summed over data
+positions. So the result does not depend on the layout (law 2).
 """
 
 from dataclasses import replace
@@ -31,39 +31,39 @@ from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_mode
 
 
 def layout_of(cfg: TrainingConfig) -> Layout:
-    """Return the layout in the settings."""
+    """Return the layout that the settings describe."""
     axes = cfg.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
     return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers, axes.first_stage_layers)
 
 
 def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
-    """Return the loss weight and the bias rate for balanced experts (`routing.py`); 0 if the model lacks them.
+    """Return loss weight and bias rate for balancing experts (`routing.py`); 0 if the model has no experts or no bias.
 
     Raises:
-        ValueError: they are demanded, and the model has no experts or no bias.
+        ValueError: `demanded` is true, and the model lacks the experts or the bias that a setting needs.
     """
     have = describe(hf_config).settings
     experts, bias = have.get("num_moe_experts"), have.get("moe_router_enable_expert_bias")
     if demanded and cfg.moe_aux_loss and not experts:
-        raise ValueError(f"--policy.moe-aux-loss {cfg.moe_aux_loss}: {hf_config.model_type} has no experts; take 0")
+        raise ValueError(f"--policy.moe-aux-loss {cfg.moe_aux_loss}: {hf_config.model_type} has no experts; use 0")
     if demanded and cfg.moe_bias_rate and not bias:
         raise ValueError(
-            f"--policy.moe-bias-rate {cfg.moe_bias_rate}: routers of {hf_config.model_type} have no bias; take 0"
+            f"--policy.moe-bias-rate {cfg.moe_bias_rate}: routers of {hf_config.model_type} have no bias; use 0"
         )
     return cfg.moe_aux_loss if experts else 0.0, cfg.moe_bias_rate if bias else 0.0
 
 
 class MegatronPolicy(Learner):
-    """The Policy contract (`policy/contract.py`) on Megatron-core."""
+    """Implements `Policy` (`policy/contract.py`) on Megatron-core."""
 
     keeps_masters = True
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """See `Learner`. Models of one process share Megatron's groups.
+        """Implements `Learner.build`. The models of a process share Megatron's groups.
 
         Raises:
-            ValueError: the model has no converter, or the layout does not divide it.
+            ValueError: the model has no converter, or the layout cannot divide it.
         """
         from transformers import AutoConfig
 
@@ -109,7 +109,7 @@ class MegatronPolicy(Learner):
         models = self.trainer.models if self.trainer else self.chunks
         caps = softcap_of(text), divisor_of(text)
         self.pipeline = Pipeline(models, self.grid, *caps, world.device, routing_replay, self.labels)
-        # An interleaved schedule runs its chunks in rounds of pp micro-batches.
+        # The interleaved schedule runs micro-batches in rounds of pp, so their number must be a multiple of pp.
         self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
         convert.load(self.chunks, self.folder, self.blocks)
         if self.trainer:
@@ -120,7 +120,7 @@ class MegatronPolicy(Learner):
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: Any = None
     ) -> list:
-        """See `Learner`; has no head functions."""
+        """Implements `Learner.numbers` without support for head functions."""
         assert function is None, "checks.py refuses teachers on this backend"
         return self.pipeline.forward(micros, temperature, second)
 
@@ -140,7 +140,7 @@ class MegatronPolicy(Learner):
         return metrics
 
     def gradient_norm(self) -> float:
-        """See `Learner`; in float64."""
+        """Implements `Learner.gradient_norm`, in float64."""
         return self.trainer.norm()
 
     def step(self, lr: float, norm: float) -> None:
@@ -160,7 +160,7 @@ class MegatronPolicy(Learner):
         return {"parameters": parameters} | (self.trainer.tensors_by_owner() if self.trainer else {})
 
     def saving(self, copy: bool = False) -> Write:
-        """See the contract. Weights are written in the compute type; the state holds AdamW's own copies."""
+        """Implements `Policy.saving`: weights have the compute type, the optimizer state has float32 copies."""
         assert not copy, "checks.py refuses --checkpoint.background"
 
         def write(folder: Path, world: World) -> None:

@@ -1,8 +1,8 @@
-"""Runs Megatron-core on some ranks of the job: under split placement the training ranks, or the scoring ranks.
+"""Runs Megatron-core on a part of the job's ranks: under split placement the training ranks, or the scoring ranks.
 
-Megatron uses the default group for the number of ranks, for gathers and for barriers. Its modules that do so get a
-substitute for their global name `torch`, which uses the group of the ranks that hold the models; torch itself is
-unchanged.
+Megatron uses the default process group to count ranks, to gather and for barriers. In its modules that do so, this
+module replaces the global name `torch` by a substitute, which uses the group of the ranks with Megatron models instead.
+torch itself stays unchanged.
 """
 
 import functools
@@ -21,17 +21,18 @@ from spmdrl.spmd.mesh import apart_from_default
 
 MODULES = ("parallel_state", "optimizer", "dist_checkpointing.serialization", "dist_checkpointing.validation")
 STRATEGIES = "dist_checkpointing.strategies.torch"
-"""With MODULES, the modules of megatron.core that use the default group in a policy's operations."""
+"""STRATEGIES and MODULES are the modules of megatron.core that use the default group when a policy calls them."""
 OVER_ALL = ("get_world_size", "barrier", "all_gather_object", "broadcast_object_list")
-"""Functions of torch.distributed that these modules call without a group. A rank keeps its number in the job."""
+"""Functions of torch.distributed that these modules call without a group. `get_rank` stays the rank in the job."""
 NAMES = 1_000_000
-"""Names of groups that ranks of one role create without the others start at multiples of this, one per first rank."""
+"""Group names are numbers. Ranks that create groups without the rest of the job use numbers from a multiple of this on,
+which depends on the first of these ranks."""
 _made: dict[int, int] = {}
 _group: dist.ProcessGroup | None = None
 
 
 def group() -> dist.ProcessGroup | None:
-    """Return the host-side group of the ranks with this process's Megatron models; None if these are all ranks."""
+    """Return the host-side group of the ranks with Megatron models; None if all ranks of the job have them."""
     return _group
 
 
@@ -81,9 +82,9 @@ STAND_IN, CHECKPOINT = Torch("torch"), _Checkpoint("torch.distributed.checkpoint
 
 
 def over(ranks: dist.ProcessGroup | None) -> range:
-    """Make Megatron work over the ranks of a host-side group, consecutive in the job, or over all for None.
+    """Make Megatron run over the ranks of a host-side group, or over all ranks for None; return these ranks.
 
-    Returns those ranks.
+    The ranks must be consecutive in the job.
     """
     global _group
     numbers = dist.get_process_group_ranks(ranks) if ranks is not None else list(range(dist.get_world_size()))
@@ -92,7 +93,7 @@ def over(ranks: dist.ProcessGroup | None) -> range:
     _group = ranks if len(place) < dist.get_world_size() else None
     for name in (*MODULES, STRATEGIES):
         module: Any = importlib.import_module(f"megatron.core.{name}")
-        # On a CPU the substitute of `cpu.py` is already there.
+        # On a CPU the substitute of `cpu.py` is already installed.
         if module.torch is torch:
             module.torch = STAND_IN
     importlib.import_module(f"megatron.core.{STRATEGIES}").checkpoint = CHECKPOINT  # type: ignore[attr-defined]
@@ -101,11 +102,11 @@ def over(ranks: dist.ProcessGroup | None) -> range:
 
 @contextmanager
 def making_groups(place: range) -> Iterator[None]:
-    """Inside this context Megatron creates its groups over these ranks, without calls on any other rank.
+    """Make Megatron create its groups over these ranks inside this context, without calls on any other rank.
 
-    Splitting a group off the default communicator involves all ranks of the job, thousands of times on hundreds of
-    GPUs; creating a host group involves even ranks outside it. So groups are created separately, and a communicator
-    only when its ranks first use it.
+    Splitting a group off the default communicator would involve all ranks of the job, thousands of times on hundreds of
+    GPUs, and creating a host group involves even ranks outside it. So each group is created separately, and its
+    communicator when its ranks first use it.
     """
     from megatron.core import parallel_state
 
@@ -113,8 +114,8 @@ def making_groups(place: range) -> Iterator[None]:
     ours, world = module.RankGenerator, dist.distributed_c10d._world
     count = world.group_count
     if _group is not None:
-        # torch names a group by the number of groups before it. Ranks that create groups alone would later name a
-        # group of all ranks differently from the rest of the job, so their own groups use another range of names.
+        # torch names a group by the number of groups created before. Ranks that create groups without the others would
+        # later name a group of all ranks differently from the other ranks, so such groups get another range of names.
         world.group_count = _made.get(place.start, NAMES * (1 + place.start))
         module.RankGenerator = lambda **sizes: ours(**sizes | {"rank_offset": place.start})
     try:

@@ -1,4 +1,4 @@
-"""Fixes of Megatron-core for every machine; further ones for CPUs are in `cpu.py`."""
+"""Patches of Megatron-core for every machine; `cpu.py` has further patches for CPUs."""
 
 import contextlib
 import importlib
@@ -22,32 +22,33 @@ MODULES = (
     "transformer.multi_latent_attention",
     "transformer.moe.moe_layer",
 )
-"""The modules of megatron.core that a policy uses; importing these imports the rest."""
+"""The modules of megatron.core that a policy uses; they import all others that it needs."""
 NOISE = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"When using .* CUDA_DEVICE_MAX_CONNECTIONS",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
-"""Warnings at every step on which no user can act."""
+"""Patterns of warnings that appear at every step and need no action by the user."""
 
 
 @contextlib.contextmanager
 def quiet():
-    """Suppress Megatron's warnings that Apex and TransformerEngine are missing, which is intended here."""
+    """Suppress Megatron's warnings that Apex and TransformerEngine are not installed, because both are optional."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class OneCopy(TorchFunctionMode):
-    """Makes the optimizer's float32 weights from a rank's parameters without a second copy of each in bfloat16.
+    """Makes `clone` of a bfloat16 tensor return the tensor itself, to save memory in the constructor of Megatron's
+    optimizer.
 
-    Megatron calls `.clone().float()` on a part of each parameter, where `float` alone already copies. Only for the
-    constructor of its optimizer, which makes no other copy of a bfloat16 tensor.
+    The constructor creates float32 weights by `.clone().float()`, in which `float` already copies. It clones no other
+    bfloat16 tensors.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """See torch."""
+        """Implements `TorchFunctionMode`."""
         if func is torch.Tensor.clone and args[0].dtype == torch.bfloat16:
             return args[0]
         return func(*args, **(kwargs or {}))
@@ -60,12 +61,12 @@ def load() -> dict[str, Any]:
 
 
 def on_gpus() -> bool:
-    """Return True if this program's ranks work on GPUs; a machine with GPUs may run a program on its CPUs."""
+    """Return True if this program's ranks use GPUs; even on a machine with GPUs they may use its CPUs."""
     return "nccl" in dist.get_backend() if dist.is_initialized() else torch.cuda.is_available()
 
 
 def install() -> None:
-    """Install the fixes. May be called again."""
+    """Install the patches. Repeated calls have no effect."""
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
     _engine(load())
@@ -73,7 +74,7 @@ def install() -> None:
 
 
 def _engine(loaded: dict[str, Any]) -> None:
-    """Fix guards that look for Megatron's own TransformerEngine file, which exists even without TransformerEngine."""
+    """Correct flags that Megatron sets as if TransformerEngine were installed, after finding its wrapper module."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -83,7 +84,7 @@ def _engine(loaded: dict[str, Any]) -> None:
 
 
 def _states() -> None:
-    """Make loads restore step counts, and the state of AdamW on the host, both of which Megatron would lose."""
+    """Make loads restore step counts and the state of `HostAdamW`, which Megatron would lose."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -99,9 +100,9 @@ def _states() -> None:
         group, place = self.model_param_group_index_map[model_param]
         p = self.optimizer.param_groups[group]["params"][place]
         if isinstance(self.optimizer, HostAdamW):
-            # Megatron would replace the state by parts of the tensors it read, on whatever device.
+            # Megatron would replace the state by views of the tensors that it read, on their device.
             return self.optimizer.take(p, tensors)
-        # torch's AdamW counts steps per parameter; saved states have one count per group.
+        # torch's AdamW counts steps per parameter, but saved states have one count per group.
         state = self.optimizer.state[p]
         if "step" not in tensors and "step" in state:
             tensors = {**tensors, "step": state["step"].clone()}

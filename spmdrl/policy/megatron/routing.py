@@ -1,14 +1,14 @@
-"""Routers of a Megatron policy: prescribed choices, a loss for balanced experts, a bias that follows their load.
+"""Routers of a Megatron policy: routing replay, a load-balancing loss, router biases adjusted by expert load.
 
-A pack carries the facts that routers need (`attention.Params.routing`); a router gets them when its layer begins, so
-that they are right too when activation checkpointing runs a layer again after other packs have passed.
+A pack contains the information that routers need (`attention.Params.routing`). A router gets it when the forward of its
+layer starts, so that it is also correct when activation checkpointing runs the layer again, after other packs.
 
-The loss is the load balancing loss of https://arxiv.org/abs/2101.03961 within each sequence, as in DeepSeek-V3
-(https://arxiv.org/abs/2412.19437, eq. 17 to 20): sequences are never divided over micro-batches or data, so it is the
-same on every layout. Megatron's own loss counts a whole micro-batch, or averages the counts of earlier ones.
+The loss is the load-balancing loss of https://arxiv.org/abs/2101.03961 within each sequence, as in DeepSeek-V3
+(https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never divided over micro-batches or data positions, so
+the loss is the same in every layout. Megatron's loss instead depends on the division into micro-batches.
 
-S tokens of a pack on this rank (1 / tp of it under sequence parallelism), B sequences, L layers with experts, E
-experts, K of them per token.
+Shapes: S tokens of a pack on this rank (divided by tp under sequence parallelism), B sequences, L layers with experts,
+E experts, K experts per token.
 """
 
 from collections.abc import Callable
@@ -31,25 +31,26 @@ from spmdrl.policy.megatron.layout import as_list
 
 @dataclass
 class Routing:
-    """Facts that routers need about a pack; rows are in the order in which a router gets its tokens."""
+    """Information about a pack for its routers; rows are in the order of a router's tokens."""
 
     sequence_S: torch.Tensor
-    """int64: sequence of each token; B for padding, and for all tokens of a dummy pack."""
+    """Index of each token's sequence, int64; B for padding and for all tokens of a dummy pack."""
     lengths_B: torch.Tensor
-    """float32: tokens of each sequence, over all ranks."""
+    """Number of tokens of each sequence over all ranks, float32."""
     weight: float
-    """Weight of one token's loss: the coefficient divided by the tokens of the whole update; 0: no loss."""
+    """Weight of one token's loss: the coefficient divided by the number of tokens over all ranks; 0: no loss."""
     prescribed_SLK: torch.Tensor | None = None
-    """Experts that the router must choose, FREE (-1) where the choice is its own; None: all choices are its own."""
+    """Experts that the router must choose; where it is FREE (-1), the router chooses. None: the router always
+    chooses."""
 
 
 def plan(
     rows: torch.Tensor, lengths_B: torch.Tensor, real: bool, weight: float, prescribed_TLK: torch.Tensor | None
 ) -> Routing:
-    """Make the Routing of one pack.
+    """Return the Routing of one pack.
 
-    rows: the part of `Pack.rows` that this rank's routers get, int64 [S]. lengths_B: lengths of its sequences. real:
-    False for a dummy pack. prescribed_TLK: as in `Routing`, for all tokens of the pack in their order.
+    rows: the part of `Pack.rows` that this rank's routers get, int64 [S]. lengths_B: lengths of the pack's sequences.
+    real: False for a dummy pack. prescribed_TLK: as in `Routing`, for all tokens of the pack in order.
     """
     inside, device = rows >= 0, rows.device
     ends = lengths_B.to(device).cumsum(0)
@@ -61,7 +62,7 @@ def plan(
 
 
 class Router(TopKRouter):
-    """Megatron's router with prescribed choices, and with counts and a loss over a pack's real tokens."""
+    """Megatron's router with routing replay, and with expert counts and a loss over a pack's real tokens."""
 
     place = 0
     """Index of this layer among the model's layers with experts, from 0."""
@@ -70,12 +71,13 @@ class Router(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Megatron calls it in place of topk. It is no module, because this router would become its own submodule.
+        # Megatron calls `get_replay_topk` instead of topk. The object is not a module, or this router would be its own
+        # submodule.
         self.router_replay: Any = SimpleNamespace(get_replay_topk=self._choose)
         self.forget()
 
     def forget(self) -> None:
-        """Reset the counts and the loss."""
+        """Reset the expert counts and the loss."""
         device = self.weight.device
         self.load_E = torch.zeros(len(self.weight), dtype=torch.float64, device=device)
         self.balance = torch.zeros((), dtype=torch.float64, device=device)
@@ -92,10 +94,10 @@ class Router(TopKRouter):
         return scores.gather(1, chosen), chosen
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
-        """Route like Megatron, [S, 1, E] -> weights and choices, [S, E] each; also count, and attach the loss."""
+        """Return Megatron's weights and choices, [S, 1, E] -> [S, E] each; count choices and attach the loss."""
         probs, chosen = super().routing(logits, padding_mask)
         now = self.routing_of
-        # Passes without gradient are not part of an update: old logp, and the first of two under checkpointing.
+        # Count only passes with gradient: not old logp, and not the first pass under activation checkpointing.
         if now is None or not self.training or not torch.is_grad_enabled():
             return probs, chosen
         real = now.sequence_S < len(now.lengths_B)
@@ -107,7 +109,7 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _loss(self, logits_SE: torch.Tensor, now: Routing) -> torch.Tensor:
-        """Return this rank's part of the sum over sequences of length * E * sum of f * P. Collective over tp and cp."""
+        """Return this rank's part of the sum over sequences of length * E * sum(f * P). Collective over tp and cp."""
         chosen, scores = compute_routing_scores_for_aux_loss(logits_SE, self.topk, self.score_function)
         sums = [
             x.new_zeros(len(now.lengths_B) + 1, x.shape[1]).index_add(0, now.sequence_S, x)[:-1]
@@ -119,7 +121,7 @@ class Router(TopKRouter):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns a tensor unchanged; its backward also starts the backward of a loss, with a gradient of 1."""
+    """Returns a tensor unchanged; its backward also sends a gradient of 1 to a loss."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -136,7 +138,7 @@ def routers(models: list[Any]) -> list[Router]:
 
 
 def attach(model: nn.Module, arch: Architecture) -> None:
-    """Number the routers of a chunk, and hook its layers to pass them the routing of their pack. model: a GPTModel."""
+    """Number the routers of a GPTModel, and add hooks to its layers that pass each pack's routing to the routers."""
     if not arch.settings.get("num_moe_experts"):
         return
     freq = as_list(arch.settings["moe_layer_freq"])
@@ -152,9 +154,9 @@ def _set_routing(router: Router, layer: nn.Module, args: tuple, kwargs: dict) ->
 
 
 def mean_loss(models: list[Any]) -> torch.Tensor:
-    """Return the mean over layers of the losses in `Router.balance`, summed over this data position's tokens.
+    """Return the mean over layers of `Router.balance`, a loss summed over this data position's tokens.
 
-    The value per token is 1 if experts are used evenly, and E / K if the same K are always chosen. Collective.
+    The loss per token is 1 if experts are used evenly, and E / K if the same K are always chosen. Collective.
     """
     total = torch.zeros((), dtype=torch.float64, device=next(models[0].parameters()).device)
     for router in routers(models):
@@ -166,9 +168,10 @@ def mean_loss(models: list[Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def move_biases(models: list[Any], rate: float) -> None:
-    """Add rate to the bias of experts with less than the update's mean load, and subtract it from that of the others.
+    """Increase by `rate` the biases of experts with a load below the mean of this step; decrease those above it.
 
-    Source: https://arxiv.org/abs/2408.15664. Loads are numbers of tokens, so the layout does not matter. Collective.
+    Source: https://arxiv.org/abs/2408.15664. Loads are counts of tokens, so the result does not depend on the layout.
+    Collective.
     """
     for router in routers(models):
         load = router.load_E

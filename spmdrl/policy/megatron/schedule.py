@@ -1,6 +1,6 @@
 """Runs micro-batches through Megatron's pipeline and sends the last stage's results to every rank.
 
-S tokens of a pack on this rank, T of the whole pack.
+Shapes: S tokens of a pack on this rank, T tokens of the complete pack.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Numbers = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pipeline:
-    """The chunks of a model on this rank, run over micro-batches by Megatron's schedules (1F1B, interleaved)."""
+    """Runs micro-batches through this rank's chunks of a model by Megatron's schedules (1F1B, interleaved)."""
 
     def __init__(
         self,
@@ -40,9 +40,10 @@ class Pipeline:
         replay: bool = False,
         labels: int = 1,
     ):
-        """models: the result of `model.build`, wrapped for training or not. softcap, divisor: of the logits.
+        """models: the result of `model.build`, possibly wrapped for training. softcap, divisor: cap and divisor of
+        logits.
 
-        replay: routers choose the experts in `token["experts"]`. labels: numbers of a `score` head.
+        replay: routers must choose the experts in `token["experts"]`. labels: number of outputs of a `score` head.
         """
         from megatron.core import parallel_state
 
@@ -69,7 +70,7 @@ class Pipeline:
     ) -> Metrics:
         """Add the gradient of the summed losses to the models' buffers; return statistics on every stage. Collective.
 
-        balance: weight of one token's loss for balanced experts.
+        balance: weight of one token's load-balancing loss.
         """
         metrics, self.balance = Metrics(), balance
         mine = self._run(
@@ -77,7 +78,7 @@ class Pipeline:
         )
         numbers = self._everywhere(micros, mine)
         if not self.last:
-            # Stages without the head compute the statistics from its numbers, so that only numbers are sent.
+            # Stages without the head compute the statistics from the numbers that the last stage sent.
             with torch.no_grad():
                 for micro, (first_T, second_T) in zip(micros, numbers, strict=True):
                     self._loss(objective, shared, metrics, micro, first_T, second_T)
@@ -92,14 +93,14 @@ class Pipeline:
         self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, first_T, second_T
     ) -> torch.Tensor:
         if not len(micro):
-            # Zero times the sum keeps the graph, and with it the backward, for which other ranks wait.
+            # Multiplying the sum by zero keeps the graph, so that the backward runs, for which other ranks wait.
             first_T, second_T = (x.sum() * x.new_zeros(0) for x in (first_T, second_T))
         result = objective.loss(micro, first_T, second_T, shared)
         metrics.merge(result.stats)
         return result.loss
 
     def _run(self, micros: list[Batch], temperature: float, second: Second, to_loss: Callable | None) -> list[Numbers]:
-        """Run the schedule once; return the numbers on the last stage, and nothing on the others."""
+        """Run the schedule once; return the head's numbers on the last stage, an empty list on other stages."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not micros:
@@ -126,7 +127,7 @@ class Pipeline:
         def finish(micro: Batch, run: Batch, pack: Pack, model: Any, states: torch.Tensor):
             numbers = self._numbers(unwrapped(model), states[0], run, pack, temperature, second)
             value = to_loss(micro, *numbers) if to_loss else numbers[0].sum()
-            # The count of tokens is 0, because Megatron must not divide by it: the loss already has every denominator.
+            # A token count of 0 prevents Megatron from dividing the loss, which already includes every denominator.
             return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
 
         longest = max(pack.tokens.shape[1] for pack in packs)
@@ -143,9 +144,9 @@ class Pipeline:
     def _numbers(
         self, model: Any, states_SD: torch.Tensor, run: Batch, pack: Pack, temperature: float, second: Second
     ) -> Numbers:
-        """Apply the head to hidden states: [T], 0 outside the loss mask, equal over tp and cp. Collective over both."""
+        """Return the head's numbers [T], 0 outside the loss mask, equal over tp and cp. Collective over tp and cp."""
         tokens_T, mask_T = run.token["tokens"].to(self.device), run.token["mask"].to(self.device)
-        # The state before a token predicts it; a reward model uses the one after it.
+        # A token is predicted by the state before it; a reward model uses the state after it.
         of_S = torch.where(pack.rows < 0, -1, pack.rows + int(self.head != "score"))
         inside = (of_S >= 0) & (of_S < len(mask_T))
         at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()
@@ -163,7 +164,7 @@ class Pipeline:
         return first_T, other_T
 
     def _everywhere(self, micros: list[Batch], mine: list) -> list[Numbers]:
-        """Send the last stage's numbers to every stage; nothing for a dummy micro-batch. Collective over pp."""
+        """Return the last stage's numbers on every stage. Collective over pp."""
         lengths = [micro.n_tokens if len(micro) else 2 for micro in micros]
         if self.pp_group.size() > 1 and micros:
             flat = torch.zeros(2, sum(lengths), *self.shape, device=self.device)

@@ -1,4 +1,4 @@
-"""Gradients and optimizer of a Megatron policy: its DDP buffers and its distributed optimizer."""
+"""Gradients and optimizer of a Megatron policy: DDP buffers and the distributed optimizer."""
 
 import math
 from pathlib import Path
@@ -14,14 +14,14 @@ from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.safe_pickle import vet
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
-"""Save options for optimizer state that another layout can read, gathered on the host."""
+"""Options to save optimizer state so that another layout can read it; the state is gathered in host memory."""
 
 
 class Trainer:
-    """Trains a model: holds buffers that sum gradients over data positions, and AdamW sharded over these."""
+    """Trains a model with gradient buffers, which are summed over data positions, and an AdamW sharded over these."""
 
     def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
-        """models: the result of `model.build`. host_optimizer: use `HostAdamW`; on a CPU any AdamW is on the host."""
+        """models: the result of `model.build`. host_optimizer: use `HostAdamW`."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.optimizer import OptimizerConfig as Settings
@@ -34,8 +34,8 @@ class Trainer:
                 DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
             ]
             for buffer in self._buffers():
-                # Megatron reads a state of several buckets (a tied embedding has its own) at offsets that include
-                # their padding, but omits the padding when it joins them.
+                # Megatron reads the state of several buckets (a tied embedding has a separate one) at offsets that
+                # include padding, but omits the padding when it concatenates buckets. So count padding as data.
                 buffer.numel_unpadded = buffer.numel
                 for bucket in buffer.buckets:
                     bucket.numel_unpadded = bucket.grad_data.numel()
@@ -54,16 +54,16 @@ class Trainer:
                 optimizer_cpu_offload=host_optimizer,
             )
             if host_optimizer:
-                # Otherwise the device would hold float32 weights beside those on the host. Set afterwards, because
-                # the constructor checks the version of TransformerEngine, which may not be installed.
+                # Without these options the device would store a second copy of the float32 weights. They are set here,
+                # because the constructor would check the version of TransformerEngine, which may not be installed.
                 settings.use_precision_aware_optimizer = True
                 settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
             with repairs.OneCopy():
                 self.optimizer: Any = get_megatron_optimizer(settings, self.models)
         for group in self.optimizer.param_groups:
-            # Megatron's scheduler, which is not used here, exempts vectors from decay by this factor.
+            # Exempt vectors from weight decay, which Megatron's scheduler would do, but it is not used.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
-        # Gradients are only summed over data positions, never divided by ranks, micro-batches or tokens.
+        # Gradients are summed over data positions and never divided by ranks, micro-batches or tokens.
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = lambda models, tokens=None, **groups: finalize(models, None, **groups)
 
@@ -75,17 +75,19 @@ class Trainer:
 
     @torch.no_grad()
     def norm(self) -> float:
-        """Return the gradient's global 2-norm, float64, the same on every rank; tied weights count once. Collective."""
+        """Return the gradient's global 2-norm in float64, the same on every rank; tied weights count once.
+        Collective.
+        """
         self.optimizer.prepare_grads()
         total = torch.zeros((), dtype=torch.float64, device=next(self.models[0].parameters()).device)
         for gradient in (g for each in self._chained() for g in each.get_main_grads_for_grad_norm()):
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        # One collective for all optimizers, because a pipeline stage may lack the one for experts.
+        # One collective serves all optimizers, because a pipeline stage may lack the optimizer of experts.
         dist.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
         return math.sqrt(total.item())
 
     def step(self, lr: float, norm: float, largest: float) -> None:
-        """Take one step of AdamW with gradients scaled down to the norm `largest` (0: any norm). Collective."""
+        """Take one step of AdamW with gradients clipped to the norm `largest` (0: no clipping). Collective."""
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip
 
         for group in self.optimizer.param_groups:
@@ -96,14 +98,14 @@ class Trainer:
                 clip(parameters, largest, norm, each.config.use_precision_aware_optimizer)
         *before, last = self._chained()
         for each in before:
-            # Each optimizer would all-gather the weights of all; the last one's gather is enough.
+            # Each optimizer would all-gather all weights; the gather of the last optimizer is enough.
             chunks, each.model_chunks = each.model_chunks, []
             each.step_with_ready_grads()
             each.model_chunks = chunks
         last.step_with_ready_grads()
 
     def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
-        """Return this rank's tensors of gradients and of the optimizer."""
+        """Return this rank's tensors by owner: gradients, optimizer."""
         states = [s for each in self._optimizers() for s in each.state.values()]
         masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
         known = {p.untyped_storage()._cdata for model in self.models for p in model.module.parameters()}
@@ -115,7 +117,7 @@ class Trainer:
         return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
 
     def _chained(self) -> list[Any]:
-        """Return Megatron's optimizers; experts have a separate one."""
+        """Return Megatron's optimizers; experts have a separate optimizer."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _optimizers(self) -> list[Any]:
@@ -126,7 +128,7 @@ class Trainer:
             if isinstance(each, HostAdamW):
                 each.fill()
             elif isinstance(each, torch.optim.AdamW):
-                # Megatron reads a step count, which torch's AdamW has only after its first step.
+                # Megatron needs a step count, which torch's AdamW lacks before its first step.
                 fill_state(each)
         names = {}
         for i, model in enumerate(self.models):
@@ -143,7 +145,7 @@ class Trainer:
             dist_checkpointing.save(self._state(False), str(folder), _in_this_process())
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on this or another layout. Collective."""
+        """Read optimizer state that `save` wrote under this or another layout. Collective."""
         from megatron.core import dist_checkpointing
 
         vet(folder)
@@ -155,16 +157,18 @@ class Trainer:
             restore_settings(each, own)
             for state in each.state.values():
                 if "step" in state:
-                    # Megatron passes the same tensor for all parameters, and each of them would increment it.
+                    # Copy it: Megatron passes the same tensor for all parameters, and each would increment it.
                     state["step"] = state["step"].clone()
 
     def take_weights(self) -> None:
-        """Update the optimizer's own copies from weights that were loaded into the model."""
+        """Update the optimizer's float32 weights from weights that were loaded into the model."""
         self.optimizer.reload_model_params()
 
 
 def _in_this_process() -> Any:
-    """Return a save strategy that writes Megatron's file format in this process; its own leaves a process behind."""
+    """Return a save strategy that writes Megatron's file format in this process; Megatron's strategy leaks a
+    process.
+    """
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from torch.distributed import checkpoint
 

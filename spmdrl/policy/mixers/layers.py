@@ -1,13 +1,13 @@
 """Runs layers that mix tokens without attention over packs: recurrent layers and short convolutions of transformers.
 
-A layer runs transformers' own forward on rows instead of the pack: on a GPU with the kernels of
-flash-linear-attention, causal-conv1d and mamba-ssm if transformers finds them, else in plain torch. A row is one
-sequence, or a part of one that starts from the last state of an earlier row, which passes as the layer's cache. Rows of
-similar length are computed side by side, padded on the right, where padding changes no token before it.
+A layer runs the forward of transformers on rows instead of the pack: on a GPU with the kernels of
+flash-linear-attention, causal-conv1d and mamba-ssm if they are installed, else in plain torch. A row is one sequence,
+or a part of one that starts from the last state of an earlier row; the state is passed as the layer's cache. Rows of
+similar length form a batch with padding on the right, which does not affect tokens before it.
 
-In a tree (`data/tree.py`) a node with children is a row of its own, without padding, and passes its last state to them.
-For layers that cannot pass on a state each row is a whole path from a root to a leaf, which is exact too and costs as
-much as sequences that share nothing.
+In a tree (`data/tree.py`), a node with children is a separate row without padding, and passes its last state to its
+children. For layers that cannot start from a state, each row is a complete path from a root to a leaf. This is exact
+too, and costs as much as sequences without shared prompts.
 """
 
 import inspect
@@ -29,51 +29,51 @@ CARRIERS = (
     *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Zamba2MambaMixer"),
     "ShortConv",
 )
-"""Name endings of layers that can start from a state: gated delta rules, Mamba-2, short convolutions.
+"""Endings of class names of layers that can start from a state: gated delta rules, Mamba-2, short convolutions.
 
-transformers' Mamba-1 reads a state for a single token only."""
+Mamba-1 is not among them, because transformers lets it start from a state only for a single token."""
 OTHERS = ("LightningAttention", "MambaMixer", "RecurrentBlock")
-"""Name endings of further layers: MiniMax, Mamba-1, Griffin."""
+"""Endings of class names of layers that cannot start from a state: MiniMax, Mamba-1, Griffin."""
 UNUSED = ("attention_mask", "cache_params", "past_key_values")
-"""Arguments that are None in a call over rows."""
+"""Arguments of a layer that are None in a call over rows."""
 OF_PACKS = (*UNUSED, "packing", "seq_idx", "cu_seq_lens_q")
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────
 
 Span = tuple[int, int]
-"""First token in the pack, and the number of tokens."""
+"""Index of the first token in the pack, and number of tokens."""
 
 
 @dataclass
 class RowClass:
-    """B rows that a layer computes side by side."""
+    """B rows, padded to L tokens, that a layer computes in one batch."""
 
     gather: torch.Tensor
-    """int64 [B * L]: token of each slot; padding repeats a row's first token."""
+    """int64 [B * L]: index of the token in each slot; padding slots repeat a row's first token."""
     sequences: int
-    """B."""
+    """The number of rows, B."""
     read: torch.Tensor
-    """int64 [n]: slots whose outputs count."""
+    """int64 [n]: slots whose outputs are used."""
     tokens: torch.Tensor
-    """int64 [n]: the tokens of these slots."""
+    """int64 [n]: index of the token in each of these slots."""
     starts: torch.Tensor | None
-    """int64 [B]: index of the state that each row starts from, among the states passed on; None for zeros."""
+    """int64 [B]: index, among the states passed on so far, of the state from which each row starts; None for zeros."""
     hands: bool
-    """True if the rows' last states are passed on; they get the next indices, in the order of the rows."""
+    """True if the rows' last states are passed on; these get the next indices, in the order of the rows."""
 
 
 @dataclass
 class Rows:
-    """All rows of a pack, ordered so that states are computed before they are used."""
+    """All rows of a pack, in an order in which states are computed before they are used."""
 
     classes: list[RowClass]
     order: torch.Tensor
-    """int64 [T]: place of each token in the classes' outputs laid end to end."""
+    """int64 [T]: index of each token in the concatenated outputs of the classes."""
 
 
 def rows_of(packing: Packing, hand: bool) -> Rows:
-    """Lay out a pack, once for all layers of a forward. hand: rows may start from the states of others."""
+    """Return the rows of a pack, computed once per forward. hand: rows may start from the states of others."""
     if hand not in packing.rows:
         packing.rows[hand] = _plan(packing, hand)
     return packing.rows[hand]
@@ -82,21 +82,21 @@ def rows_of(packing: Packing, hand: bool) -> Rows:
 def _plan(packing: Packing, hand: bool) -> Rows:
     own = [spans[-1] for spans in packing.spans]
     followed = set(packing.parents)
-    spans: list[list[Span]] = []  # of the row that ends with this node
-    source: list[int] = []  # the node whose state that row starts from, -1 for zeros
+    spans: list[list[Span]] = []  # for each node: spans of the row that ends with it
+    source: list[int] = []  # the node from whose state that row starts, -1 for zeros
     handing: list[bool] = []
-    depth: list[int] = []  # number of states that must be computed before
+    depth: list[int] = []  # number of states in sequence that must be computed before
     for node, parent in enumerate(packing.parents):
         takes = parent >= 0 and handing[parent]
         spans.append([own[node]] if takes or parent < 0 else [*spans[parent], own[node]])
         source.append(parent if takes else source[parent] if parent >= 0 else -1)
         depth.append(depth[source[node]] + 1 if source[node] >= 0 else 0)
-        # After a state transformers treats a single token as a step of generation.
+        # After a state, transformers treats a single token as a generation step.
         handing.append(hand and node in followed and sum(n for _, n in spans[node]) > 1)
     classes: list[RowClass] = []
     number: dict[int, int] = {}
     seen: set[Span] = set()
-    # A node that passes on no state is computed in the row of its first child.
+    # A node with children that does not pass on its state is computed in the row of its first child.
     ends = [node for node in range(len(own)) if handing[node] or node not in followed]
     for level in range(max(depth) + 1):
         for hands, groups in ((True, grouped), (False, alike)):
@@ -114,7 +114,7 @@ def _plan(packing: Packing, hand: bool) -> Rows:
 def _row_class(
     rows: list[list[Span]], seen: set[Span], starts: list[int] | None, hands: bool, device: torch.device
 ) -> RowClass:
-    """Lay rows out side by side. seen: spans whose outputs count elsewhere; those counted here are added."""
+    """Return a batch of rows. seen: spans whose outputs other rows provide; the spans of these rows are added to it."""
     tokens, fresh = [], []
     for spans in rows:
         tokens.append(torch.cat([torch.arange(first, first + n) for first, n in spans]))
@@ -139,35 +139,35 @@ def _row_class(
 
 
 class State:
-    """A cache of transformers for one layer and one call, which keeps the gradient of the states it passes on."""
+    """A transformers cache for one layer and one call, through which gradients of states can flow."""
 
     record_past = False
 
     def __init__(self, start: "dict[str, torch.Tensor] | None"):
-        """start: `conv` [B, C, k - 1] and, for layers that have one, `recurrent`; None for zeros."""
+        """start: states `conv` [B, C, k - 1] and, for layers that have one, `recurrent`; None for zeros."""
         self.start, self.last = start, {}
 
     @property
     def layers(self) -> Any:
-        """The layers by index; every index returns this layer."""
+        """The layers of the cache by index; every index returns this object."""
         return defaultdict(lambda: self)
 
     @property
     def conv_states(self) -> list[torch.Tensor]:
-        """See transformers' cache of a layer."""
+        """The convolution's states, as in transformers' cache of a layer."""
         return [self.start["conv"]] if self.start else []
 
     @property
     def recurrent_states(self) -> list[torch.Tensor | None]:
-        """See transformers' cache of a layer."""
+        """The recurrent states, as in transformers' cache of a layer."""
         return [self.start.get("recurrent")] if self.start else [None]
 
     def has_previous_state(self, *_, **__) -> bool:
-        """See transformers' cache."""
+        """Return True if the layer starts from a state."""
         return self.start is not None
 
     def update_conv_state(self, x_BCL: torch.Tensor, *_, conv_kernel_size: int, **__) -> torch.Tensor:
-        """Return the inputs of a convolution with the k - 1 before them; keep the last k - 1."""
+        """Return the inputs of a convolution, preceded by the k - 1 inputs before them; store the last k - 1."""
         k = conv_kernel_size
         before = self.start["conv"] if self.start else x_BCL.new_zeros(*x_BCL.shape[:2], k - 1)
         whole = torch.cat([before, x_BCL], -1)
@@ -175,13 +175,13 @@ class State:
         return whole
 
     def update_recurrent_state(self, state: torch.Tensor, *_, **__) -> torch.Tensor:
-        """Keep the state after the last token."""
+        """Store and return the state after the last token."""
         self.last["recurrent"] = state
         return state
 
 
 def install(hf: nn.Module) -> None:
-    """Make the layers of a HF model run over packs while one is `active`; otherwise they run unchanged."""
+    """Make the layers of a HF model run over packs while a packing is `active`; otherwise they run unchanged."""
     for module in hf.modules():
         mixes = type(module).__name__.endswith((*CARRIERS, *OTHERS))
         if mixes and getattr(module.forward, "func", None) is not _forward:
@@ -194,8 +194,8 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
         return forward(*args, **kwargs)
     if packing.part.ranks > 1:
         raise ValueError(
-            f"--parallel.sp {packing.part.ranks}: {type(module).__name__} carries a state from token to token and "
-            "needs whole sequences; set --parallel.sp 1"
+            f"--parallel.sp {packing.part.ranks}: {type(module).__name__} passes a state from token to token and "
+            "needs complete sequences; set --parallel.sp 1"
         )
     if len(packing.lengths) == 1:
         return forward(*args, **kwargs)
@@ -228,9 +228,9 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
 
 @contextmanager
 def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterator[None]:
-    """Limit Mamba-2's chunks to about the length of these rows; chunks change only rounding.
+    """Limit Mamba-2's chunk size on a CPU to about the length of the rows; it affects results only by rounding.
 
-    In plain torch a chunk costs the square of its size, padding included. Kernels of a GPU keep their size.
+    In plain torch, the cost of a chunk is quadratic in its size, padding included.
     """
     size = getattr(module, "chunk_size", None)
     if size is None or kind_of(device) != "cpu":
@@ -244,7 +244,7 @@ def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterato
 
 
 def _lay_out(value: Any, rows: RowClass, packing: Packing) -> Any:
-    """Lay out values of tokens, [1, T, ...] -> [B, L, ...]; return other values unchanged."""
+    """Rearrange values of tokens into rows, [1, T, ...] -> [B, L, ...]; return other values unchanged."""
     if isinstance(value, tuple):
         return tuple(_lay_out(part, rows, packing) for part in value)
     if torch.is_tensor(value) and value.dim() > 1 and value.shape[:2] == (1, packing.part.tokens):

@@ -1,8 +1,9 @@
-"""Runs rotary embeddings whose frequencies depend on the length of a sequence over packs.
+"""Runs rotary embeddings over packs if their frequencies depend on the length of a sequence.
 
-transformers chooses frequencies once per forward, by the longest position in it: `longrope` has one set of factors up
-to the original length and another beyond it; `dynamic` grows with the length. In a pack each sequence gets the
-frequencies that it has alone. Sequences with different frequencies share no prefix, since its states would differ.
+transformers chooses frequencies once per forward, by the largest position in it: `longrope` has one set of factors up
+to the original length and another set beyond it; those of `dynamic` change with the length. In a pack, each sequence
+gets the frequencies that it would have alone. Sequences with different frequencies cannot share a prefix, because its
+states would differ.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from spmdrl.policy.attention.packing import Packing, active
 
 @dataclass(frozen=True)
 class Moving:
-    """The dependence of a rotary embedding's frequencies on the length of a sequence."""
+    """How the frequencies of a rotary embedding depend on the length of a sequence."""
 
     limit: int
-    """Longest sequence with the original frequencies, in tokens."""
+    """Length of the longest sequence with the original frequencies, in tokens."""
     grows: bool
-    """True if every greater length has frequencies of its own, False if all of them have the same."""
+    """True if every greater length has different frequencies, False if all greater lengths have the same."""
 
     def mark(self, length: int) -> int:
         """Return a number that is equal for lengths with the same frequencies."""
@@ -31,7 +32,7 @@ class Moving:
 
 
 def install(hf: nn.Module) -> list[Moving]:
-    """Make the rotary embeddings of a HF model run over packs while one is `active`; return those that move."""
+    """Make the rotary embeddings of a HF model run over packs while a packing is `active`; return the moving ones."""
     out = []
     for module in hf.modules():
         if not (moving := _moving(module)):
@@ -48,7 +49,7 @@ def alike(moving: list[Moving], lengths: list[int]) -> bool:
 
 
 def _moving(module: Any) -> dict[str | None, Moving]:
-    """Return the rotary embeddings that move, by type of layer; the key None stands for all layers."""
+    """Return the length-dependent rotary embeddings by type of layer; the key None means all layers."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     out = {}
@@ -73,7 +74,8 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
     parts = []
     for tokens in groups:
         if rope.grows:
-            # transformers keeps the frequencies of the longest sequence so far; one token restores the original ones.
+            # transformers stores the frequencies of the longest sequence so far; a call with one token restores the
+            # original ones.
             forward(x, position_ids[..., :1] * 0, **more)
         parts.append(forward(x, position_ids if len(groups) == 1 else position_ids[..., tokens], **more))
     if len(parts) == 1:
