@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Looks up every locked package in the public advisories, by `pip-audit` over launch/locks/*.txt.
+# Checks every locked package for public security advisories, by `pip-audit` over launch/locks/*.txt.
 #
 #   ./launch/audit.sh
 #
-# Exits with 1 for a finding that launch/audit-allowed.txt does not list with a reason, and with 0 and "skipped" if the
-# package index or the advisory service cannot be reached. pip-audit is installed into its own environment in .venv.
+# Exits with 1 if an advisory is found that launch/audit-allowed.txt does not list with a reason. Prints "skipped" and
+# exits with 0 if the package index or the advisory service cannot be reached. pip-audit is installed into a separate
+# environment in .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 WAIT=20 # seconds for an answer
 tool=.venv/.spmdrl/audit
 say() { echo "[audit] $*"; }
-skip() { say "skipped: not reachable ($*)"; exit 0; }
+skip() { say "skipped: $*"; exit 0; }
 
 if [[ ! -x $tool/bin/pip-audit ]]; then
     rm -rf "$tool"
@@ -30,14 +31,14 @@ audit() {
         --cache-dir "$work/cache" "$@"
 }
 
-# An old release with known advisories shows whether the service answers.
+# The service works if it reports the known advisories of an old release.
 echo "jinja2==2.10" >"$work/probe.txt"
 if audit -r "$work/probe.txt" -f json >"$work/probe.json" 2>"$work/probe.log"; then
-    skip "the advisory service finds nothing for a package with advisories"
+    skip "the advisory service reports nothing for a package with known advisories"
 fi
 grep -q '"id"' "$work/probe.json" 2>/dev/null || skip "the advisory service did not answer within $WAIT s"
 
-# The first word of a line is the advisory, the rest the reason why it is allowed.
+# The first word of a line is the advisory; the other words are the reason why it is allowed.
 ignored=()
 while read -r id reason; do
     [[ -n $reason ]] || { say "launch/audit-allowed.txt: $id has no reason"; exit 1; }
@@ -46,14 +47,14 @@ done < <(grep -v '^ *\(#\|$\)' launch/audit-allowed.txt)
 
 failed=0
 for lock in launch/locks/*.txt; do
-    # Builds of torch for one kind of machine (+cpu) are looked up under the plain version.
+    # The suffix +cpu of torch's version is removed, because advisories name the plain version.
     sed -e 's/+cpu\b//' -e '/^ *#/d' -e '/^ *$/d' -e '/^-/d' -e 's/ *#.*//' "$lock" >"$work/lock.txt"
     rc=0
     limit=300 audit -r "$work/lock.txt" "${ignored[@]}" >"$work/found.txt" 2>&1 || rc=$?
     if ((rc == 0)); then
-        say "$lock: $(wc -l <"$work/lock.txt") packages, nothing found"
+        say "$lock: $(wc -l <"$work/lock.txt") packages, no advisories"
     elif ((rc == 124)); then
-        skip "no answer in 300 s for $lock"
+        skip "the advisory service did not answer within 300 s for $lock"
     else
         say "$lock:"
         cat "$work/found.txt"
@@ -61,6 +62,6 @@ for lock in launch/locks/*.txt; do
     fi
 done
 if ((failed)); then
-    say "lock a version with the fix, or list the advisory and a reason in launch/audit-allowed.txt"
+    say "lock a version with the fix, or list the advisory with a reason in launch/audit-allowed.txt"
 fi
 exit $failed

@@ -1,5 +1,5 @@
-# Checks the variables that launch/node.sh and slurm/job.sh read; both source this file. label: the script's name in
-# messages.
+# Checks the variables that launch/node.sh and slurm/job.sh read; both scripts source this file. The variable label is
+# the script's name in messages.
 
 say() { echo "[$label] $*"; }
 fail() {
@@ -7,18 +7,18 @@ fail() {
     exit 1
 }
 
-# whole NAME LEAST [MOST]: checks that the variable is empty, or a whole number in these bounds.
+# whole NAME LEAST [MOST]: checks that the variable NAME is empty, or a whole number in these bounds.
 whole() {
     local value=${!1:-} bounds="of at least $2"
     [[ -z ${3:-} ]] || bounds="from $2 to $3"
     [[ -n $value ]] || return 0
     # Bash reads a number with a leading 0 as octal, and longer numbers overflow.
     if [[ ! $value =~ ^(0|[1-9][0-9]{0,8})$ ]] || ((value < $2 || value > ${3:-999999999})); then
-        fail "$1=$value: must be a whole number $bounds, in digits alone"
+        fail "$1=$value: must be a whole number $bounds, without leading zeros"
     fi
 }
 
-# decimal NAME: checks that the variable is empty, or a number of at least 0.
+# decimal NAME: checks that the variable NAME is empty, or a number of at least 0.
 decimal() {
     local value=${!1:-}
     if [[ -n $value && ! $value =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$ ]]; then

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Starts torchrun on one node of a run on several nodes, from the variables below or SLURM's.
+# Starts torchrun on one node of a run on several nodes, configured by the variables below or by SLURM's variables.
 #
-#   HOSTS="node-a node-b" ./launch/node.sh -m spmdrl.train ...      # starts all of them, by ssh
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node-a ./launch/node.sh -m spmdrl.train ...      # and NODE_RANK=1 on the other
-#   srun --ntasks-per-node 1 ./launch/node.sh -m spmdrl.train ...      # slurm/job.sh does more
+#   HOSTS="node-a node-b" ./launch/node.sh -m spmdrl.train ...      # starts all nodes by ssh
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node-a ./launch/node.sh -m spmdrl.train ...      # and NODE_RANK=1 on node-b
+#   srun --ntasks-per-node 1 ./launch/node.sh -m spmdrl.train ...      # slurm/job.sh also checks and requeues
 #
-# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: by default SLURM's, else one node. NPROC: processes here, by default one
-# per GPU, else 1. GRACE: seconds for the save after SIGUSR1, as --run.grace. PREFLIGHT=0: skips the check of hosts.
-# docs/slurm.md has the rest.
+# NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT describe the run; by default, SLURM's values or one node. NPROC is the
+# number of processes on this node; by default, one per GPU, or 1. GRACE is the time in seconds for a save after
+# SIGUSR1, as in --run.grace. PREFLIGHT=0 skips the check of hosts. docs/slurm.md describes all variables.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 label=node
@@ -17,15 +17,15 @@ if (($# == 0)); then
 fi
 check_numbers
 python=.venv/bin/python torchrun=.venv/bin/torchrun
-if [[ -n ${IN_CONTAINER:-} ]]; then # the image brings what .venv holds elsewhere
+if [[ -n ${IN_CONTAINER:-} ]]; then # the image contains the packages, so .venv is not used
     torchrun=$(command -v torchrun) || fail "the container has no torchrun on PATH"
     python=python3
     export PYTHONPATH=$PWD:$PWD/kernels:$PWD/sandbox${PYTHONPATH:+:$PYTHONPATH}
 fi
 if [[ ! -x $torchrun ]]; then
-    fail "no .venv here: run ./launch/install.sh once (on a shared file system one node is enough)"
+    fail "no .venv in $PWD: run ./launch/install.sh once (on a shared file system, on one node)"
 fi
-# Removes variables of an outer job: torchrun sets these for its ranks, and reads PET_* as flags.
+# Removes the variables of an outer job, which torchrun sets for its ranks, and PET_*, which torchrun reads as flags.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME \
     "${!TORCHELASTIC_@}" "${!PET_@}"
 
@@ -35,25 +35,25 @@ if [[ $1 == doctor ]]; then
     unset NODE_RANK MASTER_ADDR
     exec "$python" -m spmdrl.tools.doctor --node "$name" "$@"
 fi
-if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # hosts started from here start no others
+if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # NODE_NAMES: ssh_start started this
     exec "$python" -m spmdrl.tools.ssh_start "$@"
 fi
 nodes=${NNODES:-${SLURM_NNODES:-1}}
 node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
-port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 11000))} # by job, so that two jobs on one node do not meet
+port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 11000))} # differs between jobs that share a node
 address=${MASTER_ADDR:-}
-if [[ -n ${NODE_NAMES:-} ]]; then # the position in this list of chosen nodes is the rank, in any order of starts
+if [[ -n ${NODE_NAMES:-} ]]; then # the rank is the position in this list of chosen nodes
     read -ra names <<<"$NODE_NAMES"
     nodes=${#names[@]} address=${names[0]} node_rank=""
     for i in "${!names[@]}"; do
         [[ ${names[i]} != "$name" ]] || node_rank=$i
     done
-    [[ -n $node_rank ]] || fail "this is $name, which is none of $NODE_NAMES"
+    [[ -n $node_rank ]] || fail "this node is $name, which is not in NODE_NAMES=$NODE_NAMES"
 elif [[ -z $address && -n ${SLURM_JOB_NODELIST:-} ]]; then
     hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     address=${hosts%%$'\n'*}
 fi
-((node_rank < nodes)) || fail "NODE_RANK=$node_rank: must be below NNODES=$nodes, as the first node is 0"
+((node_rank < nodes)) || fail "NODE_RANK=$node_rank: must be below NNODES=$nodes, because the first node has rank 0"
 ((nodes == 1)) || [[ -n $address ]] || fail "$nodes nodes but no MASTER_ADDR: give the name of the first node"
 processes=${NPROC:-$(./launch/devices.sh 1)}
 # By default torchrun gives each process one thread, which slows work on the host (grading, AdamW, pushes).
@@ -68,8 +68,8 @@ if ((nodes > 1)); then
 fi
 
 say "rank $node_rank of $nodes on $name ($(hostname)): $processes processes of $OMP_NUM_THREADS threads," \
-    "meeting at ${address:-127.0.0.1}:$port, network ${GLOO_SOCKET_IFNAME:-chosen by the libraries}"
-# SIGUSR1 would end torchrun without its ranks unless it is in this list. The ranks get the time of a save, not 30 s.
+    "master ${address:-127.0.0.1}:$port, network ${GLOO_SOCKET_IFNAME:-chosen by the libraries}"
+# Unless SIGUSR1 is in this list, it ends torchrun without its ranks. The timeout lets ranks save; its default is 30 s.
 exec "$torchrun" --nnodes "$nodes" --node-rank "$node_rank" --nproc-per-node "$processes" \
     --master-addr "${address:-127.0.0.1}" --master-port "$port" \
     --signals-to-handle=SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout $((${GRACE:-60} + 60)) "$@"

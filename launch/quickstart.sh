@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Installs (first time: minutes) and runs the main job: SmolLM2-135M learns one-digit addition by GRPO, sampled by vLLM.
+# Installs the project (the first time this takes minutes) and runs the main example: SmolLM2-135M learns one-digit
+# addition by GRPO, with vLLM as the engine.
 #
 #   ./launch/quickstart.sh [flags of spmdrl.train, e.g. --run.steps 10]
 #
-# One process per GPU, or two on a CPU; NPROC=... overrides.
+# Starts one process per GPU, or two on a CPU; NPROC=... sets another number.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./launch/install.sh

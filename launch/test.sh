@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# Installs what tests need and runs the suite.
+# Installs the packages that tests need, and runs the suite.
 #
 #   ./launch/test.sh [--quick | --long] [arguments of pytest]
 #
-# Without paths it runs three pytests with the same arguments: tests that depend on the clock or the machine's memory, one
-# by one; beside them, at the lowest priority, tests/contract, tests/plans and tests/unit, whose output is shown when they
-# are done; then all others, which start their own ranks, engines and jobs, with two cores for each worker. With paths of
-# tests, or options for one report or one order of all tests (--junitxml, --lf, --pdb and the like, see below), it runs one
-# plain pytest.
-# --quick runs unit tests but the slow ones, and a run of two ranks, a file of tests to a core; it installs nothing
-# where .venv is there.
-# --long adds tests/long at the end (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is
-# skipped; with one, tests/gpu alone sees it (tests/conftest.py).
+# Without paths, the script runs three pytests with the same arguments:
+# - tests that depend on the clock or on the machine's memory, one by one;
+# - in parallel, at the lowest priority, tests/contract, tests/plans and tests/unit; their output is shown at the end;
+# - then all other tests, which start ranks, engines and jobs, with two cores for each worker.
+# With paths of tests, or with an option that needs a single report or order of tests (such as --junitxml or --pdb, see
+# below), the script runs one pytest.
+# --quick runs the unit tests that are not slow, and a run of two ranks; each core runs one file of tests at a time. If
+# .venv exists, nothing is installed.
+# --long adds tests/long at the end: long runs, whose last results are in docs. Without a GPU, tests/gpu is skipped with
+# the reason; with a GPU, only tests/gpu can use it (tests/conftest.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Files in the order of the command line.
+# pytest-xdist runs the files in the order of the command line.
 by_file=(--dist loadfile --no-loadscope-reorder)
 spread=(-n auto --maxprocesses 8 "${by_file[@]}")
 beside=(tests/contract tests/plans tests/unit)
 workers=$(($(nproc) < 4 ? 2 : $(nproc) < 16 ? $(nproc) / 2 : 8))
-# Jobs that have to end within seconds of a fault, programs with limits of time and memory, measured times.
+# These tests measure times, run jobs that must end within seconds of a fault, or limit a program's time and memory.
 alone=(
     tests/sandbox tests/gpu tests/ranks/test_checkpoints.py
     tests/e2e/test_{engine_faults,faults,job_kills,kills,preemption,slurm}.py
@@ -35,7 +36,7 @@ for arg in "$@"; do
         --quick) quick=1 ;;
         *) arguments+=("$arg") ;;
     esac
-    # The word after such an option is its value, even if a file has its name.
+    # A word after an option with a value is that value, even if a file has this name.
     if [[ ! $value && $arg != -* && -e ${arg%%::*} ]]; then one=1; fi
     case $arg in
         -k | -m | -p | -o | -c | -W | -r | --maxfail | --durations | --durations-min | --timeout | --tb | --ignore | \
@@ -51,15 +52,15 @@ for arg in "$@"; do
             one=1 ;;
         -x | --exitfirst | --maxfail*) stop=1 ;;
     esac
-    # Letters may stand together: -xq. Workers do not show what a test prints (-s).
+    # Options of one letter may be combined, as in -xq. -s needs one pytest, as workers do not show a test's output.
     if [[ $arg =~ ^-[qvlsx]+$ && $arg == *s* ]]; then one=1; fi
     if [[ $arg =~ ^-[qvlsx]+$ && $arg == *x* ]]; then stop=1; fi
 done
 if [[ ! $quick || ! -x .venv/bin/pytest ]]; then
     ./launch/install.sh --dev
-    # SGLang's tests say why they are skipped where it cannot be had.
-    [[ $quick ]] || ./launch/install.sh --dev --sglang || echo "[test] without SGLang"
-    [[ $quick ]] || ./launch/install.sh --dev --gyms || echo "[test] without skyrl-gym and TextArena"
+    # If SGLang cannot be installed, its tests are skipped with the reason.
+    [[ $quick ]] || ./launch/install.sh --dev --sglang || echo "[test] continuing without SGLang"
+    [[ $quick ]] || ./launch/install.sh --dev --gyms || echo "[test] continuing without skyrl-gym and TextArena"
 fi
 if [[ $quick ]]; then
     which=("${spread[@]}" -m "not slow" tests/unit)
@@ -70,18 +71,18 @@ if [[ $one ]]; then
     exec .venv/bin/python -m pytest "${which[@]}" "${arguments[@]}"
 fi
 
-NO_TESTS=5 # pytest's exit code where nothing was chosen, as by -k
+NO_TESTS=5 # pytest's exit code if no test was selected, for example by -k
 suite=$NO_TESTS
 
-join() { # join CODE NAME: the exit code of a pytest joins that of the suite
+join() { # join CODE NAME: merges the exit code of one pytest into that of the suite
     echo "[test] $2: exit code $1 after $SECONDS s"
-    # 2 is Ctrl-C, 3 and 4 are mistakes that the next part would repeat.
+    # 2 means Ctrl-C; 3 and 4 mean errors that the next part would repeat.
     if [[ $1 -ge 2 && $1 -le 4 || $1 == 1 && $stop ]]; then exit "$1"; fi
-    # A part without tests is a failure only where no other has any.
+    # A part without tests is a failure only if no other part has tests.
     if [[ $suite != 1 && $1 != "$NO_TESTS" ]]; then suite=$1; fi
 }
 
-part() { # part NAME PATH_OR_OPTION...: one pytest
+part() { # part NAME PATH_OR_OPTION...: runs one pytest
     local code=0
     .venv/bin/python -m pytest "${@:2}" "${arguments[@]}" || code=$?
     join "$code" "$1"
@@ -89,16 +90,16 @@ part() { # part NAME PATH_OR_OPTION...: one pytest
 
 skipped=("${alone[@]/#/--ignore=}")
 log=$(mktemp)
-# A test that waits for a core has more time than elsewhere.
+# These tests wait for cores, so their timeout is longer.
 nice -n 19 .venv/bin/python -m pytest --timeout 1200 "${beside[@]}" "${skipped[@]}" "${arguments[@]}" >"$log" 2>&1 &
 low=$!
 # Ctrl-C does not reach a background process.
 trap 'if kill "$low" 2>/dev/null; then cat "$log"; fi; rm -f "$log"' EXIT
-part "tests by the clock" "${alone[@]}"
+part "tests that measure time" "${alone[@]}"
 code=0
 wait "$low" || code=$?
 cat "$log"
 join "$code" "${beside[*]}"
-part "all others" -n "$workers" "${by_file[@]}" --ignore=tests/long "${beside[@]/#/--ignore=}" "${skipped[@]}"
+part "all other tests" -n "$workers" "${by_file[@]}" --ignore=tests/long "${beside[@]/#/--ignore=}" "${skipped[@]}"
 if [[ $long ]]; then part tests/long tests/long; fi
 exit "$suite"

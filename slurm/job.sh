@@ -1,42 +1,44 @@
 #!/usr/bin/env bash
-# The common part of the jobs: slurm/job.sh CONFIG [FLAGS] checks settings and nodes, starts one torchrun on each node
-# by one srun, and after SIGUSR1, when the run has saved and left, requeues the job. docs/slurm.md lists the variables.
+# The common part of all jobs: slurm/job.sh CONFIG [FLAGS] checks settings and nodes, and starts one torchrun on each
+# node by one srun. After SIGUSR1 the run saves and ends, and this script requeues the job. docs/slurm.md lists the
+# variables.
 set -euo pipefail
 label=job
 source launch/checks.sh
-[[ -n ${SLURM_JOB_ID:-} ]] || fail 'this is for SLURM: sbatch slurm/NAME.sh; without: HOSTS="a b" ./launch/node.sh'
-(($# > 0)) || fail "no config: slurm/job.sh configs/gsm8k_grpo.yaml [FLAGS]"
+[[ -n ${SLURM_JOB_ID:-} ]] ||
+    fail 'no SLURM job: run sbatch slurm/NAME.sh; without SLURM, run HOSTS="a b" ./launch/node.sh'
+(($# > 0)) || fail "no config is given: slurm/job.sh configs/gsm8k_grpo.yaml [FLAGS]"
 signalled=0
 trap 'signalled=1' USR1
-# sbatch passes on the environment of its caller, which may have variables of another job.
+# sbatch copies the environment of its caller, which may contain variables of another job.
 unset HOSTS NODE_RANK NODE_NAME NODE_NAMES NNODES MASTER_ADDR MASTER_PORT IN_CONTAINER RANK LOCAL_RANK WORLD_SIZE \
     LOCAL_WORLD_SIZE GROUP_RANK "${!TORCHELASTIC_@}" "${!PET_@}"
 check_numbers
 NODES=${NODES:-${SLURM_NNODES:-1}} GPUS=${GPUS:-8} RUN_DIR=${RUN_DIR:-runs/$(basename "$1" .yaml)} GRACE=${GRACE:-240}
-export GRACE MASTER_PORT=$((20000 + SLURM_JOB_ID % 11000)) # by job, so that two jobs on one node do not meet
+export GRACE MASTER_PORT=$((20000 + SLURM_JOB_ID % 11000)) # differs between jobs that share a node
 case " ${*//_/-} " in
-    *" --run.dir"*) fail "--run.dir: the scripts must know it, too; set RUN_DIR before sbatch" ;;
-    *" --run.grace"*) fail "--run.grace: torchrun must know it, too; set GRACE before sbatch" ;;
+    *" --run.dir"*) fail "--run.dir: the scripts need it too; set RUN_DIR before sbatch" ;;
+    *" --run.grace"*) fail "--run.grace: torchrun needs it too; set GRACE before sbatch" ;;
 esac
 
 source slurm/container.sh
 words=(--config "$1" --run.dir "$RUN_DIR" --run.grace "$GRACE" "${@:2}")
-if [[ " $* " == *" --dry-run "* ]]; then # one process plans for all ranks
+if [[ " $* " == *" --dry-run "* ]]; then # one process plans the job for all ranks
     exec "${on[@]}" --nodes=1 --ntasks=1 "${inside[@]}" env WORLD_SIZE=$((NODES * ${NPROC:-$GPUS})) RANK=0 \
         "$python" -m spmdrl.train "${words[@]}"
 fi
 
-# SIGUSR1 comes before the time limit; with a limit that is hardly longer a job would save and requeue forever.
+# SLURM sends SIGUSR1 before the time limit; if the limit is hardly longer, the job would save and requeue forever.
 if [[ $(scontrol show job "$SLURM_JOB_ID") =~ TimeLimit=(([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+) ]]; then
     minutes=$((10#0${BASH_REMATCH[2]} * 1440 + 10#${BASH_REMATCH[3]} * 60 + 10#${BASH_REMATCH[4]}))
     least=$((20 + GRACE / 60))
     ((minutes >= least)) ||
-        fail "a time limit of $minutes min is too short for GRACE=$GRACE s: sbatch --time of $least min at least"
+        fail "a time limit of $minutes min is too short for GRACE=$GRACE s: give sbatch --time at least $least min"
 fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ((${#hosts[@]} >= NODES)) ||
-    fail "NODES=$NODES and SLURM gave ${#hosts[@]}: sbatch --nodes=$NODES at least, more for spares"
-# Settings are checked first, because the preflight of all nodes takes longer.
+    fail "NODES=$NODES, but SLURM allotted ${#hosts[@]}: give sbatch --nodes=$NODES, or more for spares"
+# Settings are checked before the preflight, because the preflight takes longer.
 ranks=$((NODES * ${NPROC:-${SLURM_GPUS_ON_NODE:-$GPUS}}))
 check='from spmdrl.config.load import load_or_exit; load_or_exit()'
 "${here[@]}" env WORLD_SIZE=$ranks RANK=0 "$python" -c "$check" "${words[@]}" || exit $?
@@ -50,31 +52,31 @@ if [[ ${PREFLIGHT:-1} != 0 ]]; then
         --floors "${FLOOR_ALL_REDUCE:-0},${FLOOR_ALL_TO_ALL:-0}" --srun "${on[*]@Q}" --inside "${inside[*]@Q}") ||
         fail "the preflight found too few good nodes"
 fi
-((!signalled)) || fail "SIGUSR1 came before the start"
+((!signalled)) || fail "SIGUSR1 arrived before the start"
 export NODE_NAMES=$chosen
 say "nodes: $chosen"
 
 before=$(cat "$RUN_DIR/PREEMPTED" 2>/dev/null || true)
-# SLURM does not kill tasks when one ends: the ranks end within seconds by themselves, with the cause in the last line.
+# SLURM must not kill tasks when one fails: the other ranks end within seconds and print the cause in their last line.
 "${on[@]}" --nodes="$NODES" --ntasks="$NODES" --nodelist="${chosen// /,}" --kill-on-bad-exit=0 --wait=60 \
     "${inside[@]}" ./launch/node.sh -m spmdrl.train "${words[@]}" &
 step=$!
 trap 'signalled=1; kill -USR1 "$step" 2>/dev/null || true' USR1
 trap 'signalled=1; kill -TERM "$step" 2>/dev/null || true' TERM
 ((!signalled)) || kill -USR1 "$step"
-while :; do # a signal ends `wait` but not the step
+while :; do # a signal interrupts `wait`, but the step continues
     signalled=0 rc=0
     wait "$step" || rc=$?
     ((signalled)) || break
 done
 after=$(cat "$RUN_DIR/PREEMPTED" 2>/dev/null || true)
-# torchrun's exit code is the same for a save and a failure; a file that this start wrote shows a save.
+# torchrun's exit code does not distinguish a save from a failure; a changed file PREEMPTED means a save.
 if [[ $after != "$before" && $after == *'"SIGUSR1"'* ]]; then
     at=$(grep -o '"step": [0-9]*' <<<"$after")
     [[ $at != "$(cat "$RUN_DIR/logs/requeued" 2>/dev/null)" ]] ||
-        fail "saved at ${at}, as before: the time limit is too short for a step"
+        fail "saved at ${at}, like the start before: the time limit is too short for a step"
     echo "$at" >"$RUN_DIR/logs/requeued"
     say "saved at ${at}: requeueing the job"
-    scontrol requeue "$SLURM_JOB_ID" || fail "SLURM does not requeue: sbatch again goes on from there"
+    scontrol requeue "$SLURM_JOB_ID" || fail "SLURM cannot requeue the job; run sbatch again to continue from there"
 fi
 exit "$rc"

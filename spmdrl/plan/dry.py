@@ -96,7 +96,7 @@ def sandbox_lines(cfg: Config) -> list[str]:
 
 
 def this_gpu() -> Gpu | None:
-    """Return this machine's first GPU with the memory that CUDA reports; None without one.
+    """Return this machine's first GPU with the memory that CUDA reports; None without a GPU.
 
     A separate process queries CUDA, because simulated ranks are forked, and CUDA does not survive a fork. A GPU that
     `gpus.py` does not list gets infinite rates, so its plans contain no times.

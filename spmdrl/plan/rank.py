@@ -118,7 +118,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
 
 def open_world(cfg: Config, rank: int, size: int) -> World:
-    """Make this process one simulated rank of `size`, with torch's meta device."""
+    """Make this process one of `size` simulated ranks; return its world, with torch's meta device."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())

@@ -61,7 +61,7 @@ class Plan:
         return max(self.kinds, key=lambda planned: planned.peak()[1])
 
     def phases(self) -> dict[str, tuple[int, float]]:
-        """Return phase -> bytes on the device at its peak: of the fullest rank, and the mean of the phase's ranks.
+        """Return, for each phase, the bytes at its peak on the fullest device, and their mean over the phase's ranks.
 
         Under split placement no rank goes through all phases.
         """

@@ -206,7 +206,7 @@ class Axes:
 
 
 def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Bound:
-    """Return the bound of a phase. Links carry both directions at once, so only the larger one counts.
+    """Return the bound of a phase. Links carry both directions at once, so only the direction with more bytes counts.
 
     micros: number of micro-batches of one pass; with `stages`, it determines the pipeline bubble.
     """

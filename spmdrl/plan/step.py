@@ -46,7 +46,7 @@ class Step:
     numbers: int
     """Number of parameters that this rank holds in all its models."""
     models: tuple[str, ...]
-    """Names of these models."""
+    """Names of the models that hold these parameters."""
     moved: tuple[int, int]
     """Bytes moved to the host, and bytes moved back."""
     checkpoint: int

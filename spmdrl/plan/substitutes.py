@@ -1,6 +1,6 @@
 """Replaces code that needs a device or the values of tensors, which a plan does not have.
 
-Replaced are streams, copies to the host, AdamW's fused step, groups of gloo and NCCL, and (`kernels.py`) kernels of
+This code is: streams, copies to the host, AdamW's fused step, groups of gloo and NCCL, and (`kernels.py`) kernels of
 Triton and flash-attn. A substitute allocates the same memory as the original and computes nothing. It stays installed
 until the process ends, so each rank is simulated in a separate process.
 """
@@ -67,7 +67,7 @@ def _groups(paper: Paper) -> None:
         COLLECTIVES.impl(name, lambda *args: FakeWork().boxed(), "Meta")
 
     def messages(operations: list[dist.P2POp]) -> list[Any]:
-        """Count messages between two ranks that are sent together."""
+        """Count point-to-point messages that are sent in one batch."""
         for each in operations:
             if each.op.__name__ == "isend":
                 paper.traffic.add("send", each.group or dist.group.WORLD, each.tensor.nbytes)

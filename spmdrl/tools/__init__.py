@@ -2,13 +2,13 @@
 
 replay.py        python -m spmdrl.tools.replay: repeats an optimizer step on one process
 conversation_lines.py
-                 episodes as lines, turn by turn, for the replay
+                 formats episodes as lines, turn by turn, for replay.py
 flight.py        python -m spmdrl.tools.flight: finds the collective where the ranks of a failed job diverged
 doctor.py        python -m spmdrl.tools.doctor: checks whether a run can start here, by doctor_report.py
 doctor_findings.py, doctor_software.py, doctor_gpus.py, doctor_machine.py, doctor_settings.py, doctor_ranks.py
-                 its lines and the Python; packages; accelerators; machine and disk; files in settings; collectives
+                 the doctor's findings, and its checks: packages; GPUs; machine and disk; settings; collectives
 preflight.py     chooses the nodes of a job: the doctor on each, bandwidth of neighbours, spares for bad ones
 ssh_start.py     starts a job on hosts over ssh: launch/node.sh without SLURM
-hosts.py         runs a command on other hosts, by srun or ssh, for these two
-reach.py         checks that the first node can be reached, and prints the interface towards it
+hosts.py         runs a command on other hosts, by srun or ssh, for preflight.py and ssh_start.py
+reach.py         checks that the first node of a job can be reached, and prints the network interface to it
 """

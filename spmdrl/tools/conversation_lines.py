@@ -1,4 +1,4 @@
-"""Formats episodes as lines for the terminal, turn by turn, with the calls and the reward of each."""
+"""Formats episodes as lines for the terminal: one for each turn, with its reward, and one for each tool call."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from spmdrl.rl.tool_calls import CallReader
 
 WIDTH = 160
-"""Characters shown of each text."""
+"""Largest number of characters shown of each text."""
 
 
 def conversation_lines(
@@ -19,10 +19,10 @@ def conversation_lines(
 ) -> list[str]:
     """Return an episode as lines without control characters, in the order in which its turns were made.
 
-    An episode of one turn without an environment is a line `prompt -> response`. A turn that begins a branch names the
-    turn that it follows.
+    An episode of one turn without an environment becomes a line `prompt -> response`. The line of a turn that begins a
+    branch names the turn before the branch.
 
-    reader: reads the calls of turns; None: there was no environment.
+    reader: parses the tool calls of turns; None without an environment.
     """
     calls = reader.of(episode) if reader else {}
     pieces = _pieces(episode)
@@ -47,7 +47,7 @@ def conversation_lines(
 
 
 def _pieces(episode: "Episode") -> list[list[int]]:
-    """Return the indices of the segments to show together: those that follow each other in a turn.
+    """Return the indices of segments in groups that are shown together: consecutive segments of one turn.
 
     A turn has several segments if it was sampled by several versions of the weights, or if a branch begins inside it.
     """
@@ -67,6 +67,6 @@ def _tokens(episode: "Episode", indices: list[int]) -> list[int]:
 
 
 def _branch(episode: "Episode", before: int) -> str:
-    """Return the beginning of a branch as text. before: index of the segment that it follows, or -1."""
+    """Return the place where a branch begins, as text. before: index of the segment before the branch, or -1."""
     sampled = [episode.segments[i].turn for i in episode.path_to(before) if episode.segments[i].sampled]
     return f" (branch after turn {sampled[-1]})" if sampled else " (branch from the prompt)"

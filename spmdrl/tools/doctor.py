@@ -7,7 +7,7 @@ from spmdrl.tools.doctor_findings import FAIL, python
 if __name__ == "__main__":
     found = python()
     if found.level == FAIL:
-        # The other files are written for a later Python and do not import.
+        # An older Python cannot import the other files.
         sys.exit(found.line())
     try:
         from spmdrl.tools.doctor_report import main

@@ -1,6 +1,6 @@
-"""Findings of the doctor, one line each with the fix, and the first check: the version of Python.
+"""Defines the findings of the doctor, and its first check: the version of Python.
 
-An old Python imports this file, so it keeps to old syntax.
+An old Python must be able to import this file, so it uses only old syntax.
 """
 
 import sys
@@ -15,34 +15,34 @@ class Finding(NamedTuple):
 
     name: str
     level: str
-    """`ok`, `warn` (a run works, with less than it could have) or `fail` (a run will not work)."""
+    """`ok`, `warn` (a run works, but slower or less safely) or `fail` (a run will not work)."""
     state: str
     """The facts, with figures and units."""
     fix: str = ""
-    """The command or setting that mends it; empty if all is well."""
+    """The command or setting that solves the problem; empty if there is none."""
 
     def line(self, width: int = 0) -> str:
-        """Return the finding as one line. width: columns of the name."""
+        """Return the finding as one line. width: columns reserved for the name."""
         return f"{self.level:<4} {self.name:<{width}}  {self.state}" + (f"; fix: {self.fix}" if self.fix else "")
 
 
 def ok(name: str, state: str) -> Finding:
-    """Return the finding that all is well."""
+    """Return a finding without a problem."""
     return Finding(name, OK, state)
 
 
 def warn(name: str, state: str, fix: str) -> Finding:
-    """Return the finding that something costs speed or safety."""
+    """Return a finding on a problem that costs speed or safety."""
     return Finding(name, WARN, state, fix)
 
 
 def fail(name: str, state: str, fix: str) -> Finding:
-    """Return the finding that something will end a run."""
+    """Return a finding on a problem that makes runs fail."""
     return Finding(name, FAIL, state, fix)
 
 
 def either(bad: bool, needed: bool, name: str, state: str, fix: str) -> Finding:
-    """Return `ok` unless the state is bad; then `fail` if a run needs it to be good, else `warn`."""
+    """Return an `ok` finding unless `bad`; if `bad`, return a `fail` finding if `needed`, else a `warn` finding."""
     if not bad:
         return ok(name, state)
     return fail(name, state, fix) if needed else warn(name, state, fix)

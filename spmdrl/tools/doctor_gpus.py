@@ -1,4 +1,4 @@
-"""Checks accelerators: torch's build beside the machine's devices and driver, NCCL, other jobs on the GPUs."""
+"""Checks GPUs: whether torch's build matches the devices and the driver, NCCL, and other programs on the GPUs."""
 
 import os
 import subprocess
@@ -9,11 +9,11 @@ from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
 from spmdrl.tools.doctor_software import ROOT
 
 BUSY = 0.05
-"""Share of a GPU's memory above which another program is running on it."""
+"""Used share of a GPU's memory above which another program is assumed to run on it."""
 
 
 def torch_imports() -> bool:
-    """Return True if torch imports; if not, `doctor_software.torch_version` reports the reason."""
+    """Return True if torch can be imported; if not, `doctor_software.torch_version` reports the reason."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError):
@@ -22,7 +22,7 @@ def torch_imports() -> bool:
 
 
 def count() -> int:
-    """Count the GPUs that torch finds without leaving a context on them; 0 if torch does not import."""
+    """Return the number of GPUs that torch finds, without creating a CUDA context; 0 if torch cannot be imported."""
     if not torch_imports():
         return 0
     import torch
@@ -33,7 +33,8 @@ def count() -> int:
 def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None = None) -> Finding:
     """Check that torch was built for the machine's devices and driver.
 
-    nvidia, amd: True if the machine has these devices; None looks. side: what `launch/install.sh` installed for.
+    nvidia, amd: True if the machine has these devices; None detects them. side: `gpu` or `cpu`, for which
+    `launch/install.sh` installed the packages; None reads it.
     """
     import torch
 
@@ -58,7 +59,7 @@ def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None 
         state = f"{without_gpu()} ({_driver() or 'driver unknown'})"
         return fail("build", state, "update the driver, or unset the limit")
     fix = "start on a node with GPUs; inside a container pass --nv or --gpus"
-    return either(True, side == "gpu", "build", f"{built} and no GPU on this machine", fix)
+    return either(True, side == "gpu", "build", f"{built}, but this machine has no GPU", fix)
 
 
 def _driver() -> str:
@@ -74,21 +75,21 @@ def _driver() -> str:
 
 
 def listed(text: str) -> list[Finding]:
-    """Check kinds and free memory of the GPUs in nvidia-smi's rows of index, name, total and used MiB."""
+    """Check the kinds and the free memory of GPUs. text: nvidia-smi's rows of index, name, total MiB and used MiB."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
     names = Counter(row[1] for row in rows)
     state = ", ".join(f"{number} x {name}" for name, number in names.items())
     found = [either(len(names) > 1, False, "GPUs", state or "none listed", "start on nodes with one kind of GPU")]
     used = [(row[0], int(row[3]), int(row[2])) for row in rows if row[2].isdigit() and row[3].isdigit()]
     busy = [f"GPU {index}: {mine} of {total} MiB" for index, mine, total in used if mine > BUSY * total]
-    fix = "`nvidia-smi` lists the programs on them: end those that are left over"
+    fix = "`nvidia-smi` lists the programs on them: end those of earlier jobs"
     if rows:
         found.append(either(bool(busy), False, "GPU memory", f"in use on {'; '.join(busy)}" if busy else "free", fix))
     return found
 
 
 def gpus(found: int) -> list[Finding]:
-    """Check kind and memory of the GPUs that the driver lists, and NCCL. found: GPUs that torch finds."""
+    """Check the GPUs that the driver lists, and NCCL. found: number of GPUs that torch finds."""
     import torch
     import torch.distributed as dist
 
@@ -102,8 +103,8 @@ def gpus(found: int) -> list[Finding]:
         except (OSError, subprocess.SubprocessError) as error:
             out.append(warn("GPUs", f"nvidia-smi: {error}", "install the driver's tools, or start with them on PATH"))
     if not dist.is_nccl_available():
-        return [*out, fail("NCCL", "this build of torch has none", "./launch/install.sh --gpu")]
+        return [*out, fail("NCCL", "this build of torch has no NCCL", "./launch/install.sh --gpu")]
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
     off = [name for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if os.environ.get(name) == "1"]
-    fix = f"`unset {' '.join(off)}` unless that is meant"
+    fix = f"`unset {' '.join(off)}` unless this is intended"
     return [*out, either(bool(off), False, "NCCL", ", ".join([version, *off]), fix)]

@@ -1,4 +1,4 @@
-"""Checks the machine: shared memory, limits, leftover variables, its own name, the sandbox, the hub, the disk."""
+"""Checks the machine: shared memory, limits, leftover variables, its host name, the sandbox, the hub, the disk."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ from spmdrl_sandbox.warm import Warm
 
 MIB, GIB = 1 << 20, 1 << 30
 FILES = 4096
-"""Open files that a rank with an engine, a reward pool and connections to all others should be allowed."""
+"""Number of open files that a rank with an engine, a reward pool and connections to all other ranks may need."""
 FEW_FILES = 256
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that torchrun sets for each rank."""
@@ -34,7 +34,7 @@ LITTLE = 20 * GIB
 def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = GIB) -> Finding:
     """Check the size of shared memory.
 
-    least: bytes below which NCCL and vLLM may fail on several GPUs; Docker gives 64 MiB.
+    least: bytes below which NCCL and vLLM may fail on several GPUs; Docker's default is 64 MiB.
     """
     try:
         disk = os.statvfs(path)
@@ -46,13 +46,13 @@ def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = GIB) 
         return ok("shared memory", state)
     fix = (
         f"start the container with --shm-size 16g or --ipc host, or `mount -o remount,size=16g {path}`; files that a "
-        "killed job left there may be removed"
+        "killed job left there may be deleted"
     )
     return (fail if several_gpus else warn)("shared memory", state, fix)
 
 
 def limits(infiniband: bool | None = None, get=resource.getrlimit) -> list[Finding]:
-    """Check limits of the shell: open files, locked memory, core dumps. infiniband: None looks for it."""
+    """Check limits of the shell: open files, locked memory, core dumps. infiniband: None detects InfiniBand devices."""
     soft, hard = get(resource.RLIMIT_NOFILE)
     fix = "`ulimit -n 65536` before the start"
     if hard != resource.RLIM_INFINITY and hard < FILES:
@@ -84,7 +84,7 @@ def _limit(value: int, unit: int = 1) -> str:
 
 
 def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | None = None) -> bool:
-    """Return True if torchrun started this process: its own environment lacks the variables that it sets for ranks."""
+    """Return True if torchrun started this process: the parent lacks the variables that torchrun sets for ranks."""
     if "TORCHELASTIC_RUN_ID" not in environment or not all(name in environment for name in OWN[:3]):
         return False
     try:
@@ -95,7 +95,7 @@ def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | No
 
 
 def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Finding:
-    """Look for variables of another job in this shell, which torchrun or a single process would take for its own."""
+    """Look for variables of another job in this shell, which torchrun or a single process would use."""
     wrong = ("PET_",) if ranked else ("PET_", "TORCHELASTIC_")
     names = sorted(name for name in environment if name.startswith(wrong) or (name in OWN and not ranked))
     if not names:
@@ -104,18 +104,18 @@ def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Find
 
 
 def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ, cores: int = 0) -> Finding:
-    """Check the threads of a rank: torchrun gives one to each of several ranks."""
+    """Check the number of threads of a rank; by default torchrun gives one thread to each of several ranks."""
     cores = cores or len(os.sched_getaffinity(0))
     chosen, ranks = environment.get("OMP_NUM_THREADS", ""), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     ranks = ranks if ranked else max(1, gpus)
     if chosen == "1" and gpus and cores >= 2 * ranks:
-        state = f"OMP_NUM_THREADS=1 with {cores} cores for {ranks} ranks: work on the host waits"
+        state = f"OMP_NUM_THREADS=1 with {cores} cores for {ranks} ranks: work on the host is slow"
         return warn("threads", state, f"`export OMP_NUM_THREADS={cores // ranks}`, or start with launch/node.sh")
     return ok("threads", f"OMP_NUM_THREADS {chosen or 'not set'}, {cores} cores")
 
 
 def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[str, str] = os.environ) -> Finding:
-    """Check the address of the machine's own name, to which gloo binds: with 127.0.1.1 nodes cannot connect."""
+    """Check the address of the host name, to which gloo binds; other nodes cannot connect to 127.0.1.1."""
     name = name or socket.gethostname()
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
     try:
@@ -127,20 +127,20 @@ def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[
         if not address.startswith("127."):
             return ok("own name", state)
     fix = (
-        "on one machine it does no harm; on several start with launch/node.sh, or set GLOO_SOCKET_IFNAME and "
+        "on one machine nothing is wrong; on several, start with launch/node.sh, or set GLOO_SOCKET_IFNAME and "
         "NCCL_SOCKET_IFNAME to the interface between them (`ip addr` lists them)"
     )
     return ok("own name", f"{state}; GLOO_SOCKET_IFNAME is {chosen}") if chosen else warn("own name", state, fix)
 
 
 def sandbox(start: Callable[[], Warm] = open_sandbox) -> Finding:
-    """Check with a small program that a sandbox confines it: it reaches no file, port or process."""
+    """Run a small program in a sandbox, and check that the program reaches no file, port or process outside."""
     try:
         opened = start()
     except SandboxError as error:
-        return warn("sandbox", error.why, error.fix or "only rewards that run code of a model need one")
+        return warn("sandbox", error.why, error.fix or "only rewards that run a model's code need a sandbox")
     opened.close()
-    return ok("sandbox", f"{opened.name} keeps programs in")
+    return ok("sandbox", f"{opened.name} confines programs")
 
 
 def hub_is_off(environment: Mapping[str, str]) -> bool:
@@ -149,7 +149,7 @@ def hub_is_off(environment: Mapping[str, str]) -> bool:
 
 
 def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Finding:
-    """Check that the model hub answers one request without content. wait: seconds."""
+    """Check that the model hub answers a HEAD request. wait: seconds until the request fails."""
     place = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     if hub_is_off(environment):
         return ok("hub", "HF_HUB_OFFLINE is set: no requests, models come from folders and the cache")
@@ -174,18 +174,18 @@ def nearest(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists.
 
     Raises:
-        FolderError: something on the path is no folder, or it cannot be written.
+        FolderError: a part of the path is not a folder, or the folder cannot be written.
     """
     at = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not at.is_dir():
-        raise FolderError(f"{folder}: {at} is no folder")
+        raise FolderError(f"{folder}: {at} is not a folder")
     if not os.access(at, os.W_OK | os.X_OK):
         raise FolderError(f"{folder}: {at} cannot be written by this user")
     return at
 
 
 def folder(place: Path, mib: int) -> list[Finding]:
-    """Write and flush a file of `mib` MiB in a folder, check free space, try a lock; leave nothing behind.
+    """Check a folder's write speed with a file of `mib` MiB, its free space, and its file locks; remove the file.
 
     Raises:
         FolderError: the folder cannot be written.
@@ -207,8 +207,8 @@ def folder(place: Path, mib: int) -> list[Finding]:
     finally:
         file.unlink(missing_ok=True)
     free = shutil.disk_usage(at).free
-    faster = "put --run.dir on a faster file system: a rank waits while its share is written"
-    more = "free some, lower --checkpoint.keep, or choose another --run.dir"
+    faster = "put --run.dir on a faster file system: ranks wait while a checkpoint is written"
+    more = "delete files, lower --checkpoint.keep, or choose another --run.dir"
     return [
         either(speed < SLOW, False, "disk", f"{at}: {speed:.0f} MB/s for {mib} MiB with fsync", faster),
         either(free < LITTLE, False, "room", f"{free / GIB:.1f} GiB free", more),
@@ -218,21 +218,23 @@ def folder(place: Path, mib: int) -> list[Finding]:
 
 def lock(file: Path) -> Finding:
     """Lock a file and try the lock from another process, as two jobs in one run folder would."""
-    fix = "mount it with locks (Lustre: -o flock); without them two jobs in one run folder are noticed late"
+    fix = (
+        "mount the file system with locks (Lustre: -o flock); without them two jobs in one run folder are noticed late"
+    )
     with open(file, "r+b") as mine:
         try:
             fcntl.lockf(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            return warn("locks", f"the file system has none ({error.strerror})", fix)
+            return warn("locks", f"the file system does not support locks ({error.strerror})", fix)
         child = multiprocessing.get_context("fork").Process(target=_try, args=(str(file),))
         child.start()
         child.join(10)
         if child.is_alive():
             child.kill()
-            return warn("locks", "a second process waits for a lock that it should be refused", fix)
+            return warn("locks", "a second process waits for the lock instead of being refused", fix)
         if child.exitcode:
-            return warn("locks", "a lock does not keep a second process out", fix)
-    return ok("locks", "a lock keeps a second process out")
+            return warn("locks", "a lock does not exclude a second process", fix)
+    return ok("locks", "a lock excludes a second process")
 
 
 def _try(file: str) -> None:

@@ -1,8 +1,7 @@
 """Measures all-reduce and all-to-all between ranks, and checks their results and the clocks of the ranks' nodes.
 
-Bandwidth is that of the bus, as nccl-tests count it
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): bytes x 2 (n - 1) / n of an all-reduce and
-bytes x (n - 1) / n of an all-to-all among n ranks, over the seconds that it takes.
+Bandwidth is the bus bandwidth of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
+bytes x 2 (n - 1) / n for an all-reduce and bytes x (n - 1) / n for an all-to-all among n ranks, divided by the seconds.
 """
 
 import json
@@ -28,14 +27,14 @@ class Measured:
     all_reduce: float = 0.0
     all_to_all: float = 0.0
     clock: float = 0.0
-    """Largest distance in seconds of two ranks' clocks beyond the time of the measurement."""
+    """Largest difference of two ranks' clocks in seconds, minus the duration of the measurement."""
     error: str = ""
 
 
 def measure(group, device, mib: int) -> Measured:
-    """Measure on all ranks of a group; each gets the slowest rank's speeds. Collective.
+    """Measure on all ranks of a group, and return the slowest rank's speeds on each. Collective.
 
-    group: works on the device. device: of the buffers. mib: size of a buffer.
+    group: its backend supports `device`. device: device of the buffers. mib: size of a buffer in MiB.
     """
     import torch
     import torch.distributed as dist
@@ -59,7 +58,7 @@ def measure(group, device, mib: int) -> Measured:
 
     exchange = timed(lambda: dist.all_to_all_single(out, mine, group=group))
     wrong = [part for part, chunk in enumerate(out.chunk(size)) if not bool((chunk == part + 1).all())]
-    # Only the first all-reduce has a known sum.
+    # Only the first all-reduce is checked, because it overwrites its input.
     dist.all_reduce(mine, group=group)
     summed = bool((mine == total).all())
     reduce = timed(lambda: dist.all_reduce(mine, group=group))
@@ -69,7 +68,7 @@ def measure(group, device, mib: int) -> Measured:
     moved = items * 4 * (size - 1) / size / 1e9
     found = Measured(size, dist.get_backend(group), 2 * moved / reduce, moved / exchange, _skew(group, device))
     if wrong or not summed:
-        found.error = f"wrong numbers arrived: {'all-reduce' if not summed else f'all-to-all from rank {wrong[0]}'}"
+        found.error = f"wrong results: {'all-reduce' if not summed else f'all-to-all from rank {wrong[0]}'}"
     return found
 
 
@@ -88,7 +87,7 @@ def _skew(group, device) -> float:
 
 
 def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, int], mib: int, limit: float) -> None:
-    """Run one rank in a process of its own: join, measure, and send the measurements as JSON."""
+    """Run one rank in this process: join the group, measure, and send the measurements as JSON."""
     try:
         import torch
         import torch.distributed as dist
@@ -99,7 +98,7 @@ def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, 
             torch.cuda.set_device(device)
         torch.set_num_threads(1)
         within = timedelta(seconds=limit)
-        # The first rank's node may listen on any of its addresses; without a wait for clients the store opens at once.
+        # Rank 0 listens on all addresses of its node; its store opens without waiting for clients.
         store = dist.TCPStore(*where, size, is_master=rank == 0, timeout=within, wait_for_workers=False)
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=within)
         found = measure(dist.group.WORLD, device, mib)
@@ -109,7 +108,7 @@ def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, 
     pipe.send_bytes(json.dumps(asdict(found)).encode())
     pipe.close()
     sys.stdout.flush()
-    # Destructors of a group may wait for a rank that is gone, and those of the store for its clients.
+    # Destructors may wait for ranks that have ended, so they do not run; rank 0 ends last, because it holds the store.
     time.sleep(0.2 if rank == 0 else 0)
     os._exit(0)
 
@@ -117,18 +116,18 @@ def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, 
 def together(
     first: int, here: int, size: int, where: tuple[str, int], gpus: int, mib: int = 16, limit: float = 20.0
 ) -> Measured:
-    """Start some ranks of a group on this node and measure.
+    """Start this node's ranks of a group, measure, and return the measurements.
 
     Args:
         first: the lowest rank on this node; its other ranks follow.
-        here: ranks on this node.
-        size: ranks on all nodes.
+        here: number of ranks on this node.
+        size: number of ranks on all nodes.
         where: address and port at which rank 0 listens.
-        gpus: GPUs of this node; with fewer GPUs than ranks the ranks run on the CPU.
-        mib: size of a buffer.
-        limit: seconds for everything.
+        gpus: number of GPUs of this node; if there are fewer than ranks, the ranks run on the CPU.
+        mib: size of a buffer in MiB.
+        limit: seconds for the start and the measurements.
     """
-    # CUDA does not survive a fork; without GPUs a fork saves the seconds of an import.
+    # CUDA does not survive a fork; without GPUs, a fork avoids importing torch again, which takes seconds.
     context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
     running = []
     for local in range(here):

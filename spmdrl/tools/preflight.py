@@ -1,9 +1,10 @@
 """Chooses the nodes of a job before it starts: `python -m spmdrl.tools.preflight`, for slurm/job.sh and launch/node.sh.
 
-The doctor runs on every node, then all-reduce and all-to-all between neighbours, all pairs of a round at once. A node
-is bad if it does not answer, if a check fails, if it has another number of GPUs than most, or if it is below the floor
-both with every neighbour and with a good partner. Good nodes are printed on stdout, as many as the job needs, and bad
-ones with their reason on stderr. Standard library only: it runs outside the job's container.
+The doctor checks every node. Then neighbouring nodes measure all-reduce and all-to-all, all pairs of a round in
+parallel. A node is bad if it does not answer, if a check fails, if its number of GPUs differs from that of most
+nodes, or if its bandwidth is below the floor both with every neighbour and with a good partner. Good nodes are printed
+on stdout, as many as the job needs; bad nodes are printed with the reason on stderr. Only the standard library is
+imported, because the preflight runs outside the job's container.
 """
 
 import argparse
@@ -21,9 +22,9 @@ from pathlib import Path
 from spmdrl.tools.hosts import Hosts
 
 ALL = 115.0
-"""Seconds for the whole preflight."""
+"""Seconds for the complete preflight."""
 FIRST, SECOND = 90.0, 40.0
-"""Most seconds of the first and the second measurement."""
+"""Time limits of the first and of the second measurement, in seconds."""
 SHARED = 2.0
 """Seconds until the other nodes see a file that one node wrote."""
 DOWN = ("down", "fail", "unknown", "not_responding", "*")
@@ -41,10 +42,10 @@ class TooFewError(ValueError):
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Pair neighbours in rounds with each node in at most one pair: two rounds, three for three nodes.
+    """Return rounds of pairs of neighbours: two rounds, or three for three nodes. No round contains a node twice.
 
-    An even number of nodes forms a ring and an odd one a row; three form a ring, because the middle one of a row would
-    be in every pair.
+    An even number of nodes forms a ring, and an odd number a row. Three nodes form a ring too, because the middle node
+    of a row would be in every pair.
     """
     n = len(hosts)
     pairs = [(hosts[i], hosts[i + 1]) for i in range(n - 1)]
@@ -57,41 +58,41 @@ def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def show_rounds(rounds: Sequence[Sequence[Pair]]) -> str:
-    """Format the rounds as one word: `a/b,c/d;b/c`."""
+    """Format the rounds as text for the command line: `a/b,c/d;b/c`."""
     return ";".join(",".join("/".join(pair) for pair in pairs) for pairs in rounds)
 
 
 def parse_rounds(text: str) -> list[list[Pair]]:
-    """Parse the word of `show_rounds`."""
+    """Parse the text of `show_rounds`."""
     split = [[tuple(pair.split("/")) for pair in each.split(",")] for each in text.split(";") if each]
     return [[(pair[0], pair[1]) for pair in pairs] for pairs in split]
 
 
 def port_of(base: int, text: str, number: int, pair: Pair) -> int:
-    """Return the port at which the first of a pair listens; pairs differ, because all nodes may be one machine."""
+    """Return the port at which the first node of a pair listens; pairs differ, because nodes may share a machine."""
     rounds = parse_rounds(text)
     place = sum(map(len, rounds[:number])) + rounds[number].index(pair)
-    # The second measurement takes other ports, because those of the first one may still be in use.
+    # The second measurement uses other ports, because those of the first one may still be in use.
     return base + 1 + (place + zlib.crc32(text.encode()) % 89) % 900
 
 
-# ── judgement ────────────────────────────────────────────────────────────────
+# ── evaluation ───────────────────────────────────────────────────────────────
 
 
 def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
-    """Return the nodes that are bad by themselves, each with its reason."""
-    bad = {host: "it gave no report in time" for host in hosts if host not in reports}
+    """Return the nodes that are bad whatever their pairs measured, each with the reason."""
+    bad = {host: "no report arrived in time" for host in hosts if host not in reports}
     for host, report in reports.items():
         wrong = [each for each in report["findings"] if each["level"] == "fail"]
         if wrong:
             bad[host] = "; ".join(f"{each['name']}: {each['state']} (fix: {each['fix']})" for each in wrong)
     counts = Counter(report["gpus"] for report in reports.values())
     if len(counts) > 1:
-        # If two numbers are equally frequent, the larger one is what the nodes should have.
+        # If two numbers are equally frequent, the larger one counts as the usual one.
         usual = max(counts, key=lambda number: (counts[number], number))
         for host, report in reports.items():
             if report["gpus"] != usual:
-                bad.setdefault(host, f"{report['gpus']} GPUs, where the others have {usual}")
+                bad.setdefault(host, f"{report['gpus']} GPUs, but most nodes have {usual}")
     return bad
 
 
@@ -104,9 +105,9 @@ def _below(pair: dict, floors: tuple[float, float]) -> str:
 
 
 def _slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
-    """Return the nodes without a good pair, each with a reason, and lines on bad pairs of nodes with another good pair.
+    """Return the nodes without a good pair, with the reasons, and lines on bad pairs of nodes with other good pairs.
 
-    hosts: nodes that are not bad by themselves; pairs with others do not count.
+    hosts: nodes to evaluate; their pairs with other nodes are ignored.
     """
     if len(hosts) < 2:
         return {}, []
@@ -129,7 +130,7 @@ def _slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -
 def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
     """Return rounds that pair each suspect with a good node.
 
-    Without a good node the pairs of suspects run again with listener and client swapped, because one try may fail by
+    Without a good node, the pairs of suspects run again with listener and client swapped, because a try may fail by
     chance.
     """
     if not clean:
@@ -138,7 +139,7 @@ def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair
     return [list(zip(clean, part, strict=False)) for part in parts]
 
 
-# ── the whole ────────────────────────────────────────────────────────────────
+# ── choice of nodes ──────────────────────────────────────────────────────────
 
 
 def choose(
@@ -150,19 +151,19 @@ def choose(
     dead: dict[str, str],
     slurm: bool = True,
 ) -> list[str]:
-    """Choose the first `need` good nodes, in their order.
+    """Return the first `need` good nodes, in the order of `hosts`.
 
     Args:
         hosts: nodes of the job, spares included.
-        need: number of nodes that the job takes.
-        look: runs the doctor: (nodes, rounds, only the pairs, seconds) -> the reports that arrived.
+        need: number of nodes that the job needs.
+        look: runs the doctor: (nodes, rounds, only pairs, seconds) -> the reports that arrived.
         floors: least all-reduce and all-to-all of a pair, in 1e9 bytes a second.
         say: prints a line.
         dead: nodes that are known to be down, with the reason.
-        slurm: SLURM allotted the nodes; False: HOSTS names them.
+        slurm: True if SLURM allotted the nodes, False if HOSTS names them.
 
     Raises:
-        TooFewError: fewer are good.
+        TooFewError: fewer than `need` nodes are good.
     """
     began, bad = time.monotonic(), dict(dead)
     left = [host for host in hosts if host not in bad]
@@ -173,7 +174,7 @@ def choose(
     suspects, odd = _slow(left, reports, floors)
     clean = [host for host in left if host not in suspects]
     if len(suspects) > 1 or (suspects and clean):
-        say(f"second look at {', '.join(suspects)}")
+        say(f"second measurement of {', '.join(suspects)}")
         again = second_look(list(suspects), clean)
         seconds = min(SECOND, ALL - (time.monotonic() - began))
         taken = {host for pairs in again for pair in pairs for host in pair}
@@ -183,7 +184,7 @@ def choose(
         suspects = {host: still.get(host, why) for host, why in suspects.items() if host in still or host not in found}
     bad |= suspects
     for line in odd:
-        say(f"slow between {line}; each is fast enough with another, and both stay")
+        say(f"slow between {line}; each is fast enough with another node, so both are kept")
     for host, why in bad.items():
         say(f"bad node {host}: {why}")
     _enough(hosts, need, bad, slurm)
@@ -191,7 +192,8 @@ def choose(
     if measured:
         low = [min(pair[name] for pair in measured) for name in ("all_reduce", "all_to_all")]
         apart = max(pair["clock"] for pair in measured)
-        say(f"pairs: all-reduce from {low[0]:.2f} GB/s, all-to-all from {low[1]:.2f} GB/s; clocks within {apart:.2f} s")
+        speeds = f"all-reduce at least {low[0]:.2f} GB/s, all-to-all at least {low[1]:.2f} GB/s"
+        say(f"pairs: {speeds}; clocks within {apart:.2f} s")
         for line in sorted({pair["network"] for pair in measured if pair["network"]})[:2]:
             say(line)
     return [host for host in hosts if host not in bad][:need]
@@ -201,7 +203,7 @@ def _enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool) -
     """Check that enough nodes are good.
 
     Raises:
-        TooFewError: they are not; the message names ways to get others.
+        TooFewError: fewer than `need` are good; the message names ways to get others.
     """
     good = len(hosts) - len(bad)
     if good >= need:
@@ -212,8 +214,8 @@ def _enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool) -
         exclude = f"sbatch --exclude={','.join(bad)}"
         others = f"leave the bad ones out ({exclude}), or request more spares (sbatch --nodes above NODES)"
     raise TooFewError(
-        f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. To go on, {others}; FLOOR_ALL_REDUCE "
-        "and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without looking"
+        f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. To continue, {others}; "
+        "FLOOR_ALL_REDUCE and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without these checks"
     )
 
 
@@ -221,7 +223,7 @@ def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
     """Return the `look` of `choose`: it runs the doctor on nodes, which write their reports into a shared folder."""
 
     def look(hosts: Sequence[str], rounds: str, only_pairs: bool, seconds: float) -> Reports:
-        # Each call has a folder of its own: an NFS client may remember for a minute that a file did not exist.
+        # Each call uses a new folder, because an NFS client may cache for a minute that a file does not exist.
         place = folder / f"{time.strftime('%Y%m%d-%H%M%S')}{'-again' if only_pairs else ''}"
         place.mkdir(parents=True)
         words = ["doctor", "--reports", str(place.absolute()), "--port", str(port)]
@@ -256,15 +258,15 @@ def states(hosts: Sequence[str]) -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the chosen nodes on stdout, separated by spaces; exit with 1 if too few are good."""
-    words = argparse.ArgumentParser("python -m spmdrl.tools.preflight", description=(__doc__ or "").splitlines()[0])
-    words.add_argument("--hosts", required=True, help="nodes, separated by spaces or commas")
-    words.add_argument("--need", type=int, required=True, help="nodes that the job takes")
-    words.add_argument("--folder", type=Path, required=True, help="folder on a file system that all nodes share")
-    words.add_argument("--port", type=int, required=True, help="ports from here on are used")
-    words.add_argument("--floors", default="0,0", help="least all-reduce and all-to-all of a pair of nodes, GB/s")
-    words.add_argument("--srun", default="", help="srun with its flags")
-    words.add_argument("--inside", default="", help="command that starts another one in a container")
-    options = words.parse_args(argv)
+    parser = argparse.ArgumentParser("python -m spmdrl.tools.preflight", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hosts", required=True, help="nodes, separated by spaces or commas")
+    parser.add_argument("--need", type=int, required=True, help="number of nodes that the job needs")
+    parser.add_argument("--folder", type=Path, required=True, help="folder on a file system that all nodes share")
+    parser.add_argument("--port", type=int, required=True, help="first of the ports that are used")
+    parser.add_argument("--floors", default="0,0", help="least all-reduce and all-to-all of a pair of nodes, GB/s")
+    parser.add_argument("--srun", default="", help="srun with its flags")
+    parser.add_argument("--inside", default="", help="command that runs another command in a container")
+    options = parser.parse_args(argv)
     hosts = list(dict.fromkeys(options.hosts.replace(",", " ").split()))
 
     def say(line: str) -> None:

@@ -1,7 +1,7 @@
 """Checks that the first node of a job can be reached from this one: `python -m spmdrl.tools.reach ADDRESS PORT`.
 
-Prints the network interface towards it, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; an empty line leaves the choice
-to the libraries.
+Prints the network interface to the first node, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; an empty line leaves the
+choice to the libraries.
 """
 
 import os
@@ -13,7 +13,7 @@ from spmdrl.spmd.network import NAMES, choose_interface
 
 
 def problem(address: str, port: int, wait: float = 3.0, tries: int = 3) -> str:
-    """Return why a host cannot be reached, empty if it can. wait: seconds for one try.
+    """Return why a host cannot be reached; empty if it can be. wait: seconds for one try.
 
     A host that refuses the connection is up: its torchrun has not started yet.
     """
@@ -25,7 +25,7 @@ def problem(address: str, port: int, wait: float = 3.0, tries: int = 3) -> str:
         except ConnectionRefusedError:
             return ""
         except socket.gaierror as error:
-            why = f"no address has that name ({error.strerror})"
+            why = f"the name has no address ({error.strerror})"
         except OSError as error:
             why = f"no answer within {wait:.0f} s" if isinstance(error, TimeoutError) else str(error.strerror or error)
         if attempt + 1 < tries:
@@ -39,12 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     why = "" if os.environ.get("PREFLIGHT") == "0" else problem(address, int(port))
     if why:
         print(
-            f"[node] error: {os.uname().nodename} does not reach the first node, {address} port {port}: {why}. Give "
+            f"[node] error: {os.uname().nodename} cannot reach the first node, {address} port {port}: {why}. Give "
             "another MASTER_ADDR, leave that host out, or open the port; PREFLIGHT=0 starts without this check",
             file=sys.stderr,
         )
         return 1
-    # `choose_interface` reads the variables of a rank; two ranks on two nodes stand for any number.
+    # `choose_interface` reads the variables of a rank; it only matters that there are several nodes.
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
     try:
         choose_interface()

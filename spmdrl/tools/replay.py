@@ -1,10 +1,10 @@
 """Repeats an optimizer step with a spike: `python -m spmdrl.tools.replay runs/demo/spikes/step_000012`.
 
-One process computes loss and gradient norm again, and the part of each sequence in them, from the batch that the run
-saved and the weights of the checkpoint before it. It takes no optimizer step and writes nothing.
+One process recomputes the loss, the gradient norm and the contribution of each sequence to them, from the batch that
+the run saved and the weights of the last checkpoint before the step. It takes no optimizer step and writes no file.
 
     --model PATH   weights of this folder or hub name instead (as --model.path)
-    --top N        sequences shown (8)
+    --top N        number of sequences shown (8)
     --device NAME  auto, cpu or cuda
 """
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> None:
     """Replay the step of one folder and print the report."""
-    words = argparse.ArgumentParser("python -m spmdrl.tools.replay", description=(__doc__ or "").splitlines()[0])
-    words.add_argument("folder", type=Path, help="what a run has kept: RUN/spikes/step_000012")
-    words.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
-    words.add_argument("--top", type=int, default=8, help="sequences shown")
-    words.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    options = words.parse_args(argv)
+    parser = argparse.ArgumentParser("python -m spmdrl.tools.replay", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder of a step that the run saved: RUN/spikes/step_000012")
+    parser.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
+    parser.add_argument("--top", type=int, default=8, help="number of sequences shown")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options = parser.parse_args(argv)
     prepare()
     try:
         for line in replay(options.folder, options.model, options.top, options.device):
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _alone(cfg: Config, device: str, model: str) -> Config:
-    """Change the settings of a run to those of one process that only computes a gradient."""
+    """Return the settings of a run, changed for one process that only computes a gradient."""
     again = "none" if cfg.policy.activation_checkpointing == "none" else "full"
     policy = replace(cfg.policy, backend="fsdp", activation_checkpointing=again, offload="none", moe_bias_rate=0.0)
     return replace(
@@ -80,7 +80,7 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto") ->
     cfg = _settings(run / "config.yaml")
     which = facts["model"]
     yield f"step {facts['step']}, optimizer step {facts['updates_done']} of the {which}: {len(batch)} sequences, " + (
-        f"{batch.n_tokens} tokens; the run saw gradient norm {facts['norm']:.8g}, median before {facts['median']:.4g}"
+        f"{batch.n_tokens} tokens; the run's gradient norm {facts['norm']:.8g}, median before {facts['median']:.4g}"
     )
     checkpoint, done = (None, None) if model else _weights_before(run, which, facts["updates_done"])
     path = {"critic": cfg.critic.path, "cost_critic": cfg.critic.path, "process": cfg.process_reward.path}.get(which)
@@ -90,8 +90,9 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto") ->
     algo.state |= facts["algorithm"]
     policy, where = _build(cfg, world, which, (model or path or "") if which != "policy" else "", checkpoint)
     same = done == facts["updates_done"]
-    behind = "as it began" if same else f"of optimizer step {done}" if done is not None else "as named by --model"
-    yield f"weights  {where}, {behind}" + ("" if same else ": numbers differ from the run's")
+    named = f"of optimizer step {done}" if done is not None else "as named by --model"
+    behind = "as at the start of the step" if same else named
+    yield f"weights  {where}, {behind}" + ("" if same else ": results differ from the run's")
     policy.updates_done = facts["updates_done"]
     objective = _objective_of(algo, cfg, policy, facts, Peers(None, world.device))
     shared = objective.prepare(batch, facts["share"])
@@ -116,10 +117,10 @@ def _settings(file: Path) -> Config:
     """Return the resolved settings of a run.
 
     Raises:
-        ValueError: there are none, or they cannot be read.
+        ValueError: the file does not exist or cannot be read.
     """
     if not file.is_file():
-        raise ValueError(f"there is no {file}: give a folder that lies in its run, RUN/spikes/step_000012")
+        raise ValueError(f"{file} does not exist: give a folder inside its run, RUN/spikes/step_000012")
     try:
         return from_command_line(["--config", str(file)], "python -m spmdrl.tools.replay").config
     except ConfigError as error:
@@ -127,9 +128,9 @@ def _settings(file: Path) -> Config:
 
 
 def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | None, int]:
-    """Return the newest verified checkpoint that is not behind the step, and its count of optimizer steps.
+    """Return the newest verified checkpoint from before the step, and its number of optimizer steps.
 
-    None and 0 stand for the model that the run started from.
+    None and 0 mean the model that the run started from.
     """
     from spmdrl.checkpoint.manifest import problems
     from spmdrl.checkpoint.published import steps_saved
@@ -147,14 +148,14 @@ def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | No
 
 
 def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
-    """Build the model of the step with weights of a checkpoint or of the start; return it and the weights' place."""
+    """Build the step's model with weights of a checkpoint or the initial ones; return it and the weights' source."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
     from spmdrl.policy.self_check import choose_form
 
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
-    # The run computed it in this form, too.
+    # The run also computed the model in this form.
     choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
     # No optimizer step follows, so only the weights of a checkpoint are read.
     model.optimizer, optimizer = None, model.optimizer
@@ -179,17 +180,19 @@ def _objective_of(algo: "Algorithm", cfg: Config, policy: Any, facts: dict, peer
 
 
 def _verdict(norm: float, want: float) -> str:
-    """Return a comparison of the norm with the run's, as text."""
+    """Return a comparison of the norm with the run's norm, as text."""
     if not (math.isfinite(norm) and math.isfinite(want)):
-        return "as the run saw it" if math.isfinite(norm) == math.isfinite(want) else "not what the run saw"
+        return "as in the run" if math.isfinite(norm) == math.isfinite(want) else "not as in the run"
     off = abs(norm - want) / max(abs(want), 1e-30)
-    return f"the run's to {off:.1e}" if off <= 1e-5 else f"off the run's by {off:.1e}: not the same weights or settings"
+    if off <= 1e-5:
+        return f"equals the run's to {off:.1e}"
+    return f"differs from the run's by {off:.1e}: the weights or the settings are not the run's"
 
 
 def _part_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
-    """Return the part of one episode in the loss, and the largest distance of its logp from old_logp.
+    """Return the contribution of one episode to the loss, and the largest |logp - old_logp| of its tokens.
 
-    index: its first sequence.
+    index: the first sequence of the episode.
     """
     import torch
 
@@ -205,7 +208,7 @@ def _part_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: An
 
 
 def _norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> float:
-    """Return the norm of the gradient of one episode's part of the loss. index: its first sequence."""
+    """Return the norm of the gradient of one episode's contribution to the loss. index: its first sequence."""
     policy.gradient([_episode(batch, index)], objective, shared)
     norm = policy.gradient_norm()
     policy.zero_grad()
@@ -213,16 +216,17 @@ def _norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: An
 
 
 def _episode(batch: "Batch", index: int) -> "Batch":
-    """Return all paths of the episode of a sequence."""
+    """Return all sequences of the episode that contains the sequence `index`."""
     import torch
 
     return batch.select(torch.nonzero(batch.episode == batch.episode[index]).flatten())
 
 
 def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader) -> Iterator[str]:
-    """Yield lines on the episodes that matter most: those that are not finite, then by |loss| and by |logp - old_logp|.
+    """Yield lines on the most conspicuous episodes: not finite ones, then those with the largest norm of the gradient.
 
-    reader: reads the calls of their turns; None: there is no environment.
+    Candidates are the episodes with the largest |loss| and |logp - old_logp|. reader: parses the tool calls of turns;
+    None without an environment.
     """
     from spmdrl.data.pack import to_episodes
 

@@ -1,6 +1,6 @@
 """Starts a job on hosts by ssh: `python -m spmdrl.tools.ssh_start`, which launch/node.sh runs if HOSTS is set.
 
-The preflight chooses the hosts. Standard library only.
+The preflight chooses the hosts. Only the standard library is imported.
 """
 
 import os
@@ -18,11 +18,11 @@ def _chosen(hosts: list[str], port: int) -> list[str]:
     """Choose the first NODES good hosts.
 
     Raises:
-        ValueError: too few answer or are good, or NODES is not a number from 1 to that of the hosts.
+        ValueError: too few hosts answer or are good, or NODES is not between 1 and the number of hosts.
     """
     need = int(os.environ.get("NODES") or len(hosts))
     if not 0 < need <= len(hosts):
-        raise ValueError(f"NODES={need}: HOSTS names {len(hosts)}")
+        raise ValueError(f"NODES={need}: must be from 1 to {len(hosts)}, the number of hosts in HOSTS")
     if os.environ.get("PREFLIGHT") == "0":
         return hosts[:need]
     floors = float(os.environ.get("FLOOR_ALL_REDUCE") or 0), float(os.environ.get("FLOOR_ALL_TO_ALL") or 0)
@@ -36,7 +36,7 @@ def _say(line: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start `launch/node.sh WORDS` on the hosts of HOSTS; return the exit code of the one that failed first."""
+    """Start `launch/node.sh ARGV` on the hosts of HOSTS; return the exit code of the first host that failed, else 0."""
     words = list(sys.argv[1:] if argv is None else argv)
     hosts = list(dict.fromkeys(os.environ["HOSTS"].replace(",", " ").split()))
     port = int(os.environ.get("MASTER_PORT") or 29500)

@@ -104,8 +104,8 @@ def test_a_bad_node_is_named_and_a_spare_takes_its_place(undisturbed):
     assert f"[job] nodes: {A} {C}" in ended.out, ended.show()
     for rank, node in enumerate((A, C)):
         line = next(line for line in ended.out if line.startswith(f"[node] rank {rank} of 2 on {node} "))
-        assert re.search(r": 2 processes of 1 threads, meeting at 127\.0\.0\.2:\d{5}, network lo$", line), line
-    assert any(line.startswith("[preflight] pairs: all-reduce from ") for line in ended.err), ended.show()
+        assert re.search(r": 2 processes of 1 threads, master 127\.0\.0\.2:\d{5}, network lo$", line), line
+    assert any(line.startswith("[preflight] pairs: all-reduce at least ") for line in ended.err), ended.show()
     assert len(metrics(folder / "run")) == STEPS and not (folder / "run" / "PREEMPTED").exists()
     assert sorted(p.name for p in (folder / "run" / "logs").glob("rank_*.log")) == [f"rank_{r}.log" for r in range(4)]
     assert calls(folder, "scontrol requeue") == []
@@ -199,11 +199,11 @@ def test_scripts_are_short_and_start_on_paper(script, tmp_path):
             ("--time", "00:23:00"),
             (),
             {},
-            "a time limit of 23 min is too short for GRACE=240 s: sbatch --time of 24 min",
+            "a time limit of 23 min is too short for GRACE=240 s: give sbatch --time at least 24 min",
         ),
-        ((), (), {"NODES": "3"}, "NODES=3 and SLURM gave 2: sbatch --nodes=3 at least, more for spares"),
-        ((), ("--run.dir", "x"), {}, "--run.dir: the scripts must know it, too; set RUN_DIR before sbatch"),
-        ((), ("--run.grace=9",), {}, "--run.grace: torchrun must know it, too; set GRACE before sbatch"),
+        ((), (), {"NODES": "3"}, "NODES=3, but SLURM allotted 2: give sbatch --nodes=3, or more for spares"),
+        ((), ("--run.dir", "x"), {}, "--run.dir: the scripts need it too; set RUN_DIR before sbatch"),
+        ((), ("--run.grace=9",), {}, "--run.grace: torchrun needs it too; set GRACE before sbatch"),
         ((), (), {"NODES": "abc"}, "NODES=abc: must be a whole number of at least 1"),
         ((), (), {"NODES": "0"}, "NODES=0: must be a whole number of at least 1"),
         ((), (), {"NPROC": "0"}, "NPROC=0: must be a whole number of at least 1"),
@@ -249,7 +249,7 @@ def test_time_limit_without_progress_ends_the_requeues(tmp_path):
     leaves = f'echo "{text}" >{tmp_path}/run/PREEMPTED; exit 1'
     ended = ends(job(tmp_path, 1, env={"PREFLIGHT": "0", "NODES": "1"}, before={A: leaves}))
     assert ended.rc == 1 and len(calls(tmp_path, "scontrol requeue")) == 1, ended.show()
-    assert any('saved at "step": 4, as before' in line for line in ended.err), ended.show()
+    assert any('saved at "step": 4, like the start before' in line for line in ended.err), ended.show()
 
 
 def test_bad_spares_exhausted_names_every_bad_node_and_the_way_out(tmp_path):
@@ -379,7 +379,7 @@ def test_hosts_get_signals_and_end_together(tmp_path):
         ("NPROC=two", "NPROC=two: must be a whole number of at least 1"),
         ("NPROC=0", "NPROC=0: must be a whole number of at least 1"),
         ("GRACE=4m", "GRACE=4m: must be a whole number of at least 1"),
-        ("GRACE=08", "GRACE=08: must be a whole number of at least 1, in digits alone"),
+        ("GRACE=08", "GRACE=08: must be a whole number of at least 1, without leading zeros"),
         ("NODE_RANK=5 NNODES=2 MASTER_ADDR=a", "NODE_RANK=5: must be below NNODES=2"),
         ("HOSTS=a MASTER_PORT=x", "MASTER_PORT=x: must be a whole number from 1 to 65535"),
         ("HOSTS=a NODES=x", "NODES=x: must be a whole number of at least 1"),
@@ -408,5 +408,5 @@ def test_bad_first_node_that_cannot_be_reached_is_named_in_seconds(tmp_path):
     env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}
     ended = ends(hosts(tmp_path, ["-m", "spmdrl.train"], **env))
     assert ended.rc == 1 and len(ended.err) == 1, ended.show()
-    assert "does not reach the first node, no-such-host.invalid port" in ended.err[0]
+    assert "cannot reach the first node, no-such-host.invalid port" in ended.err[0]
     assert "PREFLIGHT=0 starts without this check" in ended.err[0]

