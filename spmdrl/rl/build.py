@@ -176,7 +176,7 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
     if world.engine_tp_rank:
         return OnFirstRank(found.turn_tokens, found.max_open)
     agents = Agents(found, renderer, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
-    session.note(f"environment {cfg.env}: {agents.hello}; calls in the form {agents.format}")
+    session.note(f"environment {cfg.env}: {agents.hello}; calls in the format {agents.format}")
     if renderer.rewrites:
         way = "continues with the sampled tokens" if found.history == "keep" else "starts a branch"
         history = f"history {found.history} {way}"

@@ -1,4 +1,4 @@
-"""Plans of rollouts, the groups of episodes that they sample, and the experience that comes of them."""
+"""Plans of rollouts, the groups of episodes that they sample, and the experience that results from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,20 +15,20 @@ from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 ASK_EVERY = 16
-"""Steps of an engine of several ranks between two agreements of these whether to abandon the rollout."""
+"""Number of engine steps after which the ranks of an engine decide together whether to abandon the rollout."""
 
 
 @dataclass
 class PromptGroup:
-    """Episodes of one prompt, all of them with one engine."""
+    """The episodes of one prompt, all of them on one engine."""
 
     position: int
-    """Number of the prompt among all that the run draws: tells apart a prompt drawn twice."""
+    """Number of the prompt among all prompts that the run draws; different for a prompt that is drawn twice."""
     prompt: Prompt
     born: int
     """Step in which the prompt was drawn."""
     episodes: list[Episode]
-    """Episodes in the order of their samples; the greedy one, if there is one, is the last."""
+    """Episodes in the order of their samples. The greedy one, if there is one, is the last."""
 
     @property
     def done(self) -> bool:
@@ -41,7 +41,7 @@ class PromptGroup:
         return [e for e in self.episodes if not e.finish]
 
     def copy(self) -> "PromptGroup":
-        """Return a group to go on with, apart from this one; segments are never written into."""
+        """Return a copy that can continue without changing this group. It shares segments, which are never modified."""
         return replace(
             self,
             episodes=[
@@ -53,102 +53,103 @@ class PromptGroup:
 
 @dataclass
 class Experience:
-    """Episodes that one rollout, or all rollouts of a step, completed on this rank, and the groups that go on.
+    """The result of one rollout, or of all rollouts of a step: completed episodes and carried groups of this rank.
 
     In a step's experience the positions of episodes are 0 .. prompts - 1 over all ranks.
     """
 
     episodes: list[Episode]
-    """Episodes of whole groups; empty on an engine's other ranks."""
+    """Episodes of complete groups, on an engine's first rank; empty on its other ranks."""
     drawn: int = 0
-    """Number of prompts up to the last one that was begun: of a rollout by this engine, of a step by any. The next step
-    draws the later ones. Known to the ranks that sample."""
+    """Number of prompts up to the last one that was begun: by this engine in a rollout, by any engine in a step. The
+    next step draws the prompts after it. 0 on ranks that do not sample."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups that were cut short on this rank's engine, or drawn and not begun there; alike on all ranks of the
-    engine."""
+    """Groups to continue later: they were cut short on this rank's engine, or drawn and not begun. Equal on all ranks
+    of an engine."""
     bad_samples: int = 0
-    """Samples left out on this rank because a reward or logp was not finite, they could not be graded, or all others of
-    their prompt were left out and the advantage compares them."""
+    """Number of samples left out on this rank: a reward or logp was not finite, they could not be graded, or all other
+    samples of their prompt were left out and the advantage compares samples."""
     stats: Metrics = field(default_factory=Metrics)
     counts: dict[str, float] = field(default_factory=dict)
-    """Sums of what environments did on this rank."""
+    """Counts of environments on this rank (`environment.COUNTS`)."""
     abandoned: bool = False
-    """True if the rollout was abandoned; its episodes are then of use only if the plan keeps what is graded."""
+    """True if the rollout was abandoned. Its episodes are then used only under `RolloutPlan.keeps_graded`."""
 
 
 @dataclass
 class RolloutPlan:
-    """Prompts to sample and the settings for it. Every rank holds the same plan, except for `carried`."""
+    """The prompts to sample, and the settings of sampling. Every rank has the same plan, except for `carried`."""
 
     name: str
-    """Name that is unique in the run; the queue carries it."""
+    """Name that is unique in the run; the prompt queue uses it as a key."""
     prompts: list[Prompt]
     """Prompts in the order of their positions."""
     samples: int
     """Samples per prompt."""
     key: tuple[int, ...]
-    """Key of the draws of this rollout: (seed, step) and more."""
+    """Key of the random draws of this rollout: the run's seed, and the step or a constant."""
     version: int
     max_new_tokens: int
-    """Limit on the new tokens of all turns of an episode, observations included."""
+    """Limit on the new tokens of all turns of an episode, including observations."""
     temperature: float
     top_p: float = 1.0
     assignment: str = "queue"
     first_position: int = 0
-    """Number of the first prompt."""
+    """Position of the first prompt; the other prompts follow."""
     greedy: bool = False
-    """True for one more response to every prompt, a greedy one, whose reward becomes the others' baseline."""
+    """True to sample an additional greedy response to every prompt, whose reward is the baseline of the others."""
     bad_sample: str = "stop"
     """Treatment of a sample with a logp or reward that is not finite: an error (`stop`), or the reward nan (`skip`)."""
     enough: int = 0
-    """Number of groups over all engines after which the rest is cut short. 0: all there are."""
+    """Number of completed groups over all engines at which the other groups are cut short. 0: complete all groups."""
     least: int = 1
-    """Samples of a group whose environment may not fail if the group is to count towards `enough`."""
+    """Smallest number of samples without a failed environment with which a group counts towards `enough`."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups that this rank's engine goes on with; first in line."""
+    """Groups of earlier steps that this rank's engine continues, before new prompts."""
     carried_by: list[int] = field(default_factory=list)
-    """Number of groups that each engine goes on with; empty: none does."""
+    """Number of carried groups of each engine; empty: no engine has any."""
     turn_tokens: int = 0
-    """Limit on the tokens of one response; 0: none."""
+    """Limit on the tokens of one response; 0: no limit."""
     in_order: bool = False
-    """True if the engine waits for all due observations before each step and gets requests by place, so that no clock
-    decides what is cut or what runs side by side."""
+    """True if the engine waits for all pending observations before each step and gets requests sorted by (position,
+    sample), so that timing affects neither the engine's batches nor which episodes are cut short."""
     keeps_cut: bool = False
-    """True if another step goes on with groups that are cut short."""
+    """True if another step continues groups that are cut short."""
     must_end: int = -1
-    """Groups born in this step or before are always awaited, whatever `enough` is."""
+    """Groups that were begun in this step or earlier are always completed, regardless of `enough`."""
     may_end: Callable[[], bool] | None = None
-    """Called between two steps of the engine, and of the grading: True abandons the rollout."""
+    """Function that is called between steps of the engine and of the grading; if it returns True, the rollout is
+    abandoned."""
     keeps_graded: bool = False
-    """True if groups that are graded count although the rollout was abandoned."""
+    """True to return the groups that are graded if the rollout is abandoned."""
 
     @property
     def requests_per_prompt(self) -> int:
-        """Requests for one prompt: its samples, and the greedy one."""
+        """Number of requests for one prompt: its samples, and the greedy response if there is one."""
         return self.samples + self.greedy
 
     def group(self, place: int) -> PromptGroup:
-        """Return the prompt at this place, with episodes that have not begun."""
+        """Return the group of the prompt at this index, with episodes that have not begun."""
         prompt, position = self.prompts[place], self.first_position + place
         episodes = [Episode(prompt.index, sample, position, []) for sample in range(self.requests_per_prompt)]
         return PromptGroup(position, prompt, self.key[-1], episodes)
 
     def counts(self, group: PromptGroup) -> bool:
-        """Return True if few enough environments of a finished group failed for it to count towards `enough`."""
+        """Return True if a finished group counts towards `enough`, which depends on how many environments failed."""
         failed = [e.finish == "abort" for e in group.episodes]
         return failed[: self.samples].count(False) >= self.least and not any(failed[self.samples :])
 
     def room(self, episode: Episode) -> int:
-        """Return the number of tokens that an episode may still take."""
+        """Return the number of tokens that an episode may still have."""
         return self.max_new_tokens - episode.generated
 
     def room_of_turn(self, episode: Episode) -> int:
-        """Return the number of tokens that the current response may still take."""
+        """Return the number of tokens that the current response may still have."""
         room = self.room(episode)
         return min(room, self.turn_tokens - len(episode.response)) if self.turn_tokens else room
 
     def request(self, group: PromptGroup, sample: int) -> Request:
-        """Return the request for the rest of a sample. Its seed depends on data alone, not on where it runs."""
+        """Return the request for the next tokens of a sample. Its seed depends only on data, not on the engine."""
         episode = group.episodes[sample]
         return Request(
             key=request_key(episode),
@@ -161,9 +162,9 @@ class RolloutPlan:
         )
 
     def is_abandoned(self, world: World, polls: int) -> bool:
-        """Return True if the rollout is abandoned, alike on all ranks of an engine. Collective over them.
+        """Return True if the rollout is abandoned, equal on all ranks of an engine. Collective over the engine.
 
-        polls: steps of the engine so far.
+        polls: number of engine steps so far.
         """
         if self.may_end is None:
             return False
@@ -175,37 +176,38 @@ class RolloutPlan:
         return bool(all_reduce(flag, "max", world.engine_group).item())
 
     def unbegun(self, done: Experience, last: int, world: World) -> list[PromptGroup]:
-        """Return this engine's groups among the first `last` prompts that it did not begin; none if a queue hands out.
+        """Return this engine's groups among the first `last` prompts that it did not begin.
 
-        A fixed assignment leaves them if another engine was quicker; no other engine may begin them.
+        Under static assignment there are such groups if another engine was faster; only this engine may begin them.
+        Otherwise there are none.
         """
         if self.assignment != "static":
             return []
         return [self.group(p) for p in range(world.engine_index, last, world.engine_count) if p >= done.drawn]
 
     def enough_here(self, world: World) -> int:
-        """Return the groups that this engine must complete (static assignment), or all engines together (queue)."""
+        """Return how many groups this engine (static assignment) or all engines together (queue) must complete."""
         if self.assignment != "static" or not self.enough:
             return self.enough
         engines = world.engine_count
         carried = self.carried_by or [0] * engines
         drawn = [len(range(engine, len(self.prompts), engines)) for engine in range(engines)]
         mine = shares(self.enough, [c + d for c, d in zip(carried, drawn, strict=True)])[world.engine_index]
-        # 0 would mean that there is no limit: an engine whose share is 0 stops at its first group.
+        # 0 would mean all groups, so an engine whose share is 0 completes one group.
         return max(1, mine)
 
 
 def request_key(episode: Episode) -> Key:
-    """Return the name of the request for an episode's next tokens inside a rollout."""
+    """Return the key of the request for an episode's next tokens, unique within a rollout."""
     return episode.position, episode.sample, episode.turns - 1
 
 
 def shares(enough: int, groups: list[int]) -> list[int]:
-    """Divide `enough` groups among engines in proportion to the groups that each has, never more than those.
+    """Divide `enough` groups among engines in proportion to the number of groups that each engine has.
 
-    They add up to `enough`, or to all groups if those are fewer.
+    The shares add up to `enough`, or to all groups if there are fewer. No share exceeds the engine's number of groups.
     """
     total, ends = sum(groups), [0, *accumulate(groups)]
-    # Cumulative numbers are rounded, so that nothing is lost in rounding.
+    # Cumulative sums are rounded instead of shares, so that the shares add up exactly.
     marks = [min(enough, total) * end // max(1, total) for end in ends]
     return [after - before for before, after in pairwise(marks)]

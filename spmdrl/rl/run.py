@@ -1,6 +1,6 @@
-"""One reinforcement learning run on one rank, and its learning method, as `train.py` calls them.
+"""One reinforcement learning run on one rank, and the learning method `PolicyGradient`; `train.py` calls both.
 
-`rl/build.py` builds both; `rl/distillation.py` and `rl/online_preference.py` have other methods.
+`rl/build.py` builds them. `rl/distillation.py` and `rl/online_preference.py` contain other methods.
 """
 
 import re
@@ -40,7 +40,7 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass(kw_only=True)
 class Run(JobRun[Config]):
-    """Parts of a run on this rank."""
+    """A run on this rank: its parts and its steps."""
 
     algo: Algorithm
     spikes: Spikes
@@ -53,37 +53,37 @@ class Run(JobRun[Config]):
     tokenizer: Any
     prompts: PromptSet
     experts_width: int
-    """Columns of routing that a batch replays; 0: none."""
+    """Number of columns with experts in a batch, under routing replay; 0: no replay."""
     method: "PolicyGradient" = field(init=False)
-    """The learning method, which is made from the built run."""
+    """The learning method, which is made after the run."""
     timeouts_seen: int = 0
     digits = 3
 
     @property
     def peers(self) -> Peers:
-        """The data positions."""
+        """The data positions of the run, over which metrics and losses are summed."""
         return self.world.data_peers
 
     @cached_property
     def reader(self) -> CallReader | None:
-        """The reader of tool calls in turns; None without an environment."""
+        """The reader of tool calls in the policy's turns; None without an environment."""
         return call_reader(self.cfg, self.tokenizer)
 
     # ── one step ─────────────────────────────────────────────────────────────
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps still to do, counted from 0."""
+        """Yield the remaining steps, counted from 0."""
         for step in super().steps():
             self.spikes.step = step + 1
             yield step
 
     def experience(self, step: int) -> Experience:
-        """Return this step's experience, sampled and graded here unless that was done ahead. Collective over samplers.
+        """Return this step's graded experience; sample it unless that was done in advance. Collective over all ranks.
 
-        A rank that does not sample has no episodes.
+        The result has no episodes on a rank that does not sample.
 
         Raises:
-            PreemptedError: on every rank, if sampling was abandoned.
+            PreemptedError: sampling was abandoned. Every rank raises it.
         """
         done = None
         with suppress(AbandonedError):
@@ -94,16 +94,16 @@ class Run(JobRun[Config]):
         return done
 
     def _unless(self, abandoned: bool, step: int, what: str) -> None:
-        """Leave the run if the ranks that sample, which agree among themselves, abandoned sampling. Collective."""
+        """Raise PreemptedError on all ranks if the ranks that sample abandoned sampling. Collective over all ranks."""
         if self.world.roles.split:
             abandoned = any_rank(abandoned, self.world.host_group)
         if abandoned:
             raise PreemptedError(step, what, abandoned=True)
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:
-        """Do the work of a rank that does not train, while others do. Collective over ranks of its kind.
+        """Do the work of a rank that does not train, while others train. Collective over the ranks of its role.
 
-        It samples later steps, or computes for the frozen models; `log` adds its numbers.
+        The rank samples later steps or runs the frozen models. `log` adds its metrics.
         """
         if self.sampler:
             with suppress(AbandonedError):
@@ -113,12 +113,13 @@ class Run(JobRun[Config]):
             return self.method.answer(batch)
 
     def evaluate(self, step: int, force: bool = False) -> None:
-        """Evaluate before this step's rollout if it is due; the numbers stand in that step's log line. Collective.
+        """Evaluate before this step's rollout if that is due. Collective over all ranks.
 
-        With a reward model `judge` has to follow, in the training phase.
+        The metrics become part of the step's log line. With a reward model, `judge` must be called afterwards in the
+        training phase.
 
         Raises:
-            PreemptedError: on every rank, if it was abandoned.
+            PreemptedError: the evaluation was abandoned. Every rank raises it.
         """
         evaluation = self.evaluation
         if not evaluation.is_due(step, force):
@@ -135,7 +136,7 @@ class Run(JobRun[Config]):
                 evaluation.show(self._rows(0, mine or []))
 
     def judge(self) -> None:
-        """Add the reward model's score to an evaluation that waits for it. Collective."""
+        """Add the reward model's scores if an evaluation needs them. Collective over all ranks."""
         if self.evaluation.to_judge is not None:
             with self.timer("eval"):
                 self.evaluation.judge()
@@ -143,24 +144,24 @@ class Run(JobRun[Config]):
     # ── after a step ─────────────────────────────────────────────────────────
 
     def log(self, step: int, batch: Batch, done: Experience, stats: Metrics) -> None:
-        """Reduce this step's numbers over ranks and write them. Collective."""
+        """Reduce this step's metrics over ranks and write them. Collective over all ranks."""
         with self.timer("log"):
             self._count(batch, done, stats)
             values = self._numbers(stats)
             values |= self.evaluation.take() | self.checkpoints.saver.poll()
             self.checkpoints.saver.record_metrics(step + 1, values)
             if step + 1 == self.cfg.run.steps:
-                # `finish` evaluates once more, and its numbers join this line.
+                # `finish` evaluates again and adds `eval/...` to this line, so these metrics get another name.
                 values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
             rollout = self.cfg.rollout
             adapt_coefficients(self.algo, self.cfg, values, rollout.prompts_per_step * rollout.samples_per_prompt)
             self._write(step + 1, values, batch, done)
-            # After the step is written, because the warning is about its numbers.
+            # The metrics are written first, because the warning or error refers to them.
             if warning := check_mismatch(step + 1, values, self.cfg):
                 self.session.warn(warning)
 
     def _count(self, batch: Batch, done: Experience, stats: Metrics) -> None:
-        """Add numbers of the batch and of the rollout. Collective."""
+        """Add metrics of the batch and of the rollout. Collective over all ranks."""
         world, rollout = self.world, self.cfg.rollout
         stats.merge(done.stats)
         timeouts = self.sampler.grader.timeouts if self.sampler else 0
@@ -168,7 +169,7 @@ class Run(JobRun[Config]):
         counts = torch.tensor([timeouts - self.timeouts_seen, done.bad_samples, drawn])
         self.timeouts_seen = timeouts
         timeouts, bad, drawn = all_reduce(counts, "sum", world.host_group).tolist()
-        # Only of steps that were learnt from: those sampled ahead are sampled again after a resume.
+        # Steps that were sampled in advance are not counted yet, because a resumed run may sample them again.
         self.state.draws += drawn
         if world.trains:
             describe(stats, batch, bool(self.cfg.reward.model))
@@ -179,7 +180,7 @@ class Run(JobRun[Config]):
                 stats.add("filter/bad_samples", bad)
 
     def _numbers(self, stats: Metrics) -> dict[str, float]:
-        """Return the step's numbers with memory and times, alike on every rank. Collective."""
+        """Return the step's metrics with memory and times, equal on all ranks. Collective over all ranks."""
         world = self.world
         for name, gib in self.memory.metrics().items():
             stats.add_max(name, gib)
@@ -191,20 +192,20 @@ class Run(JobRun[Config]):
         return merge_roles(values, world)
 
     def _write(self, step: int, values: dict[str, float], batch: Batch, done: Experience) -> None:
-        """Write the step's numbers and some samples. Collective."""
+        """Write the step's metrics and some samples. Collective over all ranks."""
         rows = []
         columns, labels = {}, self.models.reading.names if self.models.reading else ()
         if self.world.trains and self.models.reading and self.cfg.tracking.samples:
             columns = model_columns(batch, labels, self.peers)
         if self.world.is_first:
-            # A label is one of the model's columns.
+            # The labels' scores are in `columns`, so they are not parts of the episodes.
             episodes = to_episodes(batch, labels) if self.world.roles.split else done.episodes
             rows = self._rows(step, episodes, columns)
         self.journal.rows(self.evaluation.take_rows(step))
         self.journal.step(step, values, rows)
 
     def _rows(self, step: int, episodes: list[Episode], more: dict | None = None) -> list[dict]:
-        """Return some of the episodes as rows of samples.jsonl. step: counted from 1. more: further columns."""
+        """Return some of the episodes as rows of samples.jsonl. step: counted from 1. more: additional columns."""
         if not (count := self.cfg.tracking.samples):
             return []
         chosen = episodes[:: max(1, len(episodes) // count)][:count]
@@ -212,13 +213,13 @@ class Run(JobRun[Config]):
         return [row | (more or {}).get((e.position, e.sample), {}) for row, e in zip(rows, chosen, strict=True)]
 
     def held(self) -> dict[str, int]:
-        """Return the numbers that must be the same on every rank after a step."""
+        """Return the values that must be equal on all ranks after a step."""
         return {"draws": self.state.draws, "version": self.memory.version}
 
     # ── the end ──────────────────────────────────────────────────────────────
 
     def leave(self, left: PreemptedError) -> None:
-        """Save the models unless a checkpoint has them. Collective."""
+        """Save the models unless a checkpoint has them. Collective over all ranks."""
         if left.abandoned:
             # The weights may be off the device.
             with self.memory.training_phase():
@@ -226,7 +227,7 @@ class Run(JobRun[Config]):
         super().leave(left)
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate the policy after the last step. Collective."""
+        """Evaluate the policy after the last step. Collective over all ranks."""
         if not self.evaluation.is_due(done, force=True):
             return {}
         with self.memory.rollout_phase():
@@ -241,17 +242,17 @@ class Run(JobRun[Config]):
         return numbers
 
     def close(self) -> None:
-        """Close files and processes."""
+        """Close files and stop processes."""
         super().close()
         if self.sampler:
             self.sampler.close()
 
 
 class PolicyGradient:
-    """Learns from advantages of the policy's own samples. Other methods replace the parts in which they differ."""
+    """Learns from advantages of the policy's samples. Other methods are subclasses that override some functions."""
 
     replays = True
-    """`spmdrl.tools.replay` can run an optimizer step again."""
+    """True if `spmdrl.tools.replay` can run an optimizer step again."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -259,7 +260,7 @@ class PolicyGradient:
     def pack(self, episodes: list[Episode], step: int) -> Batch:
         """Return this rank's episodes of a step as a batch (`make_batch`). Collective, within a rollout phase."""
         run = self.run
-        # Ranks without the policy add the same columns.
+        # The columns depend only on settings, because ranks without the policy must add the same ones.
         with run.timer("exchange"):
             return make_batch(
                 episodes,
@@ -275,7 +276,7 @@ class PolicyGradient:
             )
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Score a batch; return the batch to learn from and numbers for the log. Collective over trainers.
+        """Score a batch; return the batch to learn from, and metrics. Collective over the ranks that train.
 
         Raises:
             ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
@@ -284,15 +285,15 @@ class PolicyGradient:
         return batch, score(batch, run.models, run.algo, run.cfg, run.peers)
 
     def answer(self, batch: Batch) -> Metrics:
-        """Compute for the frozen models on a rank that trains nothing, while others `score`. Collective over those."""
+        """Run the frozen models on a rank that does not train, together with the `score` of other ranks. Collective."""
         serve(batch, self.run.models, self.run.algo, self.run.cfg.rollout.temperature)
         return Metrics()
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the batch with an advantage for each token. Collective over trainers."""
+        """Return the batch with an advantage for each token. Collective over the ranks that train."""
         return self.run.algo.advantages(batch, self.run.peers)
 
     def update(self, batch: Batch, step: int) -> Metrics:
-        """Update every model that learns. Collective over trainers. step: counted from 0."""
+        """Update every model that learns. Collective over the ranks that train. step: counted from 0."""
         run = self.run
         return update(batch, run.models, run.algo, run.cfg, step, run.peers)

@@ -1,4 +1,4 @@
-"""Samples the experience of a step, some steps ahead if that is allowed: plan, rollout, grade, fill the batch."""
+"""Samples the experience of steps, up to `--rollout.staleness` of them in advance: plan, rollout, grade, fill batch."""
 
 from collections import deque
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from spmdrl.tracking.metrics import Timer
 class Sampler:
     """Samples the steps of a run, on a rank that has an engine. Methods are collective over the ranks that sample.
 
-    It holds groups that were cut short, and experience that was sampled up to `staleness` steps ahead: the experience
-    of step k comes from the weights that step max(k - staleness, first) began with.
+    Experience may be sampled up to `staleness` steps in advance: step k is sampled with the weights at the start of
+    step max(k - staleness, first step of the run).
     """
 
     cfg: Config
@@ -36,42 +36,42 @@ class Sampler:
     grader: Grader
     tokenizer: object
     start_step: int = 0
-    """Step at which this start of the job began, so that no two starts use one name for a rollout."""
+    """First step since the last start of the job. It makes names of rollouts different after a restart."""
     keep: Callable | None = None
     """Filter of `algos/filters.py`."""
     greedy: bool = False
-    """True to sample a greedy response to every prompt too."""
+    """True to sample an additional greedy response to every prompt."""
     environment: Environment | None = None
-    """None: every episode is a single turn."""
+    """Environment of the episodes; None: every episode is a single turn."""
     judges: EngineJudges | None = None
-    """Judges on the engine, with which every rollout is collective."""
+    """Judges on the engine; they make every rollout collective over the ranks that sample."""
     step: int = 0
     """The next step to sample."""
     draws: int = 0
-    """Prompts that earlier steps have drawn."""
+    """Number of prompts that earlier steps have drawn."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups that the last step cut short on this rank's engine."""
+    """Groups that the last sampled step cut short on this rank's engine."""
     ready: deque[Experience] = field(default_factory=deque)
-    """Experience that is sampled and not yet consumed, oldest step first."""
+    """Experience that was sampled in advance, the next step first."""
 
     def take(self, step: int, version: int) -> Experience:
-        """Return this step's experience, sampled by the weights of `version` unless it is ready.
+        """Return this step's experience. Unless it was sampled in advance, sample it with the weights of `version`.
 
         Raises:
-            AbandonedError: on every rank that samples.
+            AbandonedError: sampling was interrupted. Every rank that samples raises it.
         """
         if not self.ready:
             self._next(version)
-        assert self.step - len(self.ready) == step, "one step after the other"
+        assert self.step - len(self.ready) == step, "steps must be taken in order"
         return self.ready.popleft()
 
     def look_ahead(self, step: int, version: int) -> None:
-        """Sample all experience that may come from the weights of this step."""
+        """Sample all later steps that may be sampled with the weights of this step."""
         while self.step <= step + self.cfg.rollout.staleness and self.step < self.cfg.run.steps:
             self._next(version)
 
     def _next(self, version: int) -> None:
-        # A copy: sampling that is abandoned leaves them as they were.
+        # Copies of the groups, so that the originals are unchanged if sampling is abandoned.
         done = self.fill_batch(self.step, self.draws, version, [group.copy() for group in self.carried])
         self.step += 1
         self.draws += done.drawn
@@ -79,17 +79,17 @@ class Sampler:
         self.ready.append(done)
 
     def fill_batch(self, step: int, drawn: int, version: int, carried: list[PromptGroup]) -> Experience:
-        """Sample until a step has its prompts; without a filter, once.
+        """Run rollouts until a step has enough prompts; without a filter run one.
 
         Args:
             step: counted from 0.
-            drawn: prompts that earlier steps have drawn.
-            version: of the weights that the engines hold.
-            carried: groups that the step before cut short on this rank's engine; they come first.
+            drawn: number of prompts that earlier steps have drawn.
+            version: version of the engines' weights.
+            carried: groups that the previous step cut short on this rank's engine. They are sampled first.
 
         Raises:
-            AbandonedError: on every rank that samples.
-            ValueError: `--filter.max-rounds` rollouts did not fill the step; with the acceptance rate.
+            AbandonedError: sampling was interrupted. Every rank that samples raises it.
+            ValueError: `--filter.max-rounds` rollouts did not fill the step; the message has the acceptance rate.
         """
         filling = Filling(self.cfg, self.world, self.keep, step, carried)
         for _ in range(filling.most_rounds):
@@ -105,10 +105,10 @@ class Sampler:
 
         Args:
             step: counted from 0.
-            first: prompts that the run has drawn before.
-            prompts: how many to draw.
-            version: of the weights.
-            before: prompts that this step has drawn before.
+            first: number of prompts that the run has drawn before.
+            prompts: number of prompts to draw.
+            version: version of the weights.
+            before: number of prompts that this step has drawn before.
         """
         cfg = self.cfg.rollout
         drawn = drawn_indices(len(self.prompts), first, prompts, self.cfg.run.seed, self.cfg.data.shuffle)
@@ -130,32 +130,34 @@ class Sampler:
         )
 
     def rollout(self, plan: RolloutPlan, timer: Timer | None = None) -> Experience:
-        """Sample and grade the prompts of a plan; engines work on their own. timer: None: that of the run.
+        """Sample and grade the prompts of a plan. Engines work independently until the end.
+
+        timer: defaults to the run's timer.
 
         Raises:
-            AbandonedError: on every rank that samples, unless the plan keeps what is graded.
-            StaleEngineError: the engine does not hold `plan.version`.
+            AbandonedError: the rollout was interrupted, and not `plan.keeps_graded`. Every rank that samples raises it.
+            StaleEngineError: the engine has other weights than `plan.version`.
             RewardError: a grading failed.
-            ValueError: the engine reported a logp that is not a number (unless `plan.bad_sample` is `skip`).
+            ValueError: the engine reported a logp that is not finite, and `plan.bad_sample` is `stop`.
         """
         timer = timer or self.timer
         if self.judges:
             self.judges.begin(plan)
         grading = Grading(self.grader, self.tokenizer, self.world.engine_tp_rank == 0)
         result = Rollout(plan, self.engine, grading, self.world, self.environment or Environment()).run(timer)
-        # Engines wait for the slowest one here.
+        # All engines wait for the slowest one in this collective.
         with timer("exchange"):
             if not plan.keeps_graded and any_rank(result.abandoned, self.world.rollout_group):
                 raise AbandonedError("the rollout was abandoned")
         return result
 
     def close(self) -> None:
-        """End the processes of rewards and environments."""
+        """Stop the processes of rewards and environments."""
         self.grader.close()
         if self.environment:
             self.environment.close()
 
 
 def may_end() -> bool:
-    """Return True if a preemption notice leaves no more time for sampling."""
+    """Return True if a preemption notice leaves no time for further sampling."""
     return preemption.sampling_over

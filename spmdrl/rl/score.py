@@ -28,9 +28,9 @@ from spmdrl.tracking.metrics import Metrics
 
 
 def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Peers) -> Metrics:
-    """Add to a batch all columns that the update needs, except advantages. Collective.
+    """Add to a batch all columns that the update needs, except advantages. Collective over the ranks that train.
 
-    peers: data positions.
+    peers: the data positions.
 
     Raises:
         ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
@@ -81,9 +81,9 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
 
 
 def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> None:
-    """Run the frozen models of a rank that trains nothing while others `score`, in the same order. Collective.
+    """Run the frozen models on a rank that does not train, in the order in which `score` runs them on other ranks.
 
-    batch: empty, with the same columns as theirs.
+    Collective with the ranks that run `score`. batch: an empty batch with the same columns as on those ranks.
     """
     for judge in (models.reward_model, models.cost_model):
         if judge:
@@ -95,12 +95,15 @@ def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> 
 
 
 def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float) -> Metrics:
-    """Add the reward model's scores to the reward, its labels to the parts, scores of steps to the tokens. Collective.
+    """Add the reward model's scores to a batch. Collective over the ranks of the reward model.
 
-    An episode that branches gets the scores of its last path. coef: factor on the score in the reward.
+    The response's score is added to the reward, scores of labels become reward parts, and scores of steps become token
+    columns. An episode that branches gets the scores of its last path.
+
+    coef: factor on the score in the reward.
 
     Raises:
-        ValueError: a label has the name of a part.
+        ValueError: a label has the name of a reward part.
     """
     assert models.reward_model is not None, "the run builds what the settings name"
     metrics, first_E = Metrics(), batch.firsts
@@ -120,8 +123,8 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
     for name, score_B in scores.labels.items():
         if f"part/{name}" in batch.seq:
             raise ValueError(
-                f"--reward.model: its label {name} has the name of a part of --reward.function: give one of the two "
-                "another name (a label's is in id2label of the model's config.json)"
+                f"--reward.model: its label {name} has the name of a part of --reward.function: rename one of the two "
+                "(names of labels are in id2label of the model's config.json)"
             )
         batch.seq[f"part/{name}"] = score_B
     if scores.process_T is not None and scores.ends_T is not None:
@@ -130,7 +133,7 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
 
 
 def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
-    """Return the cost model's score plus the named reward part, [B]. Collective if there is a model."""
+    """Return the cost model's score plus the reward part `part`, [B]. Collective if there is a cost model."""
     cost_B = torch.zeros(len(batch), dtype=torch.float64)
     if models.cost_model:
         cost_B += batch.of_last((models.cost_reading or AtLast()).read(batch, models.cost_model).response_B)
@@ -140,17 +143,17 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
 
 
 def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> torch.Tensor:
-    """Return the shaped reward from which advantages are computed, [B]. Collective.
+    """Return the shaped reward of each sequence's episode, [B], from which advantages are computed. Collective.
 
-    A batch with rewards of turns gets `token["turn_shaped"]` too: those rewards in the units of the result. Bounds and
-    length terms apply to the whole episode.
+    In a batch with rewards of turns, these are scaled in the same way and become the column `token["turn_shaped"]`.
+    Bounds and length terms apply to the complete episode.
 
-    state: `Algorithm.state`, whose running moments of the reward are updated.
+    state: `Algorithm.state`; its running moments of the reward are updated.
     """
     shaping, longest, first_E, unit = cfg.shaping, cfg.rollout.max_new_tokens, batch.firsts, cfg.shaping.reward_coef
-    # Until the last line, B counts episodes; every path then gets the reward of its episode.
+    # Below, B counts episodes; the last line returns the reward for each path of an episode.
     reward_B, length_B = batch.seq["reward"][first_E], batch.sampled_per_episode
-    # The limit on an episode includes its environment's answers.
+    # Length terms count the environment's answers too, because they count towards the limit on an episode.
     counted_B = batch.generated_per_episode
     bounds = ((shaping.clip_low, -1), (shaping.clip_high, 1))
     if shaping.clip_low is not None or shaping.clip_high is not None:
@@ -171,7 +174,7 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
     if shaping.length_penalty == "linear":
         reward_B = reward_B + length_penalty_linear(counted_B, longest, shaping.length_coef)
     elif shaping.length_penalty == "group":
-        # The samples of a group may be on several ranks.
+        # The samples of a group may be on several ranks, so rows are gathered.
         given = (batch.seq["reward"][first_E], batch.seq["position"][first_E].double())
         rows, mine = gather_rows(batch, first_E, torch.stack([length_B.double(), *given], 1), peers)
         reward_B = (

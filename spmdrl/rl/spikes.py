@@ -1,7 +1,7 @@
-"""Keeps the batch of an anomalous optimizer step, for `python -m spmdrl.tools.replay`.
+"""Saves the batch of an anomalous optimizer step, for `python -m spmdrl.tools.replay`.
 
-RUN/spikes/step_000012/rank_00000.safetensors  each data position's sequences of the step, with every column
-RUN/spikes/step_000012/spike.json              facts of the step, the version of the weights, names of the files
+RUN/spikes/step_000012/rank_00000.safetensors  the sequences of one data position, with all columns
+RUN/spikes/step_000012/spike.json              facts about the step, and the names of the files
 """
 
 import json
@@ -23,13 +23,13 @@ from spmdrl.spmd.exchange import all_reduce, lexsort
 from spmdrl.spmd.world import World
 
 FILE = "spike.json"
-"""Facts of the step, as JSON."""
+"""Name of the file with facts about the step."""
 NAMES = ("step", "model", "share", "updates_done", "on_policy", "algorithm")
-"""Keys that it must have, beside `norm`, `median` and `files`."""
+"""Keys that this file must have, in addition to `norm`, `median` and `files`."""
 
 
 class Spikes:
-    """Keeps the optimizer steps that the guards of a run's models report, on every rank that trains."""
+    """Saves the optimizer steps that the gradient guards of a run's models report, on every rank that trains."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Spikes:
         """folder: the run folder."""
         self.folder, self.world, self.algo, self.warn = folder, world, algo, warn
         self.replays = True
-        """True if `spmdrl.tools.replay` can compute the losses of the run."""
+        """True if `spmdrl.tools.replay` supports the run's learning method."""
         self.step = 0
         """The current step, counted from 1; the caller sets it."""
         self.guards: dict[str, Guard] = {name: model.guard for name, model in models.learning().items()}
@@ -60,12 +60,12 @@ class Spikes:
                 self.guards[name].restore(facts)
 
     def keep(self, model: str, seen: AnomalousStep) -> str:
-        """Write this rank's part and return how to look at it. Collective over the ranks that train."""
+        """Write this rank's part of a step; return how to inspect the step. Collective over the ranks that train."""
         name = f"step_{self.step:06d}" + (f"_update_{seen.share}" if seen.share else "")
         place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
         holders = self.world.holders[:, 0].tolist()
         if self.world.rank == self.world.roles.trainers[0]:
-            # A run that was stopped may have left files of this step.
+            # An earlier run that was stopped may have left files of this step.
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
         self._meet()
@@ -74,7 +74,7 @@ class Spikes:
             batch = seen.batch.to(torch.device("cpu"))
             tree = {"lengths": batch.lengths, "token": batch.token, "seq": batch.seq}
             treefile.write(place / rank_file(self.world.rank), tree)
-        # A guard that ends the job must not do so while a rank still writes its file.
+        # A guard may end the job afterwards, so all ranks must have written their files.
         self._meet()
         look = f"python -m spmdrl.tools.replay {place}" if self.replays else f"the batch in {place}"
         if self.world.rank == self.world.roles.trainers[0]:
@@ -102,24 +102,24 @@ class Spikes:
 
 
 def read(place: Path) -> tuple[dict, Batch]:
-    """Return the facts of a kept step, and the sequences of all ranks in sample order.
+    """Return the facts about a saved step, and the sequences of all ranks in the order of samples.
 
     Raises:
-        ValueError: the folder does not exist or is incomplete; the message names what is missing.
+        ValueError: the folder does not exist or is incomplete; the message names the missing file or key.
     """
     try:
         facts = json.loads((place / FILE).read_text(encoding="utf-8"))
         if "unmoved" in facts:
-            # The name in older runs.
+            # Older runs call this key `unmoved`.
             facts["on_policy"] = facts.pop("unmoved")
         files = [str(name) for name in facts["files"]]
         facts |= {name: math.nan if facts[name] is None else float(facts[name]) for name in ("norm", "median")}
         wrong = [name for name in NAMES if name not in facts]
         if wrong or any(Path(name).name != name for name in files) or not files:
-            raise ValueError(f"it lacks {', '.join(wrong) or 'files of its own'}")
+            raise ValueError(f"it lacks {', '.join(wrong) or 'names of files in its folder'}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{place / FILE}: {error}; name a folder that a run has kept, such as runs/demo/spikes/step_000012"
+            f"{place / FILE}: {error}; name a folder that a run has saved, such as runs/demo/spikes/step_000012"
         ) from error
     parts = [treefile.read(place / name) for name in files]
     try:
@@ -131,10 +131,10 @@ def read(place: Path) -> tuple[dict, Batch]:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of the file of a rank."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def plain(value: float) -> float | str | None:
-    """Return a number as JSON, which has no nan and no inf."""
+    """Return a number as a JSON value: null for nan, and text for infinity."""
     return value if math.isfinite(value) else None if math.isnan(value) else str(value)

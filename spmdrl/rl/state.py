@@ -1,13 +1,13 @@
-"""State of a run beside its models, for checkpoints: alike on all ranks (RunState), and of each rank (RankState).
+"""State of a run in addition to its models, for checkpoints: equal on all ranks (RunState) or per rank (RankState).
 
-A rank holds groups that were cut short (partial rollouts), experience that was sampled ahead (split placement), steps
-to be replayed, and the states of the random number generators, for a loss or a reward of the user's that draws from
-them: the run's own draws are keyed by data. It saves them as a tree of plain values and tensors
-(`checkpoint/treefile.py`) and reads its own file again. On another number of ranks `dealt` distributes what was saved,
-groups whole, and generators begin anew.
+A rank has groups that were cut short (partial rollouts), experience that was sampled in advance (split placement),
+steps to be replayed, and random number generators. The run's draws are keyed by data, so the generators matter only for
+a user's loss or reward that draws from them. A rank saves all this as a tree of plain values and tensors
+(`checkpoint/treefile.py`), and reads the same file at a resume. If the number of ranks differs, `dealt` distributes the
+saved groups, and generators start again.
 
-Checkpoints from before episodes had segments hold a response as columns: `parts` of a group, `trajectories` of a step.
-They are read.
+Old checkpoints, in which episodes have no segments, can be read. They contain responses as columns, under `parts` of a
+group and `trajectories` of a step.
 """
 
 from collections import deque
@@ -35,17 +35,20 @@ from spmdrl.spmd.world import World
 
 
 class RunState:
-    """Coefficients, guards and the count of prompts drawn; a `session.checkpoints.Kept`."""
+    """The state that is equal on all ranks: coefficients, gradient guards and the number of prompts drawn.
+
+    Implements `session.checkpoints.Kept`.
+    """
 
     def __init__(self, algo: Algorithm, spikes: Spikes):
         self.algo, self.spikes = algo, spikes
-        # Coefficients begin at the values of the settings.
+        # At this point the coefficients have the values of the settings.
         self.begun_with = dict(algo.state)
         self.draws = 0
-        """Prompts drawn for the steps that were learnt from."""
+        """Number of prompts drawn for the steps that were learnt from."""
 
     def state(self) -> dict[str, Any]:
-        """See the contract."""
+        """Implements `Kept.state`."""
         return {
             "guards": self.spikes.state(),
             "algorithm": self.algo.state,
@@ -54,7 +57,7 @@ class RunState:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See the contract. A coefficient whose setting was changed (--run.allow-changes) keeps its new value."""
+        """Implements `Kept.restore`. A coefficient whose setting was changed (--run.allow-changes) is not restored."""
         begun = state.get("begun_with", self.begun_with)
         self.algo.state |= {k: v for k, v in state["algorithm"].items() if begun.get(k) == self.begun_with.get(k)}
         self.spikes.restore(state.get("guards", {}))
@@ -63,7 +66,7 @@ class RunState:
 
 @dataclass
 class RankState:
-    """State of a run on this rank; a `session.checkpoints.RankKept`."""
+    """The state of a run on this rank. Implements `session.checkpoints.RankKept`."""
 
     cfg: Config
     world: World
@@ -72,16 +75,16 @@ class RankState:
     """None on a rank that does not sample."""
     replay: ReplayBuffer
     greedy: bool
-    """True if a greedy response to every prompt is sampled too (`RolloutPlan.greedy`)."""
+    """True if an additional greedy response to every prompt is sampled (`RolloutPlan.greedy`)."""
 
     def tree(self) -> dict:
-        """See the contract. No later step writes into its tensors."""
+        """Implements `RankKept.tree`. Later steps do not modify its tensors."""
         world, ahead, buffer = self.world, self.sampler, self.replay.buffer
         samplers = world.roles.samplers
-        # An engine's ranks hold the same groups, and its first one the episodes.
+        # All ranks of an engine have the same groups, and only its first rank has the episodes.
         leads = world.samples and world.engine_tp_rank == 0
         return {
-            # leaders: the first rank of each engine.
+            # leaders: the first ranks of the engines.
             "layout": {"size": world.size, "leaders": list(samplers[:: self.cfg.engine_ranks])},
             "settings": self._settings(),
             "ahead": {
@@ -97,21 +100,21 @@ class RankState:
         }
 
     def restore(self, files: list[Path]) -> str:
-        """See the contract.
+        """Implements `RankKept.restore`.
 
         Args:
-            files: of all ranks that saved, in their order; empty if the checkpoint has none.
+            files: files of all ranks that saved the checkpoint, in the order of ranks; empty if it has none.
 
         Raises:
-            ValueError: a file cannot be read, or does not belong to the others or to the step.
+            ValueError: a file cannot be read, or belongs to another checkpoint or another step.
         """
         world, held = self.world, self._kinds()
         if not files:
-            return _lost("it holds nothing of its ranks", [*held, "states of random number generators"])
+            return _lost("it has no files of ranks", [*held, "states of random number generators"])
         read = cache(lambda rank: treefile.read(files[rank]))
         layout = read(min(world.rank, len(files) - 1))["layout"]
         if layout["size"] != len(files):
-            raise ValueError(f"{files[0].parent} holds files of {len(files)} ranks, saved by {layout['size']}")
+            raise ValueError(f"{files[0].parent} has files of {len(files)} ranks, but was saved by {layout['size']}")
         lost = []
         if len(files) == world.size:
             set_generator_states(read(world.rank)["generators"], world.device)
@@ -131,14 +134,14 @@ class RankState:
         return "; ".join(lost)
 
     def _kinds(self) -> list[str]:
-        """Return the kinds of things that this run holds, in words."""
+        """Return descriptions of the state that this run has, for messages."""
         rollout = self.cfg.rollout
         held = ["groups that were cut short"] if rollout.partial_steps else []
         held += ["experience that was sampled ahead"] if rollout.staleness else []
         return held + (["the steps to be replayed"] if self.replay.buffer is not None else [])
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings that must be as they were for the saved things to fit."""
+        """Return the settings that must be unchanged for the saved state to be usable."""
         rollout = self.cfg.rollout
         return {
             "prompts": self.prompts.digest(),
@@ -156,7 +159,7 @@ class RankState:
         first, steps_ready = trees[0], len(trees[0]["ready"])
         if first["step"] - steps_ready != ahead.step:
             raise ValueError(
-                f"experience for step {first['step'] - steps_ready} was saved, and the run goes on at {ahead.step}"
+                f"experience for step {first['step'] - steps_ready} was saved, but the run continues at {ahead.step}"
             )
         ahead.draws, ahead.step = first["draws"], first["step"]
         prompts = {prompt.index: prompt for prompt in self.prompts.prompts}
@@ -167,7 +170,7 @@ class RankState:
             parts = [experience(tree) for tree in same_step]
             episodes = [e for part in parts for e in part.episodes]
             kept = set(sorted({e.position for e in episodes})[share::shares])
-            # Counted once, and numbers that were alike on all ranks are so again.
+            # Bad samples are summed over ranks, so one rank gets them all. `drawn` and metrics were equal on all ranks.
             bad = sum(part.bad_samples for part in parts) if leads and not share else 0
             mine = [e for e in episodes if leads and e.position in kept]
             ready.append(Experience(mine, parts[0].drawn, [], bad, parts[0].stats))
@@ -180,7 +183,7 @@ class RankState:
         numbers, share, shares = dealt(self.world.rank, self.world.size, before)
         entries = [(step, Batch(**tree)) for i in numbers for step, tree in read(i)["replay"]]
         for step, batch in sorted(entries, key=lambda entry: entry[0]):
-            # A batch that was saved without paths has one path an episode.
+            # A batch that was saved without columns of paths has one path per episode.
             batch.seq |= batch.identity
             mine = batch
             if shares > 1:
@@ -194,10 +197,12 @@ def _lost(why: str, what: list[str]) -> str:
 
 
 def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
-    """Assign the state that `before` ranks saved to rank `mine` of `count`; every item goes to exactly one rank.
+    """Distribute the state that `before` ranks saved over `count` ranks, so that every item goes to exactly one rank.
 
-    Returns the numbers of the saved ranks that it reads, and which share of how many it takes of each: with as many
-    ranks as before it takes its own, with fewer those of several, with more every n-th item of one.
+    With the same number of ranks, each rank reads its state. With fewer ranks, a rank reads the states of several; with
+    more ranks, it reads every n-th item of one state.
+
+    Returns the numbers of the saved ranks that rank `mine` reads, the index of the first item to take, and n.
     """
     if before >= count:
         return list(range(mine, before, count)), 0, 1
@@ -205,31 +210,31 @@ def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
 
 
 def fields_of(x: Any) -> dict:
-    """Return a dataclass's fields by name, as they are."""
+    """Return the fields of a dataclass by name, without copying values."""
     return {field.name: getattr(x, field.name) for field in fields(x)}
 
 
 def episode_tree(e: Episode) -> dict:
-    """Return an episode outside a rollout as a tree. Its conversation stands under the key `talk`, as JSON values."""
+    """Return an episode as a tree, between two rollouts. Its conversation is under the key `talk`, as JSON values."""
     saved = {"segments": [fields_of(s) for s in e.segments], "conversation": e.conversation and e.conversation.saved()}
     values = fields_of(e) | saved
     return {"talk" if name == "conversation" else name: values[name] for name in values if name != "phase"}
 
 
 def episode(tree: dict) -> Episode:
-    """Invert `episode_tree`."""
+    """Return the episode of a tree that `episode_tree` returned."""
     values: dict[str, Any] = tree | {"segments": [Segment(**s) for s in tree["segments"]]}
     talk = values.pop("talk", None)
     return Episode(**values, conversation=talk and ConversationState.restored(talk))
 
 
 def group_tree(g: PromptGroup) -> dict:
-    """Return a group as a tree, with the index of its prompt."""
+    """Return a group as a tree, in which the prompt is an index."""
     return fields_of(g) | {"prompt": g.prompt.index, "episodes": [episode_tree(e) for e in g.episodes]}
 
 
 def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
-    """Invert `group_tree`. prompts: by index."""
+    """Return the group of a tree that `group_tree` returned. prompts: the data set's prompts by index."""
     prompt, position = prompts[tree["prompt"]], tree["position"]
     if "parts" in tree:
         parts = sorted((int(sample), part) for sample, part in tree["parts"].items())
@@ -240,7 +245,7 @@ def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
 
 
 def experience_tree(done: Experience) -> dict:
-    """Return a step's experience as a tree, without its carried groups: the sampler saves those of the newest step."""
+    """Return a step's experience as a tree, without carried groups: the sampler has the groups of the newest step."""
     return {
         "episodes": [episode_tree(e) for e in done.episodes],
         "drawn": done.drawn,
@@ -250,7 +255,7 @@ def experience_tree(done: Experience) -> dict:
 
 
 def experience(tree: dict) -> Experience:
-    """Invert `experience_tree`."""
+    """Return the experience of a tree that `experience_tree` returned."""
     old = [_from_trajectory(t) for t in tree.get("trajectories", ())]
     episodes = old or [episode(e) for e in tree.get("episodes", ())]
     done = Experience(episodes, tree["drawn"], [], tree["bad_samples"])

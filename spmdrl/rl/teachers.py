@@ -1,4 +1,4 @@
-"""Teachers of a distillation: the prompts as they read them, and teachers in the run's own engine."""
+"""Teachers of a distillation: renders their prompts, and runs teachers in the run's engine."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ from spmdrl.spmd.exchange import broadcast_text
 
 
 def room(cfg: DistillationConfig) -> int:
-    """Return the length in tokens of the longest sequence that all teachers accept."""
+    """Return the length, in tokens, of the longest sequence that all teachers can read."""
     trust = cfg.model.trust_remote_code
     paths = [cfg.reference.path, *(each.path for each in cfg.further_teachers().values())]
     return min(*(context_length(resolve(path, trust), trust) for path in paths), cfg.policy.max_tokens_per_microbatch)
@@ -30,14 +30,16 @@ def room(cfg: DistillationConfig) -> int:
 def teacher_prompts(
     cfg: DistillationConfig, tokenizer: Any, chat_template: str, student: PromptSet
 ) -> dict[int, list[int]]:
-    """Return the tokens of the prompts by the index of their row; `--distill.teacher-template` renders them if set.
+    """Return the tokens of the teacher's prompts, by the index of their row.
 
-    tokenizer: the teacher's. chat_template: as `--data.chat-template`; empty: the tokenizer's, and plain text if it has
-    none. student: the student's prompts.
+    `--distill.teacher-template` renders them if set.
+
+    tokenizer: of the teacher. chat_template: as `--data.chat-template`; if it is empty, the tokenizer's is used, and
+    plain text if that has none. student: the student's prompts.
 
     Raises:
-        ValueError: the template does not fit the rows, the teacher's prompts lack a column that the student's have, or
-            a prompt is longer than there is room for.
+        ValueError: the template cannot render a row, the teacher's prompts lack a column that the student's have, or a
+            prompt is too long.
     """
     wanted = {prompt.index for prompt in student.prompts}
     template = cfg.distill.teacher_template
@@ -48,8 +50,8 @@ def teacher_prompts(
     odd = [line for line in found.left if line not in student.left]
     if odd and chat != cfg.data.chat:
         raise ValueError(
-            f"--reference.path {cfg.reference.path}: in the teacher's prompts {odd[0]}; the student's have it, so take "
-            "a teacher with a chat template, or leave the column out of the rows"
+            f"--reference.path {cfg.reference.path}: in the teacher's prompts {odd[0]}; the student's prompts have it, "
+            "so take a teacher with a chat template, or leave the column out of the rows"
         )
     tokens = {prompt.index: prompt.tokens for prompt in found.prompts if prompt.index in wanted}
     if long := sum(len(each) > left for each in tokens.values()):
@@ -63,33 +65,33 @@ def teacher_prompts(
 
 
 class EngineTeachers:
-    """Teachers in this rank's engine: their weights take the student's place once a step is sampled."""
+    """Teachers in this rank's engine. Their weights replace the student's after each step is sampled."""
 
     def __init__(self, run: Run):
-        """Open the folders.
+        """Open the teachers' folders.
 
         Raises:
             ValueError: a teacher cannot run in the engine; the message names the setting to change.
         """
         cfg = cast(DistillationConfig, run.cfg)
         self.run, self.temperature = run, cfg.rollout.temperature
-        advice = "a teacher in the engine has the student's architecture; leave --distill.on-engine out for others"
-        # Versions of judges come first.
+        advice = "a teacher in the engine needs the student's architecture; leave --distill.on-engine out for others"
+        # Weight versions -2, -3, ... belong to the frozen judges, so the teachers' follow after those.
         self.models = EngineModels(cfg, -2 - len(frozen_judges(cfg)), advice)
         for name, path in cfg.engine_teachers().items():
             self.models.open(name, path, "--reference.path" if name == "reference" else "--distill.more-teachers")
         self.models.check_policy(run.models.policy)
 
     def read(self, batch: Batch, reader: TargetReader, shares: dict[str, torch.Tensor]) -> None:
-        """Add the columns of all teachers to the batch that a rank has sampled. Collective over the engine.
+        """Add the columns of all teachers to a batch that this rank has sampled. Collective over the engine.
 
-        shares: weight of each teacher in each sequence; a teacher does not read sequences in which it has none.
+        shares: weight of each teacher in each sequence. A teacher does not read sequences in which its weight is 0.
         """
         world, memory = self.run.world, self.run.memory
         engine = cast(ReadingEngine, memory.engine)
         for name in self.models.folders:
             read_B = shares[name] > 0
-            # The engine's other ranks have no samples, and take those of the first one.
+            # The engine's other ranks have no samples, so the first rank broadcasts the requests.
             rows = broadcast_text(
                 json.dumps([asdict(each) for each in _requests(batch, read_B)]), world.engine_group, world.device
             )
@@ -107,7 +109,7 @@ class EngineTeachers:
 
 
 def _requests(batch: Batch, read_B: torch.Tensor) -> list[ScoreRequest]:
-    """Return the chosen sequences of a batch that have trained tokens, which are their last ones."""
+    """Return requests for the trained tokens of the chosen sequences; these are the last tokens of a sequence."""
     lengths, out = batch.lengths.tolist(), []
     rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), read_B.tolist(), strict=True)
     for tokens_L, mask_L, wanted in rows:

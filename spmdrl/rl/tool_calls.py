@@ -1,8 +1,7 @@
-"""Tool calls: the form in which a policy writes them, whether it can use an environment's tools, and the calls in the
-turns of an episode, for samples.jsonl.
+"""Tool calls: the format in which the policy writes them, a check that it can, and the calls in an episode's turns.
 
-`CallReader` does not know the tools' schemas. In forms that write arguments as plain text (`qwen3_coder`, `glm`) it
-therefore returns arguments that are not JSON as text.
+`CallReader` reads calls for samples.jsonl without the tools' schemas. In formats that write arguments as plain text
+(`qwen3_coder`, `glm`) it therefore returns arguments that are not JSON as text.
 """
 
 from collections.abc import Collection
@@ -21,12 +20,12 @@ from spmdrl.env.calls import FORMATS, Call, format_of, parse
 from spmdrl.hub.resolve import resolve
 
 Calls = list[dict[str, Any]]
-"""Calls of a turn: each with `name` and `arguments`, or with `error` in the place of the latter."""
+"""Calls of a turn, each with `name` and `arguments`, or with `name` and `error` if the arguments cannot be parsed."""
 
 
 @dataclass(frozen=True)
 class CallReader:
-    """Reads the calls of turns."""
+    """Reads the tool calls in the turns of an episode."""
 
     conversation: Conversation
     format: str
@@ -34,7 +33,7 @@ class CallReader:
     ends: Collection[int]
     """Tokens that end a turn."""
     turn_tokens: int
-    """Most tokens of a turn, after which its environment receives it as it is; 0: no limit."""
+    """Largest number of tokens of a turn, at which the environment receives it unfinished; 0: no limit."""
 
     def of(self, episode: Episode) -> dict[int, Calls]:
         """Return the calls of each turn that has any, by the index of the last sampled segment of the turn."""
@@ -47,7 +46,7 @@ class CallReader:
             made = [token for i in indices for token in episode.segments[i].tokens.tolist()]
             ended = bool(made) and made[-1] in self.ends
             whole = ended or (self.turn_tokens and len(made) >= self.turn_tokens)
-            # The environment did not receive a turn that was cut by the limit of the episode.
+            # The environment did not receive a turn that was cut off by the limit of the episode.
             if turn < episode.turns - 1 or episode.finish != "length" or whole:
                 calls = parse(self.conversation.text_of(made, ended), self.format)[1]
                 if calls:
@@ -60,7 +59,7 @@ def _row(call: Call) -> dict[str, Any]:
 
 
 def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
-    """Return the reader for the episodes of a run; None without an environment. Raises ValueError as `form_of`."""
+    """Return the reader of calls in a run's episodes; None without an environment. Raises the errors of `form_of`."""
     if not cfg.env:
         return None
     found, conversation = conversation_of(cfg, tokenizer)
@@ -70,17 +69,21 @@ def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
 
 
 def conversation_of(cfg: Config, tokenizer: Any) -> tuple[EnvironmentConfig, Conversation]:
-    """Return the settings of a run's environment, and the renderer of its conversations. Raises ValueError."""
+    """Return the settings of a run's environment, and the renderer of its conversations.
+
+    Raises:
+        ValueError: a setting of the environment or the chat template is invalid.
+    """
     found = read_environment(cfg.env)
     template, more = template_text(cfg.data.chat_template), template_kwargs(cfg.data)
     return found, Conversation(tokenizer, template, found.history, more)
 
 
 def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
-    """Return the form of calls that the user named or that the chat template shows; `none` if it shows none.
+    """Return the format of calls that the user named, or else that of the chat template; `none` if it has none.
 
     Raises:
-        ValueError: the form is unknown.
+        ValueError: the format is unknown.
     """
     form = format_of(conversation.render.template) if found.calls == "auto" else found.calls
     if form not in FORMATS:
@@ -89,10 +92,11 @@ def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
 
 
 def unfit(found: EnvironmentConfig, conversation: Conversation, form: str, tools: Collection) -> str:
-    """Return why the policy cannot use an environment's tools; empty if it can.
+    """Return the reason for which the policy cannot use an environment's tools; empty if it can.
 
-    form: as returned by `form_of`. If the user named the form, the template need not show the tools: the policy then
-    knows them from elsewhere.
+    If the user named the format, the template need not show the tools, because the policy may have learnt them.
+
+    form: as returned by `form_of`.
     """
     if not tools or found.calls != "auto":
         return ""
@@ -100,7 +104,7 @@ def unfit(found: EnvironmentConfig, conversation: Conversation, form: str, tools
         return conversation.no_tools
     if form == "none":
         return (
-            f"{conversation.name} shows no form of calls that is read here: name it by `calls` in the YAML file of "
-            f"--env, one of {', '.join(FORMATS)}"
+            f"{conversation.name} shows no known format of calls: name it by `calls` in the YAML file of --env, one of "
+            f"{', '.join(FORMATS)}"
         )
     return ""

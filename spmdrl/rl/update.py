@@ -13,9 +13,9 @@ from spmdrl.tracking.metrics import Metrics
 
 
 def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int, peers: Peers) -> Metrics:
-    """Update every model that learns. Collective.
+    """Update every model that learns. Collective over the ranks that train.
 
-    step: counted from 0. peers: data positions.
+    step: counted from 0. peers: the data positions.
     """
     stats, temperature, steps = Metrics(), cfg.rollout.temperature, cfg.algo.updates_per_step
     for name, returns, values in (
@@ -37,16 +37,17 @@ def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int
 
 
 def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -> None:
-    """Move the reference to the policy if that is due after a step, counted from 0. Collective.
+    """Move the reference towards the policy if that is due after a step. Collective over the ranks that train.
 
-    every: steps between two moves; 0: never. mix: share of the policy in it.
+    every: number of steps between two moves; 0: never. step: counted from 0. mix: weight of the policy in the new
+    reference; 1 copies the policy.
     """
     if models.reference is not None and every and (step + 1) % every == 0:
         models.reference.take_over(models.policy, mix)
 
 
 def adapt_coefficients(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
-    """Adapt the KL coefficient and the Lagrange multiplier to a step's reduced metrics, alike on every rank."""
+    """Adapt the KL coefficient and the Lagrange multiplier to a step's metrics, which are reduced over ranks."""
     if cfg.algo.kl_target is not None and "kl/mean" in values:
         algo.state["kl_coef"] = adaptive_coef(
             algo.state["kl_coef"], values["kl/mean"], cfg.algo.kl_target, cfg.algo.kl_horizon, samples

@@ -116,7 +116,7 @@ def test_tools_of_the_page_train_a_model_with_a_chat_template(tmp_path):
     flags += ["--run.dir", str(tmp_path / "run"), "--tracking.samples", "1"]
     flags += argv("--rollout.prompts-per-step 2 --rollout.samples-per-prompt 2 --rollout.max-new-tokens 8")
     ended = succeed(flags, 200)
-    assert any("tools stock, price; calls in the form hermes" in line for line in ended.out), ended.show()
+    assert any("tools stock, price; calls in the format hermes" in line for line in ended.out), ended.show()
     assert all(row["env/turns"] == 1 and row["env/failures"] == 0 for row in metrics(tmp_path / "run"))
     (sample, *_) = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert "Look up how many pieces of a fruit" in sample["prompt"] and "plums" in sample["prompt"]

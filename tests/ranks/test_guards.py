@@ -139,9 +139,9 @@ def test_replay_says_when_the_weights_are_others(spiked, tmp_path):
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("gone", "name a folder that a run has kept"),
+        ("gone", "name a folder that a run has saved"),
         ("one rank", "rank_00001.safetensors is not a readable tree file"),
-        ("outside", "lacks files of its own"),
+        ("outside", "lacks names of files in its folder"),
         ("config", "there is no"),
     ],
 )

@@ -302,12 +302,12 @@ def test_resume_says_what_does_not_fit(tmp_path):
     assert said.startswith("not resumed, as other --rollout.samples-per-prompt: groups that were cut short, exp")
     assert not other.sampler.carried and not other.sampler.ready and other.sampler.step == 4
     said = holder(0, 1).restore([])
-    assert said.startswith("not resumed, as it holds nothing of its ranks: ") and said.endswith("number generators")
+    assert said.startswith("not resumed, as it has no files of ranks: ") and said.endswith("number generators")
     late = holder(0, 1)
     late.sampler.step = 6
-    with pytest.raises(ValueError, match="experience for step 4 was saved, and the run goes on at 6"):
+    with pytest.raises(ValueError, match="experience for step 4 was saved, but the run continues at 6"):
         late.restore([file])
-    with pytest.raises(ValueError, match="holds files of 2 ranks, saved by 1"):
+    with pytest.raises(ValueError, match="has files of 2 ranks, but was saved by 1"):
         holder(0, 1).restore([file, file])
     tree = treefile.read(file)
     del tree["ahead"]["draws"]

@@ -494,7 +494,7 @@ def test_tools_that_the_template_does_not_show_are_refused_at_start(make, file):
     for template in ("chatml", "llama3", "deepseekv3"):
         with pytest.raises(ValueError, match=rf"--env {file}:Does: the given chat template {shown}"):
             make(template=template)
-    with pytest.raises(ValueError, match="shows no form of calls that is read here: name it by `calls` in the YAML"):
+    with pytest.raises(ValueError, match="shows no known format of calls: name it by `calls` in the YAML"):
         make(template="lfm2")
     assert make("Words", template="chatml").format == "none"
     for template, form in (("chatml", "hermes"), ("lfm2", "hermes")):
@@ -510,7 +510,7 @@ def test_tools_that_are_known_after_reset_alone_fail_with_the_reason(make, file)
         played = Played(make(name, template="chatml"), [], row=row)
         assert played.play()[0].finish == "abort" and "the given chat template does not show the tools" in played.why[0]
     played = Played(make("rows", template="lfm2"), [], row={"env": f"{file}:Does"})
-    assert played.play()[0].finish == "abort" and "shows no form of calls that is read here" in played.why[0]
+    assert played.play()[0].finish == "abort" and "shows no known format of calls" in played.why[0]
 
 
 # ── limits ───────────────────────────────────────────────────────────────────
