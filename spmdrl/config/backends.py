@@ -13,27 +13,27 @@ OF_MEGATRON = {
     "policy.host_optimizer": "needs --policy.backend megatron; take False",
     "policy.moe_aux_loss": "needs --policy.backend megatron; take 0.0",
     "policy.moe_bias_rate": "needs --policy.backend megatron; take 0.0",
-    "parallel.first_stage_layers": "is of megatron's backend; take 0",
-    "parallel.last_stage_layers": "is of megatron's backend; take 0",
+    "parallel.first_stage_layers": "needs --policy.backend megatron; take 0",
+    "parallel.last_stage_layers": "needs --policy.backend megatron; take 0",
 }
 OF_FSDP = {
-    "parallel.sp": "is of the fsdp backend; --parallel.cp divides sequences in megatron",
-    "policy.liger": "is of the fsdp backend; Megatron has kernels of its own",
-    "policy.reduce_gradients": "is of the fsdp backend; Megatron holds the gradients of all parameters of a rank, take "
-    "last",
-    "policy.attention": "is of the fsdp backend; leave it out",
-    "lora.rank": "adapters are of the fsdp backend; take 0",
+    "parallel.sp": "needs --policy.backend fsdp; in megatron --parallel.cp divides sequences",
+    "policy.liger": "needs --policy.backend fsdp; Megatron has other kernels",
+    "policy.reduce_gradients": "needs --policy.backend fsdp; Megatron holds the gradients of all parameters of a rank, "
+    "take last",
+    "policy.attention": "needs --policy.backend fsdp; leave it out",
+    "lora.rank": "adapters need --policy.backend fsdp; take 0",
 }
-"""Setting that must have its default under the other backend -> advice."""
+"""Setting that must keep its default under the other backend -> advice. `OF_MEGATRON` lists Megatron's."""
 NO_DTYPE = {
-    "float64": "Megatron's optimizer has none; take float32",
-    "float16": "its loss scale is of the fsdp backend; take bfloat16",
+    "float64": "Megatron's optimizer does not support it; take float32",
+    "float16": "only the fsdp backend has a loss scale; take bfloat16",
 }
-"""Type that Megatron does not take -> advice."""
+"""Type that Megatron does not support -> advice."""
 
 
 def axis_product(config: Config) -> int:
-    """Return the ranks of all axes but dp_shard (ep lies inside dp_shard)."""
+    """Return the product of the sizes of all axes but dp_shard (ep lies inside dp_shard)."""
     axes = config.parallel
     return axes.dp_replicate * axes.sp * axes.cp * axes.tp * axes.pp
 
@@ -61,7 +61,7 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
             problems.add(f"parallel.{axis}", f"the axes but dp_shard multiply to {rest}, which must divide {ranks}")
     elif rest * axes.dp_shard != world_size:
         fits = f"{world_size // rest} or -1" if world_size % rest == 0 else "-1 with axes that divide the ranks"
-        who = "the job has" if axes.placement == "colocated" else "there train"
+        who = "the job has" if axes.placement == "colocated" else "training has"
         problems.add(
             "parallel.dp_shard",
             f"the axes multiply to {rest * axes.dp_shard} but {who} {world_size} ranks; dp-shard could be {fits}",

@@ -1,4 +1,4 @@
-"""Rewards that come with spmdrl, a row each. Grading processes read this: it imports nothing heavy.
+"""A table of the rewards that come with spmdrl. Grading processes import this module, so it imports nothing heavy.
 
 The docstring of a reward's function describes its score; docs/rewards.md shows all of them.
 """
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in reward: a function of its name in a module of `spmdrl.rewards`, called in the process itself."""
+    """A built-in reward: the function with the reward's name in a module of `spmdrl.rewards`."""
 
     module: str
     pooled: bool = False
-    """It may take long, so it runs in the pool: `load(name, settings)` of the module gives the function."""
+    """True if it may take long and so runs in the pool: `load(name, settings)` of the module returns the function."""
     runs_programs: bool = False
-    """It runs programs in the sandbox, or may."""
+    """True if it may run programs in the sandbox."""
     has_clocks: bool = False
-    """It has time limits of its own, so that a grading of it never takes too long."""
+    """True if it limits its own time, so that a grading never takes too long."""
     documented: str = ""
-    """Name in the module whose docstring says what it scores, where that is not the reward's."""
+    """Name in the module whose docstring describes the score; empty: the reward's name."""
 
 
 REWARDS: dict[str, BuiltIn] = {

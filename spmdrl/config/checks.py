@@ -21,7 +21,8 @@ TRACKERS = ("jsonl", "tensorboard", "wandb")
 def check(config: Config, world_size: int, here: bool = True) -> None:
     """Check all values together, reading only the files that settings name. Raises ConfigError with every problem.
 
-    Each problem is one line: the flag to change, its value and the valid values. Arguments as of `run_problems`.
+    Each problem is one line: the flag to change, its value and the valid values. The arguments are those of
+    `run_problems`.
     """
     refuse(run_problems(config, world_size, here))
 
@@ -32,11 +33,11 @@ def run_problems(config: Config, world_size: int, here: bool = True) -> list[str
     Args:
         config: a run's settings, with or without its preset filled in.
         world_size: ranks of the job.
-        here: the job runs on this machine; False if it is only planned here, where its engine need not be installed.
+        here: True if the job runs on this machine; False if it is only planned on it, without its engine installed.
     """
     problems = rule_problems(config)
     bad = {problem.split(" ", 1)[0] for problem in problems}
-    # Rules between settings only apply to settings that are valid alone, so that one mistake is one line.
+    # Rules between settings apply only to settings whose own values are valid, so that one mistake gives one line.
     roles = role_problems(config, world_size)
     if not any(name.startswith("--parallel.") for name in bad):
         problems += roles or backend_problems(config, trainers(config, world_size))
@@ -65,7 +66,8 @@ def _other_problems(config: Config) -> list[str]:
         problems += name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
     if config.checkpoint.background and config.policy.backend == "megatron":
         problems.add(
-            "checkpoint.background", "not with the megatron backend, which has no copy of its state; leave it out"
+            "checkpoint.background",
+            "is not supported by the megatron backend, which makes no copy of its state; leave it out",
         )
     problems += rows_and_checkpoint_problems(config, "" if config.eval.every else "with --eval.every 0")
     if config.eval.every > 0 and not config.data.eval:

@@ -1,4 +1,4 @@
-"""Settings of a reward model that a file describes: its model, labels, tokenizer, and whether it scores steps."""
+"""Settings of a reward model that a YAML file describes: its model, labels, tokenizer and steps."""
 
 import math
 from collections.abc import Collection
@@ -17,13 +17,14 @@ class ClassifierConfig:
     path: str = ""
     """The model, as `--model.path`."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Label -> factor on its score; the others count 0. Empty: 1 for a model with one label."""
+    """Label -> factor on its score; labels that are not listed count 0. Empty: factor 1, for a model with one label."""
     tokenizer: Literal["auto", "own"] = "auto"
-    """`auto`: the policy's tokens where both tokenizers number them alike, else its own; `own`: always its own."""
+    """`auto`: the model reads the policy's tokens if both tokenizers number them equally, else the text in its own
+    tokens. `own`: always its own tokens."""
     steps: str = ""
-    """Separator of reasoning steps, each of which is scored at its end. Empty: the response is scored at its end."""
+    """Separator of reasoning steps; every step is scored at its end. Empty: only the response is scored, at its end."""
     reduce: Literal["min", "mean", "last", "product"] = "min"
-    """How the scores of steps make the response's: `min`, `mean`, `last` or `product`."""
+    """Reduction of the scores of steps to the score of the response: `min`, `mean`, `last` or `product`."""
 
 
 def is_classifier(value: str) -> bool:
@@ -65,7 +66,7 @@ def _problems(found: ClassifierConfig, given: Collection[str]) -> list[str]:
     if found.weights and not any(found.weights.values()):
         problems.append("weights: all of them are 0, so the model would score nothing; give one another weight")
     if "reduce" in given and not found.steps:
-        problems.append(f"reduce {found.reduce!r}: only scores of steps are reduced; name their separator in steps")
+        problems.append(f"reduce {found.reduce!r}: applies to scores of steps only; name their separator in steps")
     return problems
 
 

@@ -1,6 +1,6 @@
 """Facts of a method that follow from its settings: its functions, the inputs that these need, the meaning of `auto`.
 
-Tables of functions need torch, so they are imported late: `--help` does without.
+Tables of functions need torch, so they are imported late, and `--help` works without torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def advantage_of(cfg: Any) -> "Advantage":
-    """Return the row of `--algo.advantage`. Raises as `load_function` does."""
+    """Return the table row of `--algo.advantage`. Raises ValueError as `load_function` does."""
     from spmdrl.algos.estimators import ADVANTAGES, own_advantage
 
     name = cfg.algo.advantage
@@ -22,7 +22,7 @@ def advantage_of(cfg: Any) -> "Advantage":
 
 
 def loss_of(cfg: Any) -> "Loss":
-    """Return the row of `--algo.loss`. Raises as `load_function` does."""
+    """Return the table row of `--algo.loss`. Raises ValueError as `load_function` does."""
     from spmdrl.algos.losses import LOSSES, own_loss
 
     name = cfg.algo.loss
@@ -30,10 +30,10 @@ def loss_of(cfg: Any) -> "Loss":
 
 
 def advantage_alone(cfg: Any) -> bool:
-    """Return True if a sequence without advantage contributes nothing to an update.
+    """Return True if a sequence with zero advantage contributes nothing to an update.
 
-    A user's own loss may have terms that no advantage multiplies; the loss and the bias for evenly used experts depend
-    on all tokens.
+    A user's loss may have terms that the advantage does not multiply; the auxiliary loss and the router bias that
+    balance experts depend on all tokens.
     """
     algo, policy = cfg.algo, cfg.policy
     more = algo.kl_coef or algo.entropy_coef or algo.positive_coef or policy.moe_aux_loss or policy.moe_bias_rate
@@ -41,13 +41,13 @@ def advantage_alone(cfg: Any) -> bool:
 
 
 def aggregation(cfg: Any) -> str:
-    """Return `--algo.aggregation`, or that of the loss's paper."""
+    """Return the aggregation of per-token losses: `--algo.aggregation`, or the one from the paper of the loss."""
     loss = loss_of(cfg)
     return loss.aggregation if loss.scope == "one per sequence" else cfg.algo.aggregation or loss.aggregation
 
 
 def needs(cfg: Any) -> frozenset[str]:
-    """Return the inputs of a step beside the samples. Raises ValueError for a field that nothing in the run fills."""
+    """Return the inputs of a step other than the samples. Raises ValueError for a field that nothing fills."""
     from spmdrl.algos.estimators import ADVANTAGES
 
     algo, safety, advantage = cfg.algo, cfg.safety, advantage_of(cfg)
@@ -78,7 +78,7 @@ def needs(cfg: Any) -> frozenset[str]:
 
 
 def old_logp(cfg: Any) -> str:
-    """Return the source of old_logp: `update`, `policy` or `rollout`. Raises as `needs` does."""
+    """Return the source of old_logp: `update`, `policy` or `rollout`. Raises ValueError as `needs` does."""
     algo = cfg.algo
     if algo.old_logp != "auto":
         return algo.old_logp
@@ -96,5 +96,5 @@ def correction(cfg: Any) -> str:
         return cfg.correction.kind
     rollout = cfg.rollout
     other = rollout.staleness or rollout.partial_steps or rollout.quantization != "none"
-    # Against the engine's own logp the loss's ratio is the correction already.
+    # If old_logp is the engine's, the ratio in the loss already corrects the difference.
     return "tis_token" if other and old_logp(cfg) != "rollout" else "none"

@@ -1,4 +1,4 @@
-"""Declares a setting where it stands: default, valid values, the jobs that read it, whether a resume may change it.
+"""Declarations of settings: default, valid values, the jobs that read one, and whether a resume may change it.
 
 A setting without such a declaration takes every value of its type, every job that has its section reads it, and a
 resume must keep it.
@@ -17,7 +17,7 @@ C = TypeVar("C", bound=type)
 
 
 class Free:
-    """Reasons for which a run may resume with another value: layout, machine and pace do not change the answer."""
+    """Reasons why a run may resume with another value of a setting: the setting does not change the results."""
 
     WATCHED = "where a run is, how long it goes on, how it is watched"
     KEPT = "what is seen and kept of it"
@@ -28,7 +28,7 @@ class Free:
 
 
 class Job:
-    """Jobs whose sections lack some settings of the sections that they derive from."""
+    """Jobs whose sections hide some settings that they inherit."""
 
     EVALUATE, DISTILL, ONLINE = "evaluate", "distill", "online_preference"
     PREFERENCE, REWARD_MODEL = "preference", "reward_model"
@@ -38,12 +38,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Rule:
-    """The valid values of one setting, whatever the others are; None is valid if the type has it."""
+    """The valid values of one setting, independent of other settings; None is valid if the setting's type has it."""
 
     valid: Callable[[Any], bool]
-    """Returns False for NaN."""
+    """Function that returns True for a valid value; False for NaN."""
     says: str
-    """The valid values, for the message."""
+    """Description of the valid values, for the error message."""
 
 
 NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, "must be 0 or more")
@@ -55,7 +55,7 @@ FINITE = Rule(math.isfinite, "must be a finite number")
 
 
 def at_least(least: float) -> Rule:
-    """Return the rule of a finite number from `least` on."""
+    """Return the rule for finite numbers of at least `least`."""
     return Rule(lambda x: least <= x < math.inf, f"must be at least {least:g}")
 
 
@@ -68,9 +68,10 @@ def setting(
 ) -> Any:
     """Return the field of a setting.
 
-    rule: of its values. free: the reason for which a resume may change it; empty: it must keep it. A section whose
-    settings are all free names the reason once, as `FREE`. only_with: returns True if a job with these settings reads
-    this one; None: it always does (`use.py`). unread_by: jobs without a flag for it (`hides`).
+    rule: its valid values. free: the reason why a resume may change the setting; empty if a resume must keep it. A
+    section whose settings all may change gives the reason once, as `FREE`. only_with: function of a job's settings that
+    returns True if the job reads this one; None if every job does (`use.py`). unread_by: jobs that have no flag for the
+    setting (`hides`).
     """
     return dataclasses.field(
         default=default, metadata={"rule": rule, "free": free, "only_with": only_with, "unread_by": unread_by}
@@ -78,15 +79,16 @@ def setting(
 
 
 def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **defaults: Any) -> Any:
-    """Return the field of a section. unread_by: as in `setting`. defaults: other values than its own for settings."""
+    """Return the field of a section. unread_by: as in `setting`. defaults: values that replace its own."""
     make = functools.partial(kind, **defaults) if defaults else kind
     return dataclasses.field(default_factory=make, metadata={"unread_by": unread_by})
 
 
 def hides(job: str) -> Callable[[C], C]:
-    """Remove the flags of the fields of a dataclass that declare, there or in a base class, `unread_by` this job.
+    """Return a class decorator that removes the flags of fields that declare `unread_by` this job, also in a base
+    class.
 
-    Files of other jobs may hold these settings (`load.py`).
+    YAML files of other jobs may still contain these settings (`load.py`).
     """
 
     def hide(cls: C) -> C:
@@ -100,13 +102,13 @@ def hides(job: str) -> Callable[[C], C]:
 
 
 def unread_by(field: dataclasses.Field) -> tuple[str, ...]:
-    """Return the jobs without a flag for a setting or a section."""
+    """Return the jobs that have no flag for a setting or a section."""
     return field.metadata.get("unread_by", ())
 
 
 @dataclass(frozen=True)
 class Declared:
-    """The declaration of a setting, as the arguments of `setting`."""
+    """The declaration of a setting; its fields are arguments of `setting`."""
 
     rule: Rule | None
     free: str

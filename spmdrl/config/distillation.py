@@ -29,39 +29,42 @@ class TeacherConfig(ReferenceConfig):
 
 @dataclass
 class DistillSection(DivergenceConfig):
-    """The divergence that the student learns by, further teachers, and what they and the student read."""
+    """The divergence between student and teachers, further teachers, and the text that each model reads."""
 
     more_teachers: tuple[str, ...] = ()
-    """Further teachers. `path=weight`: its divergence counts that much, and the first teacher's 1, in a weighted mean.
-    `path@source`: it alone teaches the rows whose `data_source` is that."""
+    """Further teachers. `path=weight`: the divergences of all such teachers and of the first one, which has weight 1,
+    are averaged. `path@source`: the only teacher of rows with this `data_source`."""
     given_per_step: int = setting(0, at_least(0))
-    """Prompts of a step, beside `--rollout.prompts-per-step`, whose response is the data set's and not the student's.
-    GKD's lambda, the share of the student's own, is P x S / (P x S + N) with P prompts of S samples and N of these."""
+    """Prompts of a step with a response from the data set instead of the student, in addition to
+    `--rollout.prompts-per-step`. GKD's lambda, the share of the student's responses, is P x S / (P x S + N) with P
+    prompts of S samples each and N such prompts."""
     given_column: str = setting("", only_with=lambda c: c.distill.given_per_step)
-    """Column with those responses, text. Empty: `--data.answer-column`."""
+    """Column with the text of the responses from the data set. Empty: `--data.answer-column`."""
     teacher_template: str = ""
-    """Text around the prompt that the teacher alone reads, in place of `--data.template`: what only it is told stands
-    there as `{column}` (SDFT, https://arxiv.org/abs/2601.19897). Empty: it reads what the student reads."""
+    """Template of the prompt that the teacher reads, in place of `--data.template`; `{column}` inserts a column that
+    only the teacher reads (SDFT, https://arxiv.org/abs/2601.19897). Empty: the teacher reads the student's prompt."""
     on_engine: bool = False
-    """The teachers read in the run's own engine, in which their weights take the student's place once a step is
-    sampled; none is in the trainer's memory. They have the student's architecture."""
+    """Run the teachers in the run's engine: after a step is sampled, their weights replace the student's there, so the
+    trainer's memory holds no teacher. Teachers must have the student's architecture."""
     align: Literal["off", "uld", "gold"] = "off"
-    """A teacher with another tokenizer reads the student's text. `uld`: distance of sorted probabilities over spans of
-    text (https://arxiv.org/abs/2402.12030). `gold`: tokens that both have by the divergence, the others sorted."""
+    """Loss for a teacher with another tokenizer, which reads the student's text. `uld`: distance between sorted
+    probabilities over spans of text (https://arxiv.org/abs/2402.12030). `gold`: the divergence for tokens that both
+    models have, `uld` for the others. `off`: both models have the same tokens."""
     merge: Literal["first", "last"] = setting("first", only_with=lambda c: c.distill.align != "off")
-    """Distribution of a span of several tokens: that at its first token times the probabilities of the later ones, or
-    that at its last times those of the earlier ones."""
+    """Distribution of a span of several tokens. `first`: the distribution at its first token times the probabilities of
+    the later tokens. `last`: the distribution at its last token times the probabilities of the earlier tokens."""
 
 
 @dataclass(frozen=True)
 class FurtherTeacher:
-    """One of `--distill.more-teachers`."""
+    """A teacher of `--distill.more-teachers`."""
 
     path: str
     weight: float
-    """Beside the first teacher's 1."""
+    """Weight of its divergence; the first teacher has weight 1."""
     source: str
-    """The `data_source` that it alone teaches; empty: it is mixed in everywhere else."""
+    """The `data_source` of rows that only this teacher teaches; empty: it teaches all other rows together with the
+    others."""
 
 
 def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
@@ -104,11 +107,11 @@ class DistillationConfig(Config):
         return self.distill.align != "off"
 
     def further_teachers(self) -> dict[str, FurtherTeacher]:
-        """Return the teachers beside the first one by name. Raises ValueError as `read_teachers` does."""
+        """Return name -> teacher for all teachers but the first. Raises ValueError as `read_teachers` does."""
         return read_teachers(self.distill.more_teachers)
 
     def engine_teachers(self) -> dict[str, str]:
-        """Return paths of the teachers in the engine by name, as `Config` says."""
+        """Return name -> path of the teachers in the engine. Implements `Config.engine_teachers`."""
         if not self.distill.on_engine:
             return {}
         return {"reference": self.reference.path} | {name: t.path for name, t in self.further_teachers().items()}
@@ -127,11 +130,11 @@ def _problems(config: DistillationConfig) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     if distill.more_teachers and config.reference.refresh_every:
-        advice = "a teacher that follows the student stands alone; take 0, or no --distill.more-teachers"
+        advice = "a teacher that follows the student must be the only one; take 0, or no --distill.more-teachers"
         problems.add("reference.refresh_every", advice)
     problems += _align_problems(config) if distill.align != "off" else []
     if config.parallel.scoring_ranks and not distill.top_k:
-        advice = "a teacher on ranks of its own sends its likeliest tokens; set --distill.top-k, or take 0"
+        advice = "a teacher on separate ranks sends only its most likely tokens; set --distill.top-k, or take 0"
         problems.add("parallel.scoring_ranks", advice)
     return problems + (_engine_problems(config) if distill.on_engine else [])
 
@@ -145,21 +148,22 @@ def _engine_problems(config: DistillationConfig) -> list[str]:
     )
     adapters, temperature = config.lora.rank and config.lora.push == "adapter", rollout.temperature
     vllm = (
-        "vLLM tells log-probabilities of given tokens at temperature 1 alone; take --rollout.temperature 1 instead of "
+        "vLLM returns log-probabilities of given tokens only at temperature 1; take --rollout.temperature 1 instead of "
         f"{temperature:g}, or --rollout.engine hf"
     )
     wrong_if = {
-        "an engine tells the likeliest tokens; set --distill.top-k": not distill.top_k,
+        "an engine returns only the most likely tokens; set --distill.top-k": not distill.top_k,
         "with --parallel.placement split the engine samples ahead; take colocated": config.parallel.placement
         == "split",
-        "no teacher is in memory to be moved; leave --reference.offload out": config.reference.offload != "none",
-        "a teacher in the engine stays as its folder is; take --reference.refresh-every 0": refreshed,
-        "the engine is built for the student's prompts; leave --distill.teacher-template out": distill.teacher_template,
-        "the engine keeps the student's model beneath the adapters; take --lora.push merged": adapters,
-        f"--rollout.quantization {rollout.quantization} rounds a teacher, too; take none": rollout.quantization
+        "the trainer's memory holds no teacher to move; leave --reference.offload out": config.reference.offload
         != "none",
-        f"--rollout.dp {rollout.dp} gives each copy requests of its own; take 1": rollout.dp > 1,
-        "SGLang is not asked for them; take --rollout.engine vllm or hf": engine == "sglang",
+        "the weights of a teacher in the engine never change; take --reference.refresh-every 0": refreshed,
+        "the engine is built for the student's prompts; leave --distill.teacher-template out": distill.teacher_template,
+        "the engine keeps the student's model without adapters; take --lora.push merged": adapters,
+        f"--rollout.quantization {rollout.quantization} would round teachers, too; take none": rollout.quantization
+        != "none",
+        f"--rollout.dp {rollout.dp} gives each copy of the model different requests; take 1": rollout.dp > 1,
+        "teachers are not supported in SGLang; take --rollout.engine vllm or hf": engine == "sglang",
         vllm: engine == "vllm" and temperature != 1,
     }
     return [f"--distill.on-engine: {advice}" for advice, wrong in wrong_if.items() if wrong]
@@ -170,18 +174,18 @@ def _align_problems(config: DistillationConfig) -> list[str]:
     beta, refreshed = f"--distill.beta {distill.beta:g}", config.reference.refresh_every
     apart = config.parallel.scoring_ranks
     wrong_if = {
-        f"{align}: the teacher lies on the student's ranks; leave --distill.on-engine out": distill.on_engine,
-        f"{beta}: is read with --distill.align gold; leave it out": distill.align == "uld" and distill.beta != 1,
-        f"{align}: probabilities of all tokens are sorted; take --distill.top-k 0": distill.top_k,
-        f"{align}: there is one teacher; leave --distill.more-teachers out": distill.more_teachers,
-        f"{align}: a teacher that follows the student has its tokens; take --reference.refresh-every 0": refreshed,
-        f"{align}: the teacher lies on the student's ranks; take --parallel.scoring-ranks 0": apart,
+        f"{align}: the teacher must be on the student's ranks; leave --distill.on-engine out": distill.on_engine,
+        f"{beta}: is only read with --distill.align gold; leave it out": distill.align == "uld" and distill.beta != 1,
+        f"{align}: sorts the probabilities of all tokens; take --distill.top-k 0": distill.top_k,
+        f"{align}: supports only one teacher; leave --distill.more-teachers out": distill.more_teachers,
+        f"{align}: a teacher that follows the student has the same tokens; take --reference.refresh-every 0": refreshed,
+        f"{align}: the teacher must be on the student's ranks; take --parallel.scoring-ranks 0": apart,
     }
     return [line for line, wrong in wrong_if.items() if wrong]
 
 
 def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
-    """Return how the counts multiply out, printed at the start and by `--dry-run`."""
+    """Return the lines of the plan, printed at the start and by `--dry-run`."""
     distill = config.distill
     temperature = config.rollout.temperature
     words = divergence_words(distill, temperature)

@@ -30,11 +30,12 @@ _SECRET_VARIABLE = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|SECRET)KEY|(^|_)KEY(_ID)?|(^|_)PAT)$", re.IGNORECASE
 )
 LEAST = 8
-"""Fewest letters of a variable's value that is removed from text; shorter ones are words."""
+"""Shortest value of an environment variable, in characters, that is removed from text; shorter ones may be plain
+words."""
 
 
 def redact(name: str, value: Any) -> Any:
-    """Return the value without everything that looks like a credential. Only text can be secret; numbers pass."""
+    """Return the value without everything that looks like a credential. Values other than text are not changed."""
     if isinstance(value, tuple | list):
         return [redact(name, item) for item in value]
     if not isinstance(value, str) or not value:
@@ -57,7 +58,7 @@ def _redact_json(text: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return a text without credentials, by their form or as values of environment variables such as `HF_TOKEN`."""
+    """Return a text without credentials, recognised by their form or as values of variables such as `HF_TOKEN`."""
     for name, value in os.environ.items():
         if len(value) >= LEAST and value in text and _SECRET_VARIABLE.search(name):
             text = text.replace(value, REDACTED)
@@ -65,7 +66,7 @@ def redact_text(text: str) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return nested plain values in the order of the schema, redacted; tuples become lists."""
+    """Return a config as nested dicts in the order of the schema, redacted; tuples become lists."""
     nested: dict[str, Any] = {}
     for name in leaves(type(config)):
         *sections, last = name.split(".")
@@ -77,7 +78,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """Return the run folder's `config.yaml`: `--config` reads it back to an equal config (secrets apart)."""
+    """Return the run folder's `config.yaml`: `--config` reads it back to an equal config (except for secrets)."""
     text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return f"{RESOLVED}\n{text}"
 

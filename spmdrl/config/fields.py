@@ -1,4 +1,4 @@
-"""The settings of a schema as flat dotted names, and the one exception of this room."""
+"""The settings of a schema as flat dotted names, and `ConfigError`, the exception for mistakes in settings."""
 
 import dataclasses
 import difflib
@@ -66,7 +66,7 @@ def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
     same_leaf = [candidate for candidate in valid if candidate.rpartition(".")[2] == last]
     same_leaf.sort(key=lambda candidate: -difflib.SequenceMatcher(None, name, candidate).ratio())
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(valid)}
-    # A shared section alone makes long names alike, so the last part must be alike too.
+    # A shared section makes long names similar, so the last parts must be similar, too.
     alike = [
         candidate
         for candidate in difflib.get_close_matches(name, valid, n=5, cutoff=0.6)
@@ -77,7 +77,7 @@ def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
 
 
 class Problems(list[str]):
-    """Lines about settings of a config to change."""
+    """A list of lines, each about a setting of `config` to change."""
 
     def __init__(self, config: Any, lines: Iterable[str] = ()):
         super().__init__(lines)

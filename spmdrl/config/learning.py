@@ -1,7 +1,7 @@
 """Settings of the learning method, as nested dataclasses: the sections that belong to `algos/`.
 
-`schema.py` puts them together with the rest; the text under a field is its `--help`. Settings that presets fill in
-stand here and in `schema.py` under the same names.
+`schema.py` adds them to the other settings of a run; the text under a field is its `--help`. Presets (`presets.py`) set
+fields of this module and of `schema.py` by name.
 """
 
 import math
@@ -27,8 +27,8 @@ class AlgoConfig:
     updates_per_step: int = setting(1, COUNT)
     """Optimizer steps on one step's experience; each takes an equal share of its prompts."""
     gamma: float | None = setting(None, UNIT)
-    """Discount (gae, reinforce_plus_plus, gigpo, prime, and turn_gae, turn_rloo, by turn). None here and below: the
-    method's own value."""
+    """Discount factor by token (gae, reinforce_plus_plus, gigpo, prime) or by turn (turn_gae, turn_rloo). None, for
+    this and the following settings: the method's own value."""
     lam: float | None = setting(None, UNIT)
     """GAE lambda of the policy's advantages (gae by token, turn_gae by turn)."""
     critic_lam: float | None = setting(None, UNIT)
@@ -38,12 +38,12 @@ class AlgoConfig:
     step_weight: float | None = setting(None, NOT_NEGATIVE)
     """Weight of GiGPO's step advantage."""
     part_weights: tuple[str, ...] = ()
-    """Reward parts that GDPO normalises apart, as `name=weight`; the part `score` is the reward itself. Empty: the
-    score and all parts, each with weight 1 (name the parts alone where the score is their sum)."""
+    """Reward parts that GDPO normalises separately, as `name=weight`; the part `score` is the reward itself. Empty: the
+    score and all parts, each with weight 1 (if the score is the sum of the parts, name only the parts)."""
     clip_low: float | None = setting(None, UNIT)
-    """Clip below: ratio 1 - clip_low, or the loss's own measure."""
+    """Lower clip bound: a ratio of 1 - clip_low, or as the loss defines it."""
     clip_high: float | None = setting(None, NOT_NEGATIVE)
-    """Clip above: ratio 1 + clip_high, or the loss's own measure."""
+    """Upper clip bound: a ratio of 1 + clip_high, or as the loss defines it."""
     dual_clip: float | None = setting(None, Rule(lambda x: 1 < x < math.inf, "must be above 1, or None for off"))
     """Dual-clip bound of ppo for negative advantages; None: off."""
     tau_pos: float | None = setting(None, POSITIVE)
@@ -69,21 +69,23 @@ class AlgoConfig:
     kl_coef: float = setting(0.0, NOT_NEGATIVE)
     """Weight of KL to the reference."""
     kl_in: Literal["loss", "reward"] = setting("loss", only_with=lambda c: c.has_reference)
-    """Term that this KL is part of: the loss, or the reward."""
+    """Term that the KL to the reference is added to: the loss, or the reward."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = setting("k3", only_with=lambda c: c.has_reference)
     """Estimator of KL from sampled tokens (a trailing + is the straight-through form)."""
     kl_target: float | None = setting(None, POSITIVE)
-    """KL a token (nats) towards which a controller steers the coefficient, such as 0.1. None: it stays."""
+    """Target of the KL per token in nats, such as 0.1, to which a controller adapts `kl_coef`. None: `kl_coef` is
+    constant."""
     kl_horizon: float = setting(10000.0, POSITIVE, only_with=lambda c: c.algo.kl_target is not None and c.has_reference)
-    """Samples over which the controller moves the coefficient."""
+    """Horizon of the KL controller in samples: the larger it is, the more slowly `kl_coef` changes."""
     entropy_coef: float = setting(0.0, FINITE)
     """Weight of the entropy bonus."""
     old_logp: Literal["auto", "policy", "rollout"] = "auto"
-    """Source of old_logp: a pass of the policy, or the engine (bypass). `auto`: the update's own first pass where it is
-    the same number at no cost (one update a step), else a pass of the policy."""
+    """Source of old_logp: a separate forward of the policy, or the engine's logp (bypass). `auto`: the update's own
+    forward if that gives the same values at no cost (one update a step), else a separate forward of the policy."""
     skip_zero_advantage: bool = setting(False, only_with=advantage_alone)
-    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero; statistics
-    of tokens (clip_fraction, ...) then exclude them. Refused when the loss has other terms than the advantage."""
+    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero; statistics of
+    tokens (clip_fraction, ...) then exclude them. Refused if the loss has terms that the advantage does not
+    multiply."""
 
 
 @dataclass
@@ -94,13 +96,13 @@ class CorrectionConfig:
     """Truncated (tis) or masked (mis, icepop) importance sampling, by token or by sequence. `auto`: tis_token where
     samples come from other weights (rollout.staleness, rollout.partial_steps, rollout.quantization), else none."""
     low: float | None = setting(None, NOT_NEGATIVE, only_with=lambda c: correction(c) != "none")
-    """Ratios below count nothing (icepop, mis). None: the method's own."""
+    """Lower bound: smaller ratios are masked (icepop, mis). None: the method's own."""
     high: float | None = setting(None, POSITIVE, only_with=lambda c: correction(c) != "none")
-    """Ratios above are truncated (tis) or count nothing (icepop, mis). None: the method's own."""
+    """Upper bound: larger ratios are truncated (tis) or masked (icepop, mis). None: the method's own."""
     reject_low: float | None = setting(None, NOT_NEGATIVE)
-    """Sequences whose geometric mean ratio is below count nothing. None: off."""
+    """Sequences whose geometric mean ratio is smaller are masked. None: off."""
     reject_high: float | None = setting(None, POSITIVE)
-    """Sequences whose geometric mean ratio is above count nothing. None: off."""
+    """Sequences whose geometric mean ratio is larger are masked. None: off."""
 
 
 @dataclass
@@ -108,21 +110,23 @@ class ShapingConfig:
     """Changes to rewards before advantages are computed."""
 
     reward_coef: float = setting(1.0, FINITE)
-    """Factor on the reward; 0 leaves the KL term to the reference or teacher alone."""
+    """Factor on the reward; with 0, only the KL to the reference or teacher remains."""
     clip_low: float | None = setting(None, FINITE)
     """Smallest reward; None: no bound."""
     clip_high: float | None = setting(None, FINITE)
     """Largest reward; None: no bound."""
     normalize: Literal["none", "batch", "running"] = "none"
-    """Rewards to mean 0 and std 1, over the step or over the run so far."""
+    """Normalise rewards to mean 0 and standard deviation 1, over the step (`batch`) or over the run so far
+    (`running`)."""
     overlong_buffer: int = setting(0, NOT_NEGATIVE)
-    """DAPO's soft punishment begins so many tokens before max_new_tokens. 0: off."""
+    """DAPO's soft penalty of overlong responses begins this many tokens before max_new_tokens. 0: off."""
     overlong_factor: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.shaping.overlong_buffer)
-    """Size of that punishment at max_new_tokens."""
+    """Size of DAPO's overlong penalty at max_new_tokens."""
     mask_cut: bool = setting(False, only_with=lambda c: c.has_advantages)
     """Leave responses that were cut at max_new_tokens out of the loss (DAPO's overlong filtering)."""
     length_penalty: Literal["none", "linear", "group"] = "none"
-    """`linear`: minus length_coef at max_new_tokens. `group`: against the group's shortest and longest (Kimi k1.5)."""
+    """`linear`: grows with the length, up to length_coef at max_new_tokens. `group`: depends on the length between the
+    group's shortest and longest response (Kimi k1.5)."""
     length_coef: float = setting(1.0, FINITE, only_with=lambda c: c.shaping.length_penalty != "none")
     """Weight of the length penalty."""
 
@@ -132,29 +136,31 @@ class FilterConfig:
     """Choice of the samples that the policy learns from."""
 
     keep: str = ""
-    """Prompts whose group is kept: `mixed` (its rewards differ), `accuracy_range`, or path/to/file.py:function. Others
-    are sampled in their place until prompts_per_step are full. Empty: all."""
+    """Groups that are kept: `mixed` (their rewards differ), `accuracy_range` (their mean lies between `low` and
+    `high`), or path/to/file.py:function. Other prompts are sampled in place of the rest, until prompts_per_step groups
+    are kept. Empty: all."""
     metric: str = setting("", only_with=lambda c: c.filter.keep)
-    """Reward part that `keep` looks at (0 where the grading timed out). Empty: the reward."""
+    """Reward part that `keep` reads (0 if the grading timed out). Empty: the reward."""
     low: float = setting(0.2, FINITE, only_with=lambda c: c.filter.keep == "accuracy_range")
     """Lowest group mean that accuracy_range keeps."""
     high: float = setting(0.8, FINITE, only_with=lambda c: c.filter.keep == "accuracy_range")
     """Highest group mean that accuracy_range keeps."""
     max_rounds: int = setting(10, COUNT, free=Free.LIMIT, only_with=lambda c: c.filter.keep)
-    """Rounds of prompts_per_step prompts that one step may take to fill up; then the run stops."""
+    """Most rounds of prompts_per_step prompts that one step may sample to find enough groups; after these the run
+    stops."""
     resample: str = setting("none", only_with=lambda c: c.has_advantages)
     """PF-PPO: draw the sequences to learn from by their reward, with replacement: `pow` (|reward| to the power 2, or to
     p by `pow=p`), `max_min`, `max_random`, or within each group `best_random`, `best_worst`."""
     replay_steps: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_advantages)
-    """Draw from so many steps before this one, too (off-policy: old_logp is the engine's)."""
+    """Number of earlier steps whose sequences are drawn as well (off-policy: old_logp is the engine's)."""
     bad_sample: Literal["stop", "skip"] = setting("stop", free=Free.LIMIT)
-    """A reward or engine logp that is not a number ends the job naming the sample, or the sample is left out and
-    counted."""
+    """If a reward or an engine's logp is not a number, `stop` ends the job and names the sample, and `skip` leaves the
+    sample out and counts it."""
 
 
 def resampling(text: str) -> tuple[str, float]:
     """Return the method of `--filter.resample` and the power of `pow`. Raises ValueError for another form."""
-    # Late, as algos/ needs torch and `--help` must not.
+    # Imported late: algos/ needs torch, and `--help` must work without it.
     from spmdrl.algos.resample import METHODS
 
     method, sign, power = text.partition("=")
@@ -175,9 +181,10 @@ class CriticConfig:
     """The value model of GAE."""
 
     path: str = setting("", only_with=lambda c: "critic" in needs(c))
-    """Model it starts from, as `--model.path` (a language model gets a value head of zeros). Empty: `--model.path`."""
+    """Model that the critic starts from, as `--model.path` (a language model gets a value head of zeros). Empty:
+    `--model.path`."""
     lr: float = setting(5e-4, NOT_NEGATIVE, only_with=lambda c: "critic" in needs(c))
-    """Peak learning rate; the rest of its optimizer is the policy's."""
+    """Peak learning rate of the critic; its other optimizer settings are the policy's."""
     clip: float | None = setting(0.2, POSITIVE, only_with=lambda c: "critic" in needs(c))
     """Largest change of a value in one step, as in PPO's value clipping; None: off."""
     warmup_steps: int = setting(0, NOT_NEGATIVE, only_with=lambda c: "critic" in needs(c))
@@ -186,14 +193,14 @@ class CriticConfig:
 
 @dataclass
 class ProcessRewardConfig:
-    """The implicit process reward model of PRIME, trained on outcomes as the run goes."""
+    """The implicit process reward model of PRIME, trained on outcomes during the run."""
 
     path: str = setting("", only_with=lambda c: "process" in needs(c))
-    """Model that it and its reference start from. Empty: `--model.path`."""
+    """Model that the process reward model and its reference start from. Empty: `--model.path`."""
     lr: float = setting(1e-6, NOT_NEGATIVE, only_with=lambda c: "process" in needs(c))
     """Peak learning rate."""
     beta: float = setting(0.05, POSITIVE, only_with=lambda c: "process" in needs(c))
-    """Reward of a token: beta * (logp - logp of its reference)."""
+    """The reward of a token is beta * (logp - logp of the reference)."""
     process_coef: float = setting(1.0, FINITE)
     """Weight of process rewards in the advantage."""
     outcome_coef: float = setting(1.0, FINITE)
@@ -202,14 +209,14 @@ class ProcessRewardConfig:
 
 @dataclass
 class SafetyConfig:
-    """A constraint on cost beside the reward (Safe-RLHF): a Lagrange multiplier trades one for the other."""
+    """A constraint on a cost in addition to the reward (Safe-RLHF), weighted by a Lagrange multiplier."""
 
     cost: str = ""
-    """Reward part that is a cost. Empty with no cost_model: no constraint."""
+    """Reward part that is the cost. If this and `cost_model` are empty, there is no constraint."""
     cost_model: str = ""
     """HF sequence classifier with one label whose score is the cost."""
     limit: float = setting(0.0, FINITE, only_with=lambda c: c.safety.cost or c.safety.cost_model)
-    """Mean cost that is allowed."""
+    """Largest mean cost that is allowed."""
     multiplier: float = setting(1.0, POSITIVE, only_with=lambda c: c.safety.cost or c.safety.cost_model)
     """Lagrange multiplier at the start."""
     lr: float = setting(0.1, POSITIVE, only_with=lambda c: c.safety.cost or c.safety.cost_model)

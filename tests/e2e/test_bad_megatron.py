@@ -38,7 +38,7 @@ def test_bad_machine_without_megatron_core(tmp_path):
     refused(
         ended,
         'megatron-core is not installed: ./launch/install.sh, or pip install "megatron-core>=0.16.1',
-        "--parallel.sp 2: is of the fsdp backend; --parallel.cp divides sequences",
+        "--parallel.sp 2: needs --policy.backend fsdp; in megatron --parallel.cp divides",
         "--parallel.ep 3: pp x etp x ep = 3 must divide 2 ranks",
     )
     assert not (tmp_path / "run").exists()

@@ -51,7 +51,10 @@ def test_deterministic_runs_are_bit_equal(engine, tmp_path):
 
 def test_deterministic_refuses_what_goes_by_the_clock():
     said = run([*FLAGS, "--run.deterministic", "--rollout.assignment", "queue", "--dry-run"])
-    assert said.rc == 2 and "--rollout.assignment queue: goes by the clock" in "\n".join(said.err), said.show()
+    assert said.rc == 2 and "--rollout.assignment queue: depends on timing" in "\n".join(said.err), said.show()
     cfg = config(run={"deterministic": True}, rollout={"engine": "sglang", "assignment": "static", "oversample": 1.5})
-    with pytest.raises(ConfigError, match="--rollout.oversample 1.5: which groups are cut goes by the clock"):
+    with pytest.raises(
+        ConfigError,
+        match="--rollout.oversample 1.5: with sglang, a separate process, timing decides which groups are cut",
+    ):
         check(cfg, 1)

@@ -91,7 +91,7 @@ SEQUENCES = [([1, 5, 9, 13, 21, 8], 3), ([1, 7], 1), ([1, 5, 9, 13, 21, 8, 30, 3
 
 def check_read(found: list, teacher: str, temperature: float, limit: float) -> None:
     """What an engine says is what transformers computes."""
-    assert found.pop() == ["policy"], "no teacher is in memory"
+    assert found.pop() == ["policy"], "holds no teacher to move"
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64).eval()
     for (tokens, count), (ids, logp, rest) in zip(SEQUENCES, found, strict=True):
         with torch.no_grad():

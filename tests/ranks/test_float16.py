@@ -147,7 +147,7 @@ def test_float16_at_the_least_scale_is_a_bad_step():
 
 
 def test_float16_is_refused_where_nothing_scales_its_loss():
-    with pytest.raises(ConfigError, match="--model.dtype float16: its loss scale is of the fsdp backend"):
+    with pytest.raises(ConfigError, match="--model.dtype float16: only the fsdp backend has a loss scale"):
         check(config(model={"dtype": "float16"}, policy={"backend": "megatron"}), 1)
     student = SFTConfig(model=ModelConfig(dtype="float16"))
     assert "--model.dtype float16" in divergence_problems(student, "teacher")[0]

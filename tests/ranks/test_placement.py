@@ -282,7 +282,7 @@ BAD = [
     (4, {"parallel": {"scoring_ranks": 1}}, ["--parallel.scoring-ranks 1", "--parallel.placement split"]),
     (4, {"rollout": {"staleness": 1}}, ["--rollout.staleness 1", "--parallel.placement split"]),
     (4, {"parallel": split(3), "rollout": {"tp": 2, "engine": "vllm"}}, ["--rollout.tp 2", "3 ranks that sample"]),
-    (4, {"parallel": split(2, dp_shard=4)}, ["--parallel.dp-shard 4", "there train 2 ranks", "2 or -1"]),
+    (4, {"parallel": split(2, dp_shard=4)}, ["--parallel.dp-shard 4", "training has 2 ranks", "2 or -1"]),
     (4, {"parallel": split(1, sp=2)}, ["--parallel.sp 2", "must divide the 3 ranks that train"]),
     (4, {"parallel": split(1), "run": {"lockstep_debug": True}}, ["--run.lockstep-debug", "colocated"]),
     (

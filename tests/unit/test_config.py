@@ -417,7 +417,7 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (
             2,
             "--rollout.engine vllm --rollout.tp 2 --rollout.ep 2 --rollout.quantization fp8",
-            ["--rollout.ep 2", "--rollout.quantization fp8", "none there"],
+            ["--rollout.ep 2", "--rollout.quantization fp8", "quantization none"],
         ),
         (4, "--rollout.ep 0", ["--rollout.ep 0", "at least 1"]),
         (1, "--algo.updates-per-step 3", ["--algo.updates-per-step 3", "prompts_per_step 32", "2, 4"]),
@@ -706,7 +706,7 @@ def test_deterministic_has_a_short_name_and_implies_the_static_assignment(tmp_pa
     file.write_text("deterministic: true\n")
     assert load("--config", str(file)).rollout.assignment == "static"
     assert not load("--config", str(file), "--no-deterministic").run.deterministic
-    with pytest.raises(ConfigError, match="--rollout.assignment queue: goes by the clock"):
+    with pytest.raises(ConfigError, match="--rollout.assignment queue: depends on timing"):
         check(load("--deterministic", "--rollout.assignment", "queue"), 1)
 
 

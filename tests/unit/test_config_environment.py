@@ -22,9 +22,12 @@ def refusal(*words: str) -> str:
 @pytest.mark.parametrize(
     "words, says",
     [
-        (OWN, "--reward.function environment: the reward of an environment needs one; name it by --env"),
-        (("--reward.more", "environment=0.5"), "--reward.more environment: the reward of an environment needs one"),
-        (("--env", "builtin:guess", *OWN, "--data.chat", "off"), "an environment speaks in messages"),
+        (OWN, "--reward.function environment: there is no environment whose rewards could be summed; name one by --env"),
+        (
+            ("--reward.more", "environment=0.5"),
+            "--reward.more environment: there is no environment whose rewards could be summed",
+        ),
+        (("--env", "builtin:guess", *OWN, "--data.chat", "off"), "an environment exchanges messages"),
         (("--env", "builtin:guess", *OWN, "--data.system", "be brief"), "--data.system"),
         (("--env", "nowhere.yaml", *OWN), "--env nowhere.yaml: cannot be read"),
         (("--env", "builtin:guess", *OWN), ""),

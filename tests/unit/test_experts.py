@@ -297,7 +297,7 @@ def test_engines_that_cannot_tell_their_experts_are_refused():
     from spmdrl.engines.vllm.engine import VLLMEngine
     from tests.ranks.cases import config
 
-    with pytest.raises(ConfigError, match="--rollout.routing-replay True: SGLang's experts are not asked for here"):
+    with pytest.raises(ConfigError, match="--rollout.routing-replay True: is not supported with SGLang"):
         check(config(rollout={"engine": "sglang", "routing_replay": True}), 1)
     world = World(0, 1, 0, torch.device("cpu"), *[None] * 9)
     with pytest.raises(ValueError, match="does not report which experts it chose.*--rollout.engine hf"):

@@ -17,7 +17,7 @@ def test_liger_is_refused_on_a_cpu():
 
 
 @pytest.mark.parametrize(
-    "backend, says", [("fsdp", "pip install liger-kernel"), ("megatron", "is of the fsdp backend")]
+    "backend, says", [("fsdp", "pip install liger-kernel"), ("megatron", "needs --policy.backend fsdp")]
 )
 def test_liger_is_refused_where_it_is_missing(backend, says, monkeypatch):
     find = importlib.util.find_spec

@@ -88,7 +88,7 @@ def test_settings_that_fit_pass(ranks, words):
 @pytest.mark.parametrize("end", ["first", "last"])
 def test_bad_axis_of_megatron_under_fsdp(end):
     (line,) = problems(4, f"--parallel.{end}-stage-layers 2")
-    assert line == f"--parallel.{end}-stage-layers 2: is of megatron's backend; take 0"
+    assert line == f"--parallel.{end}-stage-layers 2: needs --policy.backend megatron; take 0"
 
 
 def test_missing_megatron_core_is_told_with_the_line_that_installs_it(monkeypatch):

@@ -166,7 +166,7 @@ def test_messages_after_the_last_turn_are_left_out():
         ("--data.rows-per-step 0", "must be at least 1"),
         ("--data.max-refused 2", "must be from 0 to 1"),
         ("--generate.every 5", "its prompts come from --data.eval"),
-        ("--sft.neftune 5 --policy.backend megatron", "is of the fsdp backend"),
+        ("--sft.neftune 5 --policy.backend megatron", "needs --policy.backend fsdp"),
         ("--sft.add-tokens <a> --lora.rank 4", "the rows of new tokens would not be trained"),
         ("--sft.add-tokens <a> <b> <a>", "none is there twice"),
         ("--parallel.tp 2", "must be 1; the fsdp backend takes"),
