@@ -22,37 +22,37 @@ class JudgeConfig:
     model: str = ""
     """Name of the judge at that server."""
     engine: str = ""
-    """In the place of a URL, the run's own engine: `policy`, the weights that it holds, or a frozen model of the
+    """Model on the run's own engine, in place of a URL: `policy` for the policy's weights, or a frozen model of the
     policy's architecture, as `--model.path`."""
     max_prompt_tokens: int = setting(4096, COUNT)
-    """Longest question to the engine, which is built for it. A response whose question is longer has no score."""
+    """Longest question to the engine, in tokens. A response whose question is longer gets no score."""
     max_new_tokens: int = setting(512, COUNT)
-    """Longest verdict of the engine."""
+    """Longest verdict of the engine, in tokens."""
     rubric: str = ""
-    """Text that says what gets which grade. Empty: one for correctness, then completeness and clarity."""
+    """Text that describes what earns which grade. Empty: a rubric for correctness, then completeness and clarity."""
     compare: int = setting(0, NOT_NEGATIVE)
     """0: a response is graded by itself. N: it is compared with up to N others of its group, in both orders."""
     votes: int = setting(1, COUNT)
-    """Answers to each question, which are averaged."""
+    """Number of answers to each question; their grades are averaged."""
     scale: int = setting(10, COUNT)
-    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]. Comparisons have none."""
+    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]. Comparisons do not use it."""
     temperature: float = setting(0.0, NOT_NEGATIVE)
     """Sampling temperature of the judge."""
     max_chars: int = setting(20000, COUNT)
-    """Characters of a response that the judge sees; a longer one is cut, with a mark at the cut."""
+    """Most characters of a response that the judge reads; a longer one is cut, with a mark at the cut."""
     timeout: float = setting(120.0, POSITIVE)
     """Seconds of a request, to its last byte."""
     retries: int = setting(4, NOT_NEGATIVE)
-    """Further attempts for a vote after a rate limit, a failure or an answer that is no verdict. Then the sample has no
-    score (`--reward.max-ungraded`)."""
+    """Further attempts for a vote after a rate limit, a failure or an answer without a verdict. If all of them fail,
+    the sample gets no score (`--reward.max-ungraded`)."""
     concurrency: int = setting(16, COUNT)
-    """Requests under way at a time, on each rank."""
+    """Most requests in flight at a time, on each rank."""
     budget: int = setting(0, NOT_NEGATIVE)
-    """Most requests of this start of the job, on each rank, after which the job ends. 0: no bound."""
+    """Most requests of each rank between start and end of the job, after which the job ends. 0: no limit."""
     cache: str = ""
-    """Folder of answers, which ranks and jobs may share: no question is sent twice. Empty: none."""
+    """Folder that stores answers, so that no question is sent twice; ranks and jobs may share it. Empty: none."""
     key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the API key. Not set: requests carry none."""
+    """Name of the environment variable with the API key. If the variable is not set, requests have no key."""
 
 
 OF_URL = ("model", "timeout", "concurrency", "budget", "cache", "key_env")
@@ -60,7 +60,7 @@ OF_URL = ("model", "timeout", "concurrency", "budget", "cache", "key_env")
 OF_ENGINE = ("max_prompt_tokens", "max_new_tokens")
 """Settings that only a judge on the run's engine reads."""
 POLICY = "policy"
-"""The engine that is the policy itself."""
+"""Value of `engine` for the policy itself."""
 
 
 def is_judge(function: str) -> bool:
@@ -70,7 +70,7 @@ def is_judge(function: str) -> bool:
 
 def read_judge(file: str) -> JudgeConfig:
     """Return the settings of a judge's YAML file. Raises ValueError with a line for each problem."""
-    # The judge may stand in --reward.more as well, so lines about its settings name the file alone.
+    # --reward.more may name a judge as well, so lines about its settings name the file and no flag.
     what = "a judge (docs/judge.md)"
     return read_settings("--reward.function", file, JudgeConfig, what, _file_problems, ("key_env",), prefix="")
 
@@ -86,20 +86,20 @@ def engine_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
 
 
 def frozen_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
-    """Return those of `engine_judges` that have weights of their own."""
+    """Return files and settings of the judges on the run's engine that are not the policy itself."""
     return [(file, judge) for file, judge in engine_judges(config) if judge.engine != POLICY]
 
 
 def judged_tokens(config: Config) -> int:
-    """Return the most tokens of a question and its verdict in the engine; 0 without a judge there."""
+    """Return the most tokens of a question and its verdict in the engine; 0 if no judge is on the engine."""
     return max((j.max_prompt_tokens + j.max_new_tokens for _, j in engine_judges(config)), default=0)
 
 
 def graded_by(file: str) -> str:
-    """Return a text that changes with the settings that decide a judge's grades. Raises ValueError as `read_judge`."""
+    """Return a text that changes with the settings that affect a judge's grades. Raises ValueError as `read_judge`."""
     judge = read_judge(file)
     decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
-    # Settings that a file leaves out change no hash.
+    # These settings are added only if they are set, so that files without them keep their hash.
     more = {"compare": judge.compare} if judge.compare else {}
     if judge.engine:
         more |= {name: getattr(judge, name) for name in ("engine", *OF_ENGINE, "retries")}
@@ -112,20 +112,20 @@ def graded_by(file: str) -> str:
 def _file_problems(judge: JudgeConfig, given: Collection[str]) -> list[str]:
     problems = []
     if judge.compare and judge.scale != JudgeConfig.scale:
-        problems.append(f"scale {judge.scale}: a comparison has no grades; leave it out, or compare too")
+        problems.append(f"scale {judge.scale}: a comparison has no grades; leave out scale or compare")
     if judge.url and judge.engine:
         problems.append(f"engine {judge.engine}: a judge is at a url or on the run's engine; give one of them")
     elif url := "" if judge.engine else _url_problem(judge.url):
         problems.append(f"url {redact_text(judge.url)!r}: {url}")
     if not judge.model and not judge.engine:
-        problems.append("model '': name the judge, as its server calls it")
+        problems.append("model '': give the judge's name at its server")
     unread, where = (OF_URL, "at a url") if judge.engine else (OF_ENGINE, "on the run's engine")
     for name in unread:
         if not problems and getattr(judge, name) != getattr(JudgeConfig, name):
             problems.append(f"{name}: only a judge {where} reads it; leave it out")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", judge.key_env):
-        # It may be the key itself.
-        problems.append("key_env: wants the name of an environment variable, and never the key")
+        # The message does not show the value, which may be the key itself.
+        problems.append("key_env: must be the name of an environment variable, and never the key")
     return problems
 
 
@@ -136,13 +136,13 @@ def _url_problem(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        return f"is no address ({error})"
+        return f"is not an address ({error})"
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[^!-~]", url):
         return "must begin with http:// or https:// and a host, as http://host:8000/v1"
     if parts.username is not None or parts.password is not None:
-        return "holds a login; put an API key in the environment variable that key_env names"
+        return "contains a login; put an API key in the environment variable that key_env names"
     if parts.fragment:
-        return "has a part after #, which no server gets"
+        return "has a part after #, which is never sent to a server"
     return ""
 
 
@@ -174,24 +174,24 @@ def _conflicts(config: Config, found: list[tuple[str, JudgeConfig]]) -> list[str
     problems = _group_problems(config, compare) if compare else []
     if compare and config.env:
         problems.append(
-            f"--env {config.env}: {compare} compares the responses of a prompt (compare), and here each of them ends a "
-            "conversation of its own; leave compare out, so that each is graded by itself"
+            f"--env {config.env}: {compare} compares the responses of a prompt (compare), and in an environment each ends "
+            "a different conversation; leave compare out, so that each is graded by itself"
         )
     if on_engine and config.parallel.placement == "split":
         problems.append(
-            f"--parallel.placement split: {on_engine} judges on the run's engine (engine), which samples ahead there, "
-            "on ranks of its own; take colocated, or a judge at a url"
+            f"--parallel.placement split: {on_engine} runs on the run's engine (engine), which under split samples "
+            "ahead on separate ranks; take colocated, or a judge at a url"
         )
     if frozen and config.lora.rank and config.lora.push == "adapter":
         problems.append(
-            f"--lora.push adapter: the engine keeps the model beneath the adapters, and {frozen} has it read another "
+            f"--lora.push adapter: the engine keeps the base model of the adapters, and {frozen} needs another there "
             "(engine); take merged, or engine: policy"
         )
     engines = [judge.engine for _, judge in found if judge.engine]
     if late := [i for i, engine in enumerate(engines) if engine == POLICY and set(engines[:i]) - {POLICY}]:
         last = [file for file, judge in found if judge.engine][late[0]]
         problems.append(
-            f"--reward.more {last}: {frozen} takes the policy's place in the engine, so name {last} (engine: policy) "
+            f"--reward.more {last}: {frozen} replaces the policy in the engine, so name {last} (engine: policy) "
             "before it"
         )
     return problems
@@ -200,13 +200,13 @@ def _conflicts(config: Config, found: list[tuple[str, JudgeConfig]]) -> list[str
 def _group_problems(config: Config, file: str) -> list[str]:
     """Return lines about groups of one sample, for a judge that compares."""
     algo, problems = config.algo, []
-    # A judge compares a greedy response as well. Advantages in files may need one.
+    # The judge also compares the greedy response that remax samples. Advantages in files may need one, too.
     alone = algo.advantage != "remax" and ".py" not in algo.advantage
     for flag, samples, compared in (
         ("--rollout.samples-per-prompt", config.rollout.samples_per_prompt, alone),
         ("--eval.samples", config.eval.samples, bool(config.eval.every and config.data.eval)),
     ):
         if compared and samples == 1:
-            rest = " (a training may do without: --eval.every 0)" if flag == "--eval.samples" else ""
+            rest = " (training works without evaluation: --eval.every 0)" if flag == "--eval.samples" else ""
             problems.append(f"{flag} 1: {file} compares the responses of a prompt (compare), so take 2 or more{rest}")
     return problems

@@ -1,9 +1,10 @@
-"""Layers of settings below those of files and flags.
+"""Layers of settings that files and flags override.
 
-From the lowest: defaults of runs that are not the demo, values of a preset, and settings that another setting implies.
-The demo is the model that ships here on a built-in task; the model keeps its learning rate and length on any rows, and
-the tasks keep their length and evaluation with any model. A run that goes on in its folder keeps the settings of these
-layers with which it was begun, also where the defaults of the program that began it were others.
+From the lowest priority: defaults of runs other than the demo, values of a preset, and settings that another setting
+implies. The demo trains the model that comes with spmdrl on a built-in task. This model keeps the demo's learning rate
+and response length on any rows; built-in tasks keep the demo's response length and evaluation with any model. A run
+that continues in its folder keeps the values of these layers that the folder records, even if the defaults of this
+version differ.
 """
 
 import json
@@ -20,36 +21,37 @@ from spmdrl.config.schema import OptimizerConfig
 
 Entry = tuple[str, Given]
 METHOD = ("algo.preset", "algo.loss", "algo.advantage")
-"""Settings that decide which others a preset sets."""
+"""Settings that determine which other settings a preset sets."""
 SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
 """SimPO compares means over tokens, which are small: beta 2 to 2.5, gamma half of it (https://arxiv.org/abs/2405.14734)."""
 ORIGIN = "a run of your own"
 DEMO_LR = OptimizerConfig.lr
 LR, LORA_FACTOR = 1e-6, 10
-"""Learning rate of all weights under reinforcement learning; adapters take about ten times that of all weights
-(https://thinkingmachines.ai/blog/lora)."""
+"""Learning rate of reinforcement learning if all weights train, and its factor for adapters, which need about ten times
+as much (https://thinkingmachines.ai/blog/lora)."""
 NEW_TOKENS = 1024
 MANY = 1 << 30
 CRITIC_LR = "1e-05"
-"""Critics take about ten times the policy's, as in verl's examples (https://github.com/volcengine/verl)."""
+"""Learning rate of a critic, about ten times the policy's, as in verl's examples
+(https://github.com/volcengine/verl)."""
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json"
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 
 @dataclass
 class Begun:
-    """Settings with which the run of a folder was begun; no entries where no run goes on."""
+    """Settings with which the run of a folder was started; no entries if no run continues."""
 
     path: str = ""
     entries: dict[str, Given] = field(default_factory=dict)
 
     def instead_of(self, layer: Entries) -> Entries:
-        """Return a layer with the folder's values; a setting that the folder lacks had the schema's default."""
+        """Return a layer with the folder's values; settings that the folder lacks are left out and get their default."""
         return [(name, self.entries[name]) for name, _ in layer if name in self.entries] if self.entries else layer
 
 
 def begun_with(given: Entries, schema: type) -> Begun:
-    """Return the settings of the folder from which a run goes on. given: entries of all files and flags."""
+    """Return the settings of the run folder in which a run continues. given: entries of all files and flags."""
     names, last = leaves(schema), {name: "".join((found.values or [])[-1:]) for name, found in given}
     if not {"run.dir", "run.name", "data.train"} <= names.keys():
         return Begun()
@@ -60,14 +62,15 @@ def begun_with(given: Entries, schema: type) -> Begun:
         path = recorded_settings(Path(folder))
         return Begun(str(path), dict(read_yaml(str(path), []))) if path.is_file() else Begun()
     except (OSError, ValueError):
-        # The session refuses a folder that cannot be read.
+        # The session later refuses a folder that cannot be read.
         return Begun()
 
 
 def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tuple[str, ...]]:
-    """Return the defaults of a run that is not the demo, and a line about them.
+    """Return the defaults of a run that is not the demo, and lines for the user about them, at most one.
 
-    given: entries of all files and flags, whose settings take no default. begun: of the run folder.
+    given: entries of all files and flags; the settings that they name get no default. begun: settings of the run
+    folder.
     """
     names, last = leaves(schema), {name: found.values or [] for name, found in given}
     data = last.get("data.train" if "data.train" in names else "data.eval", [])
@@ -85,20 +88,20 @@ def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tupl
     unnamed = [(name, Given([value], ORIGIN)) for name, value in wanted.items() if name not in last]
     layer = begun.instead_of(unnamed)
     shown = [f"{flag(name)} {' '.join(found.values or []) or 'none'}" for name, found in layer]
-    whose = f"defaults of {ORIGIN}, of which the demo has others"
+    whose = f"defaults of {ORIGIN}, which differ from the demo's"
     line = f"{f'settings of {begun.path}' if begun.entries else whose}: {', '.join(shown)}"
     return layer, ((line,) if shown else ())
 
 
 def _has_critic(last: dict[str, list[str]]) -> bool:
-    """Return True for an advantage that reads the values of a critic."""
+    """Return True if the chosen advantage reads the values of a critic."""
     preset = PRESETS.get("".join(last.get("algo.preset", [])[-1:]))
     named = last.get("algo.advantage") or ([preset.settings["algo.advantage"]] if preset else [])
     return named[-1:] in (["gae"], ["turn_gae"])
 
 
 def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
-    """Return the learning rate of a run that names none; empty where it is the schema's."""
+    """Return the default learning rate as text; empty if it is the schema's default."""
     if "optimizer.lr" not in leaves(schema):
         return ""
     own = float(get(schema(), "optimizer.lr"))
@@ -109,7 +112,7 @@ def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
 
 
 def context_of(path: str) -> int:
-    """Return the longest sequence that a model's config.json names, in tokens; MANY if there is no such folder."""
+    """Return the longest sequence that a model's config.json allows, in tokens; MANY if it cannot be read."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config") or config
@@ -120,7 +123,7 @@ def context_of(path: str) -> int:
 
 
 def is_shipped(path: str) -> bool:
-    """Return True for the model that ships here, and for a folder with a model of its shape, as runs of it leave."""
+    """Return True for the model that comes with spmdrl, and for a folder with a model of the same shape."""
     if path in ("", "tiny"):
         return True
     try:
@@ -146,10 +149,10 @@ def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
 
 
 def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry, str]]:
-    """Return the entries that the preset of a later layer replaces, each with a line about it or "" if none is due.
+    """Return the entries that the preset of a later layer replaces, each with a line for the user, or "" without one.
 
-    A preset replaces the loss, the advantage and every setting of its own that earlier layers name, and all settings
-    that only the replaced functions read. In its own layer it stands below the other entries.
+    If earlier layers name the loss, the advantage or another setting that the preset sets, the preset replaces it, and
+    also all settings that only the replaced functions read. Other entries of the preset's own layer override it.
 
     layers: the entries of each file, then those of the command line.
     """
@@ -160,7 +163,7 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
         name = _last(layer, "algo.preset")
         if name not in PRESETS:
             continue
-        # A setting that is named again keeps that value.
+        # A setting that this layer or a later one names gets that value, so the user needs no line about it.
         named_again = {leaf for left in layers[place:] for leaf, _ in left}
         earlier = [entry for left in without(layers[:place], [entry for entry, _ in out]) for entry in left]
         own = PRESETS[name].settings
@@ -180,14 +183,15 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
 
 
 def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
-    """Return the layers without some of their entries."""
+    """Return the layers without the entries in `dropped`."""
     return [[entry for entry in layer if not any(entry[1] is given for _, given in dropped)] for layer in layers]
 
 
 def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
-    """Return the entries of a resolved file that repeat its preset's values, if another method is chosen over it.
+    """Return the entries of a resolved file that repeat values of its preset, if flags or other files choose another
+    method.
 
-    found: the file's entries; every: those of all files and flags.
+    found: the file's entries. every: the entries of all files and flags.
     """
     theirs, chosen = ([_last(given, name) for name in METHOD] for given in (found, every))
     if "algo.preset" not in leaves(schema) or theirs == chosen or not all(theirs) or theirs[0] not in PRESETS:
@@ -224,9 +228,9 @@ def _last(given: Entries, name: str) -> str:
 
 
 def implied_layer(given: Entries, schema: type, begun: Begun) -> Entries:
-    """Return settings that others imply: `--run.deterministic` a static assignment, and SimPO its scale.
+    """Return settings that others imply: a static assignment for `--run.deterministic`, and the scale of SimPO.
 
-    begun: of the run folder.
+    begun: settings of the run folder.
     """
     on, names = False, leaves(schema)
     for name, found in given:

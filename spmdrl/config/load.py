@@ -1,11 +1,12 @@
 """Makes one Config from files and flags.
 
-YAML is flattened to flags and goes through the same tyro parse as the command line, so a key that is wrong in a file is
-wrong in the same way as a flag. The type of a field, never YAML's guess, says how its text is read: `lr: 1e-5` is a
-float (YAML 1.1 calls it a string) and `enabled: off` is the word `off` (YAML 1.1 calls it false).
+YAML is flattened to flags and parsed by tyro like the command line, so a mistake in a file is reported like one in a
+flag. The type of a field decides how its text is read, never YAML's guess: `lr: 1e-5` is a float (a string in YAML 1.1)
+and `enabled: off` is the word `off` (false in YAML 1.1).
 
-Order: files in the order given, then flags. Later wins, so a flag beats every file wherever it stands. A preset stands
-below the other entries of the file or command line that names it, and above those of earlier files.
+Files apply in the order given, then flags; later values override earlier ones, so a flag overrides every file, wherever
+it is on the command line. A preset overrides earlier files, and the other entries of the file or command line that
+names it override the preset.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ NEGATED = dict.fromkeys(TRUE, "false") | dict.fromkeys(FALSE, "true")
 ALIASES = {"deterministic": "run.deterministic", "no_deterministic": "run.no_deterministic"}
 """Shorter names of settings."""
 PRINTING = 20.0
-"""Seconds that the other ranks give rank 0 to print; torchrun ends them as soon as it has left."""
+"""Seconds that other ranks wait before they exit, so that rank 0 can print; torchrun ends all ranks when one has
+exited."""
 # The settings that belong to the command line and not to a run.
 _FILES = Annotated[tuple[str, ...], tyro.conf.arg(help="YAML file with settings; may be given again, later wins.")]
 _DRY_RUN = Annotated[bool, tyro.conf.arg(help="Print the resolved config and the plan, and stop.")]
@@ -53,7 +55,7 @@ def from_command_line(
         argv: words after the program name; None takes sys.argv.
         prog: name shown by `--help`.
         schema: a dataclass of dataclasses: the sections that the entry point reads.
-        also: schemas of other entry points, whose files are read too; settings that this one lacks are passed over.
+        also: schemas of other entry points, whose files are accepted too; settings that `schema` lacks are ignored.
 
     Raises:
         ConfigError: unknown names (all of them together), a value of the wrong type, or a file that cannot be read.
@@ -92,7 +94,7 @@ def _layered(
     """Put the entries of all layers in order, without those that a method chosen later replaces.
 
     Returns:
-        The entries, of which a later one wins; the origins that a person wrote, which are not those of a run's own
+        The entries, of which a later one overrides an earlier one; the origins written by a person, so not a run's own
         file; lines about replacements and defaults.
     """
     read = [raw.read_yaml(path, problems) for path in files]
@@ -116,7 +118,7 @@ def _layered(
 def _tokens(
     entries: Entries, schema: type, passed_over: set[str], prog: str, problems: list[str]
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return the words for tyro and all origins of each setting. passed_over: further names that files may hold."""
+    """Return each setting's words for tyro, and all its origins. passed_over: names in files that are ignored."""
     hints = leaves(schema) | {"dry_run": bool}
     passed_over -= hints.keys()
     tokens: dict[str, list[str]] = {}
@@ -126,7 +128,7 @@ def _tokens(
         if name not in hints and hints.get(positive) is bool and is_flag:
             name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
         if given.values is None and any(leaf.startswith(name + ".") for leaf in (*hints, *passed_over)):
-            continue  # a section with nothing under it
+            continue  # an empty section
         if is_flag and not passed_over.isdisjoint((name, positive)):
             problems.append(f"{flag(name)}: {prog} does not read it; leave it out")
         elif name in passed_over:
@@ -151,7 +153,7 @@ def load_or_exit(
 ) -> Loaded[C]:
     """Read and check the settings of an entry point; a mistake ends all ranks with one message and exit code 2.
 
-    The world size is torchrun's WORLD_SIZE, 1 without it. Every rank reads the same words, so all of them leave.
+    The world size is torchrun's WORLD_SIZE, 1 without it. Every rank reads the same arguments, so all ranks exit.
     Settings that the job would not read are refused as well (`use.py`).
     """
     try:
@@ -169,7 +171,7 @@ def exit_with(message: str) -> NoReturn:
     """End every rank with exit code 2 for a user's mistake, which rank 0 prints."""
     _print(message)
     if _rank() > 0:
-        # When the first rank leaves torchrun ends the others, and rank 0 has yet to print.
+        # torchrun ends all ranks when the first one exits, and rank 0 must print before that.
         time.sleep(PRINTING)
     sys.exit(2)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def method_problems(config: Config) -> list[str]:
     """Return a line for each setting to change."""
-    # Late: the rows stand with the functions, which need torch, and `--help` must not.
+    # Imported late: these modules need torch, and `--help` must work without it.
     from spmdrl.algos.aggregate import AGGREGATIONS
     from spmdrl.algos.estimators import ADVANTAGES, own_advantage
     from spmdrl.algos.filters import FILTERS
@@ -38,7 +38,7 @@ def method_problems(config: Config) -> list[str]:
 
 
 def _not_run(*_: Any) -> Any:
-    """Stand in for a user's own function, whose file is not run here."""
+    """Stand in for a user's function, whose file is not imported while settings are checked."""
 
 
 def _check_step(problems: Problems, advantage: "Advantage") -> None:
@@ -59,13 +59,13 @@ def _check_step(problems: Problems, advantage: "Advantage") -> None:
     if rollout.top_p < 1:
         problems.add(
             "rollout.top_p",
-            "engines give logp within the nucleus, the trainer over the whole vocabulary, so ratios would be off; take "
+            "engines compute logp over the nucleus, the trainer over all tokens, so ratios would be wrong; take "
             "1 (--eval.top-p is for evaluation)",
         )
 
 
 def _check_loss(problems: Problems, loss: "Loss") -> None:
-    """Check KL, aggregation of the loss, lambda, and models that the method needs or does not take."""
+    """Check KL, aggregation of the loss, lambda, and models that the method needs or does not support."""
     config: Config = problems.config
     algo = config.algo
     if algo.kl_coef and config.reference.enabled == "off":
@@ -77,30 +77,30 @@ def _check_loss(problems: Problems, loss: "Loss") -> None:
         problems.add("reference.path", "distill learns from a teacher; name its model")
     if loss.scope == "one per sequence" and algo.aggregation not in ("", loss.aggregation):
         other = ", or take gspo_token" if algo.loss == "gspo" else ""
-        advice = f"{algo.loss} has one loss for a sequence and takes their mean; leave it empty{other}"
+        advice = f"{algo.loss} has one loss for each sequence and averages them; leave it empty{other}"
         problems.add("algo.aggregation", advice)
     if algo.length_adaptive is not None and algo.lam is not None:
         problems.add("algo.lam", "--algo.length-adaptive sets lambda by length; give one of the two")
     if config.safety.cost_model and algo.advantage == "prime":
-        problems.append("--safety.cost-model: prime has no cost; choose another --algo.advantage")
+        problems.append("--safety.cost-model: prime does not support a cost; choose another --algo.advantage")
 
 
 def _check_advantage(problems: Problems, advantage: "Advantage") -> None:
-    """Check settings that an advantage estimator does not take."""
+    """Check settings that an advantage estimator does not support."""
     config: Config = problems.config
     name = config.algo.advantage
     cost = config.safety.cost or config.safety.cost_model
     if cost and not {"parts", "process", "baseline"}.isdisjoint(advantage.fields):
         problems.add(
             "algo.advantage",
-            "looks at more than the reward, so a cost (--safety.cost, --safety.cost-model) has no advantage of its "
-            "own; take gae, grpo or rloo",
+            "reads more than the reward, so no separate advantage of a cost (--safety.cost, --safety.cost-model) is "
+            "computed; take gae, grpo or rloo",
         )
     for setting in _shaped(config) if "baseline" in advantage.fields else ():
-        advice = f"{name}'s greedy baseline is not shaped; leave it out, or take another --algo.advantage"
+        advice = f"does not apply to {name}'s greedy baseline; leave it out, or take another --algo.advantage"
         problems.add(setting, advice)
     if "values" in advantage.fields and 0 < config.run.steps <= config.critic.warmup_steps:
-        advice = f"the policy learns nothing in a run of --run.steps {config.run.steps}; lower it"
+        advice = f"the policy would never train in a run of --run.steps {config.run.steps}; lower it"
         problems.add("critic.warmup_steps", advice)
 
 
@@ -123,13 +123,13 @@ def _check_old_logp(problems: Problems, loss: "Loss", advantage: "Advantage") ->
     if config.correction.kind not in ("none", "auto") and old_logp == "rollout" and loss.has_ratio:
         problems.add(
             "correction.kind",
-            f"with --algo.old-logp rollout the ratio of {algo.loss} is the correction already; take none, or old-logp "
+            f"with --algo.old-logp rollout the ratio of {algo.loss} already is the correction; take none, or old-logp "
             "policy",
         )
     if replay and old_logp == "policy":
         problems.add(
             "filter.replay_steps",
-            "what is replayed was sampled by older weights, whose logp the engine reported: take --algo.old-logp "
+            "replayed samples come from older weights, whose logp only the engine reported: take --algo.old-logp "
             "rollout or auto",
         )
 
@@ -139,7 +139,7 @@ def _check_rewards(problems: Problems, loss: "Loss", advantage: "Advantage") -> 
     config: Config = problems.config
     algo, chosen = config.algo, config.filter
     if config.reward.model and "baseline" in advantage.fields:
-        problems.add("reward.model", f"{algo.advantage}'s greedy baseline has no score of a model in it")
+        problems.add("reward.model", f"{algo.advantage}'s greedy baseline does not include a model's score")
     try:
         resampling(chosen.resample)
     except ValueError as e:
@@ -148,20 +148,20 @@ def _check_rewards(problems: Problems, loss: "Loss", advantage: "Advantage") -> 
     if copied and advantage.compares:
         problems.add(
             f"filter.{copied[0]}",
-            f"a sample that is drawn twice would stand in the baseline of its copy, as {algo.advantage} compares the "
+            f"a sample that is drawn twice would be in the baseline of its copy, as {algo.advantage} compares the "
             "samples of a prompt; take an advantage that does not, such as gae (--algo.preset pf_ppo)",
         )
     if config.reward.model and (chosen.resample != "none" or chosen.keep):
         which = "filter.resample" if chosen.resample != "none" else "filter.keep"
-        problems.add(which, "looks at rewards before --reward.model adds its score; take one")
+        problems.add(which, "reads rewards before --reward.model adds its score; leave one of the two out")
     if chosen.replay_steps and loss.select:
-        problems.add("filter.replay_steps", f"not with --algo.loss {algo.loss}")
+        problems.add("filter.replay_steps", f"does not work with --algo.loss {algo.loss}; take 0")
     if chosen.keep == "accuracy_range" and chosen.low > chosen.high:
         problems.add("filter.low", f"must not be above --filter.high {chosen.high}")
 
 
 def _check_overlooked(problems: Problems, advantage: "Advantage") -> None:
-    """Check settings that would overlook what another one adds to the reward or to the update."""
+    """Check settings that would ignore a term that another setting adds to the reward or to the update."""
     config: Config = problems.config
     algo = config.algo
     named = [spec.partition("=")[0] for spec in algo.part_weights]
@@ -169,13 +169,13 @@ def _check_overlooked(problems: Problems, advantage: "Advantage") -> None:
         enters = "KL (--algo.kl-in reward)" if algo.kl_coef and algo.kl_in == "reward" else ""
         enters = "shaping (--shaping.*)" if _shaped(config) else enters
         if enters:
-            advice = f"leaves out the part score, by which {enters} would enter; name score=1 too, or leave that out"
+            advice = f"leaves out the part score, which includes {enters}; add score=1, or leave that setting out"
             problems.add("algo.part_weights", advice)
     for name in ("policy.moe_aux_loss", "policy.moe_bias_rate"):
         if algo.skip_zero_advantage and (value := get(config, name)):
             problems.append(
-                f"--algo.skip-zero-advantage: {flag(name)} {value} looks at the tokens of every sequence, those "
-                "without advantage too; give one of the two"
+                f"--algo.skip-zero-advantage: {flag(name)} {value} depends on the tokens of every sequence, also those "
+                "with zero advantage; give one of the two"
             )
 
 
@@ -196,7 +196,7 @@ def _check_ranges(problems: Problems) -> None:
         problems.add("correction.low", f"{correction.kind} truncates from above only; take icepop")
     if correction.kind == "auto" and (correction.low is not None or correction.high is not None):
         bound = "low" if correction.low is not None else "high"
-        problems.add(f"correction.{bound}", "name the --correction.kind that it bounds")
+        problems.add(f"correction.{bound}", "is a bound of one --correction.kind; name that kind")
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if algo.kl_target is not None and algo.kl_horizon < samples / 5:
         problems.add("algo.kl_horizon", f"must be at least a fifth of the {samples} samples of a step")

@@ -1,4 +1,4 @@
-"""Settings that name a built-in function, one in a user's file, or one of several things with a weight."""
+"""Settings that name a function, built in or in a user's file, and entries of the form `name=weight`."""
 
 import ast
 import math
@@ -23,7 +23,7 @@ def name_problems(name: str, value: str, valid: Collection[str], file_allowed: b
 
 
 def file_problems(name: str, value: str, default: str) -> list[str]:
-    """Return a line unless `value` names a function at the top of an existing file, which is read and not run."""
+    """Return a line unless `value` names a top-level function of an existing file. The file is parsed and not run."""
     path, _, function = value.rpartition(":") if not value.endswith(".py") else (value, "", default)
     if not function:
         return [f"{flag(name)} {value}: name the function too, as in {value.rstrip(':')}:my_function"]
@@ -48,8 +48,8 @@ def file_problems(name: str, value: str, default: str) -> list[str]:
 
 
 def function_tables() -> dict[str, Mapping[str, Any]]:
-    """Return the functions that settings choose from, by the setting."""
-    # Late, as algos/ needs torch and `--help` must not.
+    """Return setting -> table of the functions that it chooses from."""
+    # Imported late: algos/ needs torch, and `--help` must work without it.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.filters import FILTERS
     from spmdrl.algos.losses import LOSSES
@@ -72,14 +72,15 @@ def load_function(spec: str, table: Mapping[str, Any]) -> Any:
         return table[spec]
     path, _, name = spec.partition(":")
     if not path.endswith(".py") or not name:
-        raise ValueError(f"{spec!r} is none of {', '.join(table)}, nor path/to/file.py:function")
+        raise ValueError(f"{spec!r} is neither one of {', '.join(table)} nor path/to/file.py:function")
     return function_of(Path(path), name)
 
 
 def name_weight(spec: str, form: str, positive: bool = True) -> tuple[str, float | None]:
-    """Return both sides of `name=weight`; the weight is None without a `=`, or if it belongs to a path.
+    """Return both sides of `name=weight`; the weight is None without a `=`, or if the `=` belongs to a path.
 
-    positive: weights must be above 0. Raises ValueError with the message `form` for another weight, or no name.
+    positive: weights must be above 0. Raises ValueError with the message `form` for an invalid weight, or without a
+    name.
     """
     name, equals, weight = spec.rpartition("=")
     if not equals or "/" in weight or ":" in weight or ".py" in weight:

@@ -22,12 +22,12 @@ from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunCo
 @hides(Job.ONLINE)
 @dataclass
 class OnlineReferenceConfig(ReferenceConfig):
-    """The frozen model that the policy is held to."""
+    """The frozen reference model."""
 
     path: str = setting("", only_with=lambda c: c.has_reference)
     """The model, as `--model.path`. Empty: the starting model."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Share of the policy in it when it moves (`refresh_every`); 1 takes the policy's weights."""
+    """Share of the policy's weights in the reference after a refresh (`refresh_every`); 1 copies them."""
 
 
 @hides(Job.ONLINE)
@@ -36,7 +36,7 @@ class OnlineMethod(PreferenceMethod):
     """The loss, and the samples that it compares: the best and the worst of each prompt."""
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "apo", "sppo", "raft"] = "dpo"
-    """Published losses by their names; `--preference.loss` replaces them."""
+    """Published method, which sets the losses; `--preference.loss` replaces them."""
     gap: float = setting(0.0, NOT_NEGATIVE)
     """A prompt is left out unless the rewards of its best and its worst sample differ by more than this."""
     least_reward: float | None = setting(None, FINITE)
@@ -52,18 +52,18 @@ class OnlinePreferenceConfig(Config):
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
     reference: OnlineReferenceConfig = section(OnlineReferenceConfig)
     preference: OnlineMethod = section(OnlineMethod)
-    # No sample has an advantage, and none is compared by one.
+    # No advantage is computed. `reinforce` sets no conditions on groups.
     algo: AlgoConfig = section(AlgoConfig, advantage="reinforce")
     has_advantages: ClassVar[bool] = False
 
     @property
     def has_reference(self) -> bool:
-        """True for losses with a reference."""
+        """True if a loss reads the reference."""
         return has_reference(self.preference)
 
 
 def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
-    """Return True if only the best sample of each prompt is trained (RAFT, best of n)."""
+    """Return True if the policy only trains on the best sample of each prompt (RAFT, best of n)."""
     return losses_of(config.preference).keys() == {"sft"}
 
 
@@ -80,14 +80,16 @@ def check_online_preference(config: OnlinePreferenceConfig, world_size: int, her
 def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[str]:
     rollout, problems = config.rollout, Problems(config, reference_problems(config))
     if not has_pairs(config.preference):
-        problems.append(f"--preference.loss {' '.join(losses)}: is of labelled responses; take a loss of pairs")
+        problems.append(
+            f"--preference.loss {' '.join(losses)}: needs labelled responses; take a loss that compares pairs"
+        )
     alone = losses.keys() == {"sft"}
     if alone and config.preference.gap:
         problems.append(
-            "--preference.gap: only the best sample of a prompt is learnt from; take --preference.least-reward"
+            "--preference.gap: only the best sample of a prompt is trained on; take --preference.least-reward"
         )
     if rollout.samples_per_prompt < 2 and not alone:
-        problems.add("rollout.samples_per_prompt", "a pair takes at least 2")
+        problems.add("rollout.samples_per_prompt", "must be at least 2, for a pair")
     shared = config.policy.share_prompts and config.policy.backend == "fsdp"
     longest = rollout.max_prompt_tokens * (1 if shared else 2) + 2 * rollout.max_new_tokens
     if longest > config.policy.max_tokens_per_microbatch and not alone:
@@ -96,7 +98,7 @@ def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[
 
 
 def online_lines(config: OnlinePreferenceConfig, world_size: int) -> list[str]:
-    """Return how the counts multiply out, printed at the start and by `--dry-run`."""
+    """Return the lines of the plan, printed at the start and by `--dry-run`."""
     losses, count = losses_of(config.preference), config.rollout.samples_per_prompt
     alone, prompts = takes_best_alone(config), config.rollout.prompts_per_step
     weighted = ", ".join(f"{name} x {weight:g}" for name, weight in losses.items())

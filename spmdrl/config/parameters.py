@@ -1,4 +1,4 @@
-"""Settings of a method that fill parameters of losses and advantages, of algos/ or a user's own, by name."""
+"""Settings of a method that fill parameters of a loss or an advantage by name, in algos/ or in a user's file."""
 
 import functools
 import inspect
@@ -38,8 +38,8 @@ def read_by(row: "Loss | Advantage") -> frozenset[str]:
 
 @functools.cache
 def read_by_any(kind: Kind) -> frozenset[str]:
-    """Return the settings that functions of a kind read, and nothing else."""
-    # Late, as algos/ needs torch and `--help` must not.
+    """Return the settings that only the functions of a kind read."""
+    # Imported late: algos/ needs torch, and `--help` must work without it.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.losses import LOSSES
 
@@ -48,5 +48,5 @@ def read_by_any(kind: Kind) -> frozenset[str]:
 
 
 def only_of(kind: Kind) -> frozenset[str]:
-    """Return the settings of `algo` that only functions of a kind read: another function drops a preset's values."""
+    """Return the settings of `algo` that only functions of a kind read; a preset's values go with its function."""
     return frozenset(setting for setting in read_by_any(kind) if setting.startswith("algo."))

@@ -1,4 +1,4 @@
-"""Paths that a run may write to: inside its folder, links followed."""
+"""Paths that a run may write to: they are inside its folder, also after links are followed."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +14,7 @@ WRITTEN = (
     ".config.yaml.part",
     "metrics.jsonl",
     "samples.jsonl",
-    # `.part` while it is cut, `.old`, `.old-1`, ... for what an older run left.
+    # `.part` while the file is shortened; `.old`, `.old-1`, ... for files that an older run left.
     "metrics.jsonl.*",
     "samples.jsonl.*",
 )
@@ -27,7 +27,7 @@ def run_folder(cfg: TrainingConfig) -> Path:
 
 
 def recorded_settings(folder: Path) -> Path:
-    """Return the path of the settings with which the run of a folder was begun; the file may be missing."""
+    """Return the path of the settings with which the run of a folder was started; the file may be missing."""
     path = folder / "config.yaml"
     return path if path.exists() else folder / "checkpoints" / "latest" / "state" / "config.yaml"
 
@@ -46,7 +46,7 @@ def inside(folder: Path, *names: str) -> Path:
 def check_run_folder(folder: Path) -> None:
     """Refuse a run folder where a file that the run writes, or removes to make room, is a link out of the folder.
 
-    The folder itself may be one, so that a run can lie on another disk; `checkpoints/latest` is replaced and never
+    The folder itself may be a link, so that a run can be on another disk; `checkpoints/latest` is replaced and never
     followed. Raises ValueError naming the link.
     """
     written = [place for place in _listed(folder) if any(fnmatchcase(place.name, name) for name in WRITTEN)]

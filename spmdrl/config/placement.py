@@ -1,4 +1,4 @@
-"""Roles of the ranks: the numbers that train and sample, and the rules for them."""
+"""Roles of the ranks: how many train and sample, and the rules for them."""
 
 import os
 
@@ -33,7 +33,7 @@ def how_to_have_more(count: int) -> str:
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
-    """Return lines about roles without ranks, and ranks without roles. Axes can only be checked once these fit."""
+    """Return lines about roles without ranks, and ranks without roles. Axes are only checked if there are none."""
     parallel, problems = config.parallel, Problems(config)
     if parallel.placement == "colocated":
         for name in ("parallel.rollout_ranks", "parallel.scoring_ranks", "rollout.staleness"):
@@ -63,14 +63,14 @@ def placement_problems(config: Config) -> list[str]:
     if config.run.lockstep_debug:
         problems.add(
             "run.lockstep_debug",
-            "compares what all ranks run, which is not the same under --parallel.placement split; look for the fault "
+            "compares the collectives of all ranks, which differ under --parallel.placement split; look for the fault "
             "with colocated",
         )
     if config.parallel.scoring_ranks and (refresh := config.reference.refresh_every):
         problems.add(
             "parallel.scoring_ranks",
-            "a reference that is refreshed lives where the policy does; take 0, or --reference.refresh-every 0 instead "
-            f"of {refresh}",
+            "a reference that is refreshed must be on the policy's ranks; take 0, or --reference.refresh-every 0 "
+            f"instead of {refresh}",
         )
     return problems
 

@@ -1,4 +1,4 @@
-"""The plan of a run as text: ranks, sequences, tokens and updates, computed from its counts."""
+"""The plan of a run as text: ranks, sequences, tokens and updates, computed from its settings."""
 
 import math
 
@@ -10,10 +10,10 @@ from spmdrl.config.schema import Config
 
 
 def plan_lines(config: Config, world_size: int) -> list[str]:
-    """Return how the counts multiply out, printed at the start and by `--dry-run`.
+    """Return the lines of the plan, printed at the start and by `--dry-run`.
 
-    Token counts are upper bounds, of sequences of full length. Micro-batches are what packing such sequences takes on
-    one rank; shorter ones pack tighter.
+    Token counts are upper bounds, for sequences of full length. The number of micro-batches is that of packing such
+    sequences on one rank; shorter sequences need fewer.
     """
     rollout, axes, updates = config.rollout, config.parallel, config.algo.updates_per_step
     engines = samplers(config, world_size) // config.engine_ranks
@@ -67,7 +67,7 @@ def shards(config: Config, world_size: int) -> int:
 
 
 def ranks(config: Config, world_size: int) -> str:
-    """Return the ranks by their roles, and the mesh of those that train, as text."""
+    """Return, as text, the ranks by their roles and the mesh of the ranks that train."""
     axes = config.parallel
     sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shards(config, world_size)}
     sizes |= {"sp": axes.sp, "cp": axes.cp, "tp": axes.tp}

@@ -25,9 +25,9 @@ class Published:
     """One published method of preference learning."""
 
     losses: tuple[str, ...]
-    """Each as `--preference.loss` takes it."""
+    """Its losses, each in the form of `--preference.loss`."""
     paper: str
-    """URL."""
+    """URL of the paper."""
 
 
 METHODS: dict[str, Published] = {
@@ -55,49 +55,49 @@ class PreferenceDataConfig(SupervisedDataConfig):
     """Rows: pairs of responses, or responses with a label."""
 
     chosen_column: str = setting("chosen", only_with=lambda c: c.reads_pairs)
-    """Column with the better response, text or messages; with no column for the prompt, the dialogue that ends so."""
+    """Column with the better response, text or messages; if no column holds the prompt, the complete dialogue."""
     rejected_column: str = setting("rejected", only_with=lambda c: c.reads_pairs)
     """Column with the worse response."""
     label_column: str = setting("label", unread_by=(Job.REWARD_MODEL,))
-    """Column that says of a completion without a counterpart whether it is wanted: true or false (kto, bco)."""
+    """Column with the label of a completion without a counterpart: true if it is wanted, else false (kto, bco)."""
 
 
 @dataclass
 class FixedModelConfig:
-    """The frozen model that the policy is held to."""
+    """The frozen reference model."""
 
     path: str = setting("", only_with=lambda c: c.has_reference)
     """The model, as `--model.path`. Empty: the starting model."""
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
-    """Move it to the policy every N steps (TR-DPO, https://arxiv.org/abs/2404.09656). 0: never."""
+    """Move the reference to the policy every N steps (TR-DPO, https://arxiv.org/abs/2404.09656). 0: never."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Share of the policy in it at such a move; 1 takes the policy's weights."""
+    """Share of the policy's weights in the reference after a move (`refresh_every`); 1 copies them."""
     precompute: bool = setting(False, only_with=lambda c: c.has_reference)
-    """Let it read all rows before the first step, and keep what it says of them in the run folder instead of the model
-    in memory."""
+    """Compute the reference's log-probabilities of all rows before the first step, and store them in the run folder, so
+    that training needs no reference in memory."""
 
 
 def read_as(name: str) -> Callable[[Any], bool]:
-    """Return the condition that a loss of a job reads the setting of this name."""
+    """Return a condition on a job's settings: one of its losses reads the setting `name`."""
     return lambda c: any(name in loss.reads for loss in rows_of(c.preference))
 
 
 @dataclass
 class PreferenceMethod:
-    """The loss."""
+    """The loss and its settings."""
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "kto", "bco", "apo", "sppo"] = "dpo"
-    """Published losses by their names; `--preference.loss` replaces them."""
+    """Published method, which sets the losses; `--preference.loss` replaces them."""
     loss: tuple[str, ...] = ()
-    """Losses that are added up, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: those
-    of the method."""
+    """Losses that are summed, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: the
+    losses of the method."""
     beta: float = setting(0.1, POSITIVE, only_with=read_as("beta"))
-    """Strength with which the policy is held to the reference; tau of IPO; scale of the margin in SimPO and CPO.
-    Where simpo is the only loss: 2."""
+    """Strength of the penalty that keeps the policy near the reference; tau of IPO; scale of the margin in SimPO and
+    CPO. The default is 2 if simpo is the only loss."""
     label_smoothing: float = setting(
         0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"), only_with=read_as("label_smoothing")
     )
-    """Share of pairs whose label is taken to be wrong (cDPO; robust and exo_pair need it)."""
+    """Share of pairs whose label is assumed to be wrong (cDPO; robust and exo_pair need it)."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = setting(
         "reverse_kl", only_with=read_as("divergence")
     )
@@ -107,15 +107,17 @@ class PreferenceMethod:
     tau: float = setting(0.05, POSITIVE, only_with=read_as("tau"))
     """Temperature of discopop."""
     margin: float = setting(0.5, only_with=read_as("margin"))
-    """simpo's gamma: wanted margin between beta times mean log p of the two responses. Where it is the only loss: 1."""
+    """simpo's gamma: target margin between the two responses' beta times mean log p. The default is 1 if simpo is the
+    only loss."""
     tail: float = setting(1.0, UNIT, only_with=read_as("tail"))
-    """Weight of log p behind the length of the shorter response (LD-DPO, https://arxiv.org/abs/2409.06411)."""
+    """Weight of log p of tokens beyond the length of the shorter response (LD-DPO,
+    https://arxiv.org/abs/2409.06411)."""
     weighted: bool = setting(False, only_with=read_as("weighted"))
-    """Weigh each pair by how likely the policy itself makes it (WPO, https://arxiv.org/abs/2406.11827)."""
+    """Weight each pair by its probability under the policy (WPO, https://arxiv.org/abs/2406.11827)."""
     wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(Job.ONLINE,), only_with=read_as("wanted_weight"))
     """kto, bco: weight of responses that are wanted."""
     unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(Job.ONLINE,), only_with=read_as("unwanted_weight"))
-    """kto, bco: weight of those that are not."""
+    """kto, bco: weight of responses that are not wanted."""
 
 
 @dataclass
@@ -131,13 +133,13 @@ class PreferenceConfig(SupervisedConfig):
 
     @property
     def has_reference(self) -> bool:
-        """True for losses with a reference."""
+        """True if a loss reads the reference."""
         return has_reference(self.preference)
 
 
 def losses_of(method: PreferenceMethod) -> dict[str, float]:
     """Return name in `algos.preference` -> weight. Raises ValueError for a wrong name or weight."""
-    # Late, here and below: the rows stand with the functions, which need torch, and `--help` must not.
+    # Imported late, here and below: the module needs torch, and `--help` must work without it.
     from spmdrl.algos.preference import LOSSES, SFT
 
     found = {}
@@ -145,27 +147,27 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
         name, weight = split_weight(spec, "--preference.loss")
         if name not in LOSSES and name != SFT:
             known = ", ".join([*LOSSES, SFT])
-            raise ValueError(f"--preference.loss {spec}: there is no such loss; there are {known}")
+            raise ValueError(f"--preference.loss {spec}: unknown loss. Valid: {known}")
         if name in found:
-            raise ValueError(f"--preference.loss {spec}: {name} is there twice; give it one weight")
+            raise ValueError(f"--preference.loss {spec}: {name} is named twice; give it one weight")
         found[name] = 1.0 if weight is None else weight
     return found
 
 
 def rows_of(method: PreferenceMethod) -> "list[PreferenceLoss]":
-    """Return the rows of the losses but `sft`. Raises ValueError as `losses_of` does."""
+    """Return the table rows of all losses but `sft`. Raises ValueError as `losses_of` does."""
     from spmdrl.algos.preference import LOSSES, SFT
 
     return [LOSSES[name] for name in losses_of(method) if name != SFT]
 
 
 def has_pairs(method: PreferenceMethod) -> bool:
-    """Return True for losses that compare two responses."""
+    """Return True if the losses compare two responses."""
     return not any(loss.labelled for loss in rows_of(method))
 
 
 def has_reference(method: PreferenceMethod) -> bool:
-    """Return True for losses with a reference."""
+    """Return True if a loss reads the reference."""
     return any(loss.has_reference for loss in rows_of(method))
 
 
@@ -180,7 +182,9 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
     problems += method_problems(chosen, losses)
     beside = [name for name in losses if takes_other_prompts(name)]
     if beside and data.rows_per_step < 2:
-        problems.append(f"--data.rows-per-step 1: {beside[0]} takes responses to other rows of the step; take more")
+        problems.append(
+            f"--data.rows-per-step 1: {beside[0]} compares responses to different rows of the step; take at least 2"
+        )
     problems += _precompute_problems(config, beside) if config.reference.precompute else []
     refuse(problems + reference_problems(config))
 
@@ -189,10 +193,12 @@ def reference_problems(config: Any) -> list[str]:
     """Return a line for each problem of a reference that may move."""
     reference, problems = config.reference, []
     if is_average(reference) and (config.policy.backend, config.model.dtype) == ("megatron", "bfloat16"):
-        problems.append("--reference.mix: megatron keeps the reference in bfloat16, too coarse for shares; take fsdp")
+        problems.append(
+            "--reference.mix: megatron keeps the reference in bfloat16, too coarse for a moving average; take fsdp"
+        )
     if reference.refresh_every and config.lora.rank:
         problems.append(
-            "--reference.refresh-every: the reference has no adapters, and cannot move to a policy with --lora.rank; "
+            "--reference.refresh-every: the reference has no adapters, so it cannot copy a policy with --lora.rank; "
             "leave one of the two out"
         )
     return problems
@@ -209,10 +215,10 @@ def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[
         )
     labelled = sorted(name for name, row in rows.items() if row.labelled)
     if labelled and len(losses) > 1:
-        problems.append(f"--preference.loss {shown(chosen.loss)}: {labelled[0]} stands alone")
+        problems.append(f"--preference.loss {shown(chosen.loss)}: {labelled[0]} cannot be combined with other losses")
     smoothed = sorted(name for name, row in rows.items() if row.needs_smoothing)
     if smoothed and not chosen.label_smoothing:
-        problems.append(f"--preference.label-smoothing 0: {smoothed[0]} needs one above 0, such as 0.1")
+        problems.append(f"--preference.label-smoothing 0: {smoothed[0]} needs a value above 0, such as 0.1")
     if chosen.weighted and any(row.matched for row in rows.values()):
         problems.append("--preference.weighted: aot compares responses of different pairs; leave one of them out")
     return problems
@@ -228,8 +234,8 @@ def takes_other_prompts(name: str) -> bool:
 def _precompute_problems(config: PreferenceConfig, beside: list[str]) -> list[str]:
     found, name, refreshed = streams(config), (beside or [""])[0], config.reference.refresh_every
     wrong_if = {
-        f"the rows of a stream are not known before ({found[0] if found else ''}); leave it out": found,
-        f"{name} asks the reference for responses to other rows' prompts; leave it out": beside,
+        f"a stream's rows are not known before training ({found[0] if found else ''}); leave it out": found,
+        f"{name} needs the reference's logp of responses to other rows' prompts; leave it out": beside,
         "the reference moves (--reference.refresh-every); leave one of the two out": refreshed,
     }
     return [f"--reference.precompute: {advice}" for advice, wrong in wrong_if.items() if wrong]

@@ -526,7 +526,7 @@ def test_balance_is_over_sequences_without_advantage_too(name):
     with pytest.raises(ConfigError) as error:
         check(cfg, 1)
     (line,) = (line for line in str(error.value).splitlines() if "skip-zero-advantage" in line)
-    assert f"--policy.{name.replace('_', '-')} 0.1 looks at the tokens of every sequence" in line
+    assert f"--policy.{name.replace('_', '-')} 0.1 depends on the tokens of every sequence" in line
     assert not compose(cfg).skip_zero_advantage
 
 

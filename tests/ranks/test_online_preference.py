@@ -238,12 +238,12 @@ def weights_of_start() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--preference.loss kto", "--preference.loss kto: is of labelled responses; take a loss of pairs"),
-        ("--preference.loss dpoo", "--preference.loss dpoo: there is no such loss"),
+        ("--preference.loss kto", "--preference.loss kto: needs labelled responses; take a loss that compares pairs"),
+        ("--preference.loss dpoo", "--preference.loss dpoo: unknown loss"),
         ("--preference.method raft --preference.gap 0.1", "--preference.gap: only the best sample"),
         ("--preference.gap -1", "--preference.gap -1.0: must be 0 or more"),
         ("--reference.refresh-every 2 --lora.rank 4", "--reference.refresh-every: the reference has no adapters"),
-        ("--rollout.samples-per-prompt 1", "--rollout.samples-per-prompt 1: a pair takes at least 2"),
+        ("--rollout.samples-per-prompt 1", "--rollout.samples-per-prompt 1: must be at least 2, for a pair"),
         ("--preference.least-reward nan", "--preference.least-reward nan: must be a finite number"),
         (
             "--policy.max-tokens-per-microbatch 600 --policy.no-share-prompts",

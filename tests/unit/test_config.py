@@ -451,7 +451,7 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (1, "--algo.kl-coef 0.1 --reference.enabled off", ["--reference.enabled off", "--algo.kl-coef is 0.1"]),
         (1, "--rollout.temperature 0", ["--rollout.temperature 0.0", "above 0"]),
         (1, "--rollout.top-p 1.5", ["--rollout.top-p 1.5", "at most 1"]),
-        (1, "--rollout.top-p 0.9", ["--rollout.top-p 0.9", "the trainer over the whole vocabulary", "--eval.top-p"]),
+        (1, "--rollout.top-p 0.9", ["--rollout.top-p 0.9", "the trainer over all tokens", "--eval.top-p"]),
         (
             1,
             "--algo.preset gdpo --algo.part-weights a=1 --algo.kl-coef 0.1 --algo.kl-in reward",

@@ -22,7 +22,10 @@ def refusal(*words: str) -> str:
 @pytest.mark.parametrize(
     "words, says",
     [
-        (OWN, "--reward.function environment: there is no environment whose rewards could be summed; name one by --env"),
+        (
+            OWN,
+            "--reward.function environment: there is no environment whose rewards could be summed; name one by --env",
+        ),
         (
             ("--reward.more", "environment=0.5"),
             "--reward.more environment: there is no environment whose rewards could be summed",

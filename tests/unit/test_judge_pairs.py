@@ -352,7 +352,9 @@ def test_the_advice_for_a_group_of_one_helps_in_an_evaluation_too(tmp_path):
     """`python -m spmdrl.evaluate` has no `--eval.every`, so that cannot be all that it is told."""
     given = ["--reward.function", written(tmp_path, **GOOD), "--data.eval", "builtin:reverse:eval"]
     asked = [from_command_line([*given, "--eval.samples", n], PROG, EvaluationConfig).config for n in ("1", "2")]
-    with pytest.raises(ConfigError, match=r"--eval\.samples 1: .*take 2 or more \(a training may do without: --eval"):
+    with pytest.raises(
+        ConfigError, match=r"--eval\.samples 1: .*take 2 or more \(training works without evaluation: --eval"
+    ):
         check_config(asked[0], 1)
     check_config(asked[1], 1)
 

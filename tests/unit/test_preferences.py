@@ -197,10 +197,10 @@ def test_the_task_that_ships_here_has_one_right_side():
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--preference.loss sigmod", "there is no such loss; there are sigmoid"),
+        ("--preference.loss sigmod", "unknown loss. Valid: sigmoid"),
         ("--preference.loss sigmoid=-1", "--preference.loss sigmoid=-1: the weight after = must be a number above 0"),
         ("--preference.loss kto sigmoid", "kto stands alone"),
-        ("--preference.loss exo_pair", "exo_pair needs one above 0, such as 0.1"),
+        ("--preference.loss exo_pair", "exo_pair needs a value above 0, such as 0.1"),
         ("--data.max-tokens 5000", "the 10000 tokens of a row must fit --policy.max-tokens-per-microbatch 8192"),
         (
             "--preference.method simpo --preference.loss ipo",
@@ -208,12 +208,18 @@ def test_the_task_that_ships_here_has_one_right_side():
         ),
         ("--preference.weighted --preference.loss aot", "aot compares responses of different pairs"),
         ("--preference.loss sigmoid sigmoid=0.5", "sigmoid is there twice"),
-        ("--preference.loss kto --data.rows-per-step 1", "kto takes responses to other rows of the step"),
+        ("--preference.loss kto --data.rows-per-step 1", "kto compares responses to different rows of the step"),
         ("--reference.refresh-every 4 --lora.rank 2", "the reference has no adapters"),
         ("--preference.label-smoothing 0.5", "must lie in [0, 0.5)"),
         ("--reference.mix 0 --reference.refresh-every 4", "must be above 0 and at most 1"),
-        ("--reference.precompute --data.train stream:a/b", "the rows of a stream are not known before (stream:a/b)"),
-        ("--reference.precompute --preference.method kto", "kto asks the reference for responses to other rows'"),
+        (
+            "--reference.precompute --data.train stream:a/b",
+            "a stream's rows are not known before training (stream:a/b)",
+        ),
+        (
+            "--reference.precompute --preference.method kto",
+            "kto needs the reference's logp of responses to other rows'",
+        ),
         ("--reference.precompute --reference.refresh-every 4", "the reference moves"),
     ],
 )
