@@ -174,8 +174,8 @@ def _conflicts(config: Config, found: list[tuple[str, JudgeConfig]]) -> list[str
     problems = _group_problems(config, compare) if compare else []
     if compare and config.env:
         problems.append(
-            f"--env {config.env}: {compare} compares the responses of a prompt (compare), and in an environment each ends "
-            "a different conversation; leave compare out, so that each is graded by itself"
+            f"--env {config.env}: {compare} compares the responses of a prompt (compare), and in an environment each "
+            "ends a different conversation; leave compare out, so that each is graded by itself"
         )
     if on_engine and config.parallel.placement == "split":
         problems.append(

@@ -46,7 +46,7 @@ class Begun:
     entries: dict[str, Given] = field(default_factory=dict)
 
     def instead_of(self, layer: Entries) -> Entries:
-        """Return a layer with the folder's values; settings that the folder lacks are left out and get their default."""
+        """Return a layer with the folder's values; settings that the folder lacks are left out."""
         return [(name, self.entries[name]) for name, _ in layer if name in self.entries] if self.entries else layer
 
 

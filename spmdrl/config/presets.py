@@ -1,7 +1,7 @@
-"""Published methods by name: the settings that make one, as a layer below YAML files and flags.
+"""Published methods by name, as settings that YAML files and flags override.
 
-Only what differs from the defaults of `schema.py` stands here; a method's own constants (clip ranges, temperatures) are
-the defaults of its functions in `algos/`. docs/algorithms.md shows all of them (docs/generate.py).
+A preset has only the settings that differ from the defaults of `schema.py`; a method's constants (clip ranges,
+temperatures) are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets (docs/generate.py).
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ PRESETS: dict[str, Preset] = {
         "Williams 1992", "https://doi.org/10.1007/BF00992696", "reinforce", "reinforce", "seq-mean-token-sum"
     ),
     "ppo": _preset("PPO", "1707.06347", "gae", "ppo", "token-mean", gamma=1.0, lam=0.95),
-    # overlong_buffer depends on max_new_tokens (a fifth of it in the paper), so a run sets it.
+    # overlong_buffer depends on max_new_tokens (a fifth of it in the paper), so it has to be set for each run.
     "dapo": _preset(
         "DAPO", "2503.14476", "grpo", "ppo", "token-mean", clip_low=0.2, clip_high=0.28, filter__keep="mixed"
     ),
@@ -102,7 +102,7 @@ PRESETS: dict[str, Preset] = {
     "safe_rlhf": _preset(
         "Safe RLHF", "2310.12773", "gae", "ppo", "token-mean", gamma=1.0, lam=0.95, safety__cost="cost"
     ),
-    # The teacher is --reference.path. Reverse KL by its k1 estimate on sampled tokens; the task's reward is left out.
+    # The teacher is --reference.path. The only reward is the reverse KL, estimated by k1 on sampled tokens.
     "distill": _preset(
         "GKD",
         "2306.13649",
@@ -120,8 +120,8 @@ PRESETS: dict[str, Preset] = {
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
     """Return dotted name -> value of a preset's settings, with another loss or advantage if they are given.
 
-    Values for a replaced loss or advantage are dropped with it: the chosen one takes its own paper's values. A user's
-    own file keeps the preset's aggregation, which is no part of a function. Raises KeyError without such a preset.
+    Values that only a replaced loss or advantage reads are dropped, so that the chosen one has the values of its own
+    paper. With a loss from a user's file the preset's aggregation stays. Raises KeyError for an unknown preset.
     """
     settings = dict(PRESETS[name].settings)
     gone: set[str] = set()
@@ -130,12 +130,12 @@ def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[s
     if advantage and advantage != settings["algo.advantage"]:
         gone |= only_of("advantage")
     kept = {name: value for name, value in settings.items() if name not in gone}
-    # The schema's aggregation is grpo's, so that it has to be taken back.
+    # The schema's default aggregation is grpo's; the empty value selects that of the chosen loss.
     return kept | ({"algo.aggregation": ""} if "algo.aggregation" in gone else {})
 
 
 def with_preset(config: Config, name: str) -> Config:
-    """Return a config with a preset's values, for programs without files and flags. Raises KeyError without it."""
+    """Return a config with a preset's values, for programs without files. Raises KeyError for an unknown one."""
     sections: dict[str, dict[str, Any]] = {"algo": {"preset": name}}
     for dotted, value in PRESETS[name].settings.items():
         section, _, leaf = dotted.partition(".")

@@ -18,11 +18,12 @@ COMMAND_LINE = "command line"
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 MOST_NODES, MOST_LEVELS = 10_000, 8
-"""Most entries and levels of a file of settings, aliases followed."""
+"""Most entries and levels of a file of settings, counted with aliases expanded."""
 RESAMPLE, POWER = "filter.resample", "filter.resample_power"
-"""A setting, and the name under which files of other versions hold a part of it."""
+"""The setting of the resampling method, and the key of its power in files of other versions."""
 CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.1"
-"""A name in files of other versions, the setting that replaces it, and its value if those files have none."""
+"""The key of the KL controller in files of other versions, the setting that replaces it, and its value if it is
+missing."""
 MERGED = {"policy.recompute": "policy.activation_checkpointing", CONTROLLER: TARGET, POWER: RESAMPLE}
 """Name in files and commands of other versions -> the setting that replaces it."""
 
@@ -42,9 +43,9 @@ class Loaded(Generic[C]):
     given: frozenset[str] = frozenset()
     """Settings named by a flag or by a file written by hand; not those of a preset or of a run folder's config.yaml."""
     notes: tuple[str, ...] = ()
-    """Lines about settings of files that a preset named later replaces."""
+    """Lines about settings of files that a later preset replaces, and about defaults."""
     without_flags: Callable[[], "Loaded[C] | None"] = lambda: None
-    """Reads the files again, without the flags; returns None where there are no files."""
+    """Function that reads the files again, without the flags; returns None if there are no files."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _flatten(
     node: yaml.Node, prefix: str, path: str, found: Entries, problems: list[str], nodes: Iterator[int]
 ) -> None:
     origin = f"{path}:{node.start_mark.line + 1}"
-    # Aliases may refer to a section that they stand in, or multiply.
+    # An alias may refer to the section that contains it, or expand to very many entries.
     if next(nodes) > MOST_NODES or prefix.count(".") > MOST_LEVELS:
         raise OverflowError(f"line {node.start_mark.line + 1}: nested too deeply, or more than {MOST_NODES} entries")
     if isinstance(node, yaml.MappingNode):
@@ -154,7 +155,7 @@ def _flatten(
                 continue
             name = key.value.replace("-", "_")
             if name in seen:
-                problems.append(f"{path}:{line}: {prefix}{name} stands twice (also on line {seen[name]})")
+                problems.append(f"{path}:{line}: {prefix}{name} is given twice (also on line {seen[name]})")
             seen[name] = line
             _flatten(value, f"{prefix}{name}.", path, found, problems, nodes)
     elif not prefix:
@@ -170,7 +171,7 @@ def _flatten(
 
 
 def unknown_name(name: str, given: Given, valid: list[str]) -> str:
-    """Return a line about a name that is no setting, with the one that was probably meant."""
+    """Return a line about an unknown name, with the setting that was probably meant."""
     inside = [leaf for leaf in valid if leaf.startswith(name + ".")]
     in_file = given.origin != COMMAND_LINE
     if inside:
@@ -178,7 +179,7 @@ def unknown_name(name: str, given: Given, valid: list[str]) -> str:
         text = f"{name if in_file else flag(name)} is a section, not a setting; it holds {shown}"
     else:
         near = nearest(MERGED.get(name, name), valid, 3) or nearest(name.replace(".no_", "."), valid, 1)
-        # A name without its section may stand in several.
+        # A name without its section may exist in several sections.
         near = [leaf for leaf in near if leaf.endswith("." + name)] or near[:1]
         kind = f"unknown key {name}" if in_file else f"unknown flag {flag(name)}"
         meant = " or ".join(near if in_file else map(flag, near))
@@ -188,12 +189,12 @@ def unknown_name(name: str, given: Given, valid: list[str]) -> str:
 
 
 def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
-    """Return the words for tyro of one setting. Raises ConfigError for text that its type does not take."""
+    """Return the words for tyro of one setting. Raises ConfigError for text that does not fit its type."""
     where = flag(name) if given.origin == COMMAND_LINE else f"{given.origin}: {flag(name)}"
     values = given.values
     if values is None:
         if not is_optional(hint):
-            raise ConfigError(f"{where}: null is no value here" + ("; write '' for empty" if hint is str else ""))
+            raise ConfigError(f"{where}: null is not a valid value" + ("; write '' for empty" if hint is str else ""))
         values = ["None"]
     if hint is bool:
         word = " ".join(values).lower() or "true"
@@ -217,11 +218,11 @@ def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
 
 
 def parse(command: type, tokens: list[str], prog: str, origins: dict[str, str]) -> Any:
-    """Parse by tyro. Raises ConfigError with one line made of the report in a box that tyro prints."""
+    """Parse words with tyro. Raises ConfigError with tyro's report, which it prints in a box, as one line."""
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            # Comments are not help; without this tyro reads every source file of the sections at each call.
+            # Comments are no help texts. Without this option tyro reads every source file of the sections at each call.
             return tyro.cli(command, args=tokens, prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
     except SystemExit:
         text = re.sub(r"\x1b\[[0-9;]*m", "", report.getvalue())

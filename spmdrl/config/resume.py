@@ -1,7 +1,7 @@
 """Compares the settings of a run folder with those of a run that resumes from it.
 
-Settings declare whether they may differ (`declare.py`). A run that resumed with other values of the rest would be
-neither the first run nor the second.
+Each setting declares whether it may differ (`declare.py`). If other settings changed, the results would belong neither
+to the old settings nor to the new ones.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from spmdrl.config.yaml_file import SUFFIXES
 
 
 def may_change(cfg: TrainingConfig, name: str) -> bool:
-    """Return True if a resume may change a setting, as it declares, unless it is the length that a schedule reads."""
+    """Return True if a resume may change a setting; it may not change the steps if a schedule reads them."""
     if name == "run.steps" and cfg.optimizer.schedule != "constant":
         return False
     return bool(declared(type(cfg))[name].free)
@@ -41,7 +41,7 @@ def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def fixed_settings(cfg: TrainingConfig) -> dict[str, Any]:
-    """Return the settings that a resume must keep, redacted; the engine is the one that runs."""
+    """Return the settings that a resume must keep, redacted; the engine is the one that `auto` resolves to."""
     return {k: v for k, v in flat(to_dict(settings_to_record(cfg))).items() if not may_change(cfg, k)}
 
 
@@ -72,11 +72,12 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
 
 
 def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
-    """Return the entry point whose settings have these sections, or "".
+    """Return the entry point whose settings have these sections, or "" if none has.
 
-    kinds: entry point -> its settings. They have all of the sections, and one that their base class lacks.
+    kinds: entry point -> schema of its settings. It must have all of the sections, at least one of which its base class
+    lacks; of several such schemas the smallest counts.
     """
-    # Another version wrote a section that no kind has.
+    # Sections that no schema has, which another version wrote, are ignored.
     there = set(sections) & {each.name for schema in kinds.values() for each in fields(schema)}
     sizes: dict[str, int] = {}
     for name, schema in kinds.items():
@@ -91,7 +92,7 @@ class Differences:
     """Differences between a run folder's settings and a run's."""
 
     other: str = ""
-    """The entry point that wrote the folder's, if it is not this run's."""
+    """The entry point that wrote the folder's settings; empty if it is this run's."""
     lines: list[str] = field(default_factory=list)
     """Settings that a resume must keep, one line each: `--optimizer.lr: 0.0002 there, 0.001 here`."""
     notes: list[str] = field(default_factory=list)
@@ -103,14 +104,14 @@ def differences(
 ) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
-    A setting that the file lacks (it may be older than the setting) counts as its default. A folder without a chat
-    template rendered its messages by ChatML. given: settings that a user named. kinds: as of `entry_point`.
+    A setting that the file lacks (it may be older than the setting) counts as its default. A run whose folder names no
+    chat template rendered messages with ChatML. given: settings that a user named. kinds: as in `entry_point`.
     """
     out, there = Differences(), {}
     try:
         nested = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(nested, dict):
-            raise TypeError("it holds no settings")
+            raise TypeError("it contains no settings")
         there = flat(nested)
         if there.get(CONTROLLER) in ("fixed", "adaptive"):
             there = with_target(there, there[CONTROLLER] == "adaptive", float(DEFAULT_TARGET))
@@ -120,7 +121,7 @@ def differences(
         out.other = wrote if wrote and type(cfg) is not (kinds or {})[wrote] else ""
         unknown = sorted(set(there) - set(leaves(type(cfg))))
         if unknown:
-            out.notes.append(f"{path} has settings that are not known here: {', '.join(unknown)}")
+            out.notes.append(f"{path} has settings that this version does not know: {', '.join(unknown)}")
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, AttributeError, TypeError) as error:
         what = " ".join(str(error).split())
         out.notes.append(f"{path} cannot be read ({what}): its settings are taken to be the defaults")
@@ -131,7 +132,7 @@ def differences(
         then = there.get(name, defaults.get(name))
         why = ""
         if name == "rollout.engine":
-            # A file written by hand may hold auto, which means the same as here.
+            # A file written by hand may contain auto, which resolves to the same engine as in this run.
             then = then if then != "auto" else engine_name(replace(run, rollout=replace(run.rollout, engine="auto")))
             why = " (by auto)" if run.rollout.engine == "auto" else ""
         implied = name == "data.chat_template" and name not in given and (then, here) == ("", "chatml")
@@ -141,7 +142,7 @@ def differences(
 
 
 def settings_to_record(cfg: TrainingConfig) -> TrainingConfig:
-    """Return the settings without those of this start alone, and with the engine that `auto` resolves to."""
+    """Return the settings without those that apply to this start only, and with the engine that `auto` resolves to."""
     cfg = replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
     if hasattr(cfg, "rollout"):
         run = cast(Config, cfg)

@@ -16,13 +16,14 @@ class ScoredDataConfig(PreferenceDataConfig):
     """Rows: pairs of responses, or responses whose steps have labels."""
 
     margin_column: str = setting("margin", only_with=lambda c: c.reads_pairs)
-    """Column with the number by which the better response is better, if there is one."""
+    """Column with the margin by which the better response is better; the column may be missing."""
     output_column: str = setting("output", only_with=lambda c: c.reads_pairs and len(c.reward_model.outputs) > 1)
-    """With several `--reward-model.outputs`: column with the name of the one that a row's preference is of."""
+    """With several `--reward-model.outputs`: column with the name of the output that a row's preference is about."""
     steps_column: str = setting("completions", only_with=lambda c: not c.reads_pairs)
     """Column with the steps of a response, a list of texts."""
     labels_column: str = setting("labels", only_with=lambda c: not c.reads_pairs)
-    """Column with a label for each step: true or false, or a number in [0, 1]; null where it is not trained."""
+    """Column with a label for each step: true or false, or a number in [0, 1]; null for a step that is not trained
+    on."""
 
 
 @dataclass
@@ -32,11 +33,12 @@ class RewardModelMethod:
     rows: Literal["pairs", "steps"] = "pairs"
     """Rows to learn from: `pairs` of responses, or labelled `steps`, which make a process reward model."""
     separator: str = setting("\n\n", only_with=lambda c: not c.reads_pairs)
-    """Text that ends a step but the last one; a step's score is read at the token with its last character."""
+    """Text that ends every step but the last; the score of a step is read at the token with the step's last
+    character."""
     last_step: bool = setting(False, only_with=lambda c: not c.reads_pairs)
-    """Train on the label of the last step of each response alone."""
+    """Train only on the label of the last step of each response."""
     outputs: tuple[str, ...] = setting((), only_with=lambda c: c.reads_pairs)
-    """Names of the scores, each learnt from the rows that name it. Empty: one score."""
+    """Names of the scores, each trained on the rows that name it. Empty: one score."""
     centre: float = setting(0.0, NOT_NEGATIVE, only_with=lambda c: c.reads_pairs)
     """Weight of the squared sum of both scores of a pair, which keeps scores around 0 (0.01 is usual)."""
 
@@ -53,7 +55,7 @@ class RewardModelConfig(SupervisedConfig):
 
     @property
     def reads_pairs(self) -> bool:
-        """True for rows with two responses; others have steps with labels."""
+        """True if rows have two responses; False if they have steps with labels."""
         return self.reward_model.rows == "pairs"
 
 
@@ -62,12 +64,12 @@ def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
     names, longest = config.reward_model.outputs, config.data.max_tokens * (2 if config.reads_pairs else 1)
     problems = Problems(config, supervised_problems(config, world_size, longest))
     if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
-        problems.add("reward_model.outputs", "give each score a name of its own, and not mean")
+        problems.add("reward_model.outputs", "give each score a different name, other than mean")
     problems += [] if config.reads_pairs else _step_problems(config)
     if config.policy.backend == "megatron":
-        problems.add("policy.backend", "a new head is of the fsdp backend; take fsdp")
+        problems.add("policy.backend", "only the fsdp backend trains a new head; take fsdp")
     if config.lora.rank:
-        problems.add("lora.rank", "a new head has no adapter; take 0")
+        problems.add("lora.rank", "a new head cannot be trained with adapters; take 0")
     refuse(problems)
 
 
@@ -78,7 +80,7 @@ def _step_problems(config: RewardModelConfig) -> list[str]:
         problems.append("--reward-model.separator: is empty; name the text that ends steps, or leave the setting out")
     if "\\n" in chosen.separator or "\\t" in chosen.separator:
         problems.append(
-            f"--reward-model.separator {chosen.separator}: holds a backslash and a letter; for line breaks write "
+            f"--reward-model.separator {chosen.separator}: contains a backslash and a letter; for line breaks write "
             f"$'{chosen.separator}' in a shell, or a text in double quotes in YAML"
         )
     pairs = [spec for spec in (*config.data.train, config.data.eval) if spec.startswith("builtin:reverse-pairs")]

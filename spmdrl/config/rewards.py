@@ -15,7 +15,7 @@ SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """Return function and weight of `function=weight`, 1 without one. Raises ValueError if it is no finite number."""
+    """Return function and weight of `function=weight`; the default weight is 1. Raises ValueError if it is invalid."""
     form = f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1"
     function, weight = name_weight(text, form, positive=False)
     return function, 1.0 if weight is None else weight
@@ -38,7 +38,7 @@ def same_names(reward: RewardConfig) -> list[str]:
     for function in functions(reward):
         by.setdefault(short_name(function), []).append(function)
     return [
-        f"--reward.more {' '.join(same[1:])}: {len(same)} rewards are named {name}, by which parts are told apart; "
+        f"--reward.more {' '.join(same[1:])}: {len(same)} rewards are named {name}, but parts need different names; "
         + ("name it once" if len(set(same)) == 1 else "rename a function or a file")
         for name, same in by.items()
         if len(same) > 1
@@ -46,12 +46,12 @@ def same_names(reward: RewardConfig) -> list[str]:
 
 
 def runs_programs(reward: RewardConfig) -> bool:
-    """Return True if a reward runs programs, or may."""
+    """Return True if a reward may run programs."""
     return any(name in REWARDS and REWARDS[name].runs_programs for name in functions(reward))
 
 
 def kwargs_of(reward: RewardConfig) -> dict:
-    """Return `--reward.kwargs`, which no message shows, as it may hold a key. Raises ValueError if it is invalid."""
+    """Return `--reward.kwargs`. Messages do not show it, as it may contain a key. Raises ValueError if invalid."""
     return read_json("--reward.kwargs", reward.kwargs, '{"name": 1}')
 
 
@@ -88,7 +88,7 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def reward_model_problems(config: Config) -> list[str]:
-    """Return a line for each problem of the file of `--reward.model`, or of its absence."""
+    """Return a line for each problem of the file of `--reward.model`, or if a method needs such a file and has none."""
     try:
         found = classifier_of(config.reward.model)
     except ValueError as error:
@@ -110,9 +110,9 @@ def _sandbox_problems(provider: str) -> list[str]:
         parts = urlsplit(provider)
         _ = parts.port
     except ValueError as error:
-        return [f"--sandbox.provider {redact_text(provider)}: is no address ({error})"]
+        return [f"--sandbox.provider {redact_text(provider)}: is not an address ({error})"]
     if not parts.hostname:
         return [f"--sandbox.provider {redact_text(provider)}: names no host"]
     if parts.username is not None or parts.password is not None:
-        return ["--sandbox.provider: the address holds a login, which would reach logs; leave it out"]
+        return ["--sandbox.provider: the address contains a login, which would reach logs; leave it out"]
     return []

@@ -46,7 +46,8 @@ def rows_and_checkpoint_problems(config: Any, unmeasured: str) -> list[str]:
     if data.chat == "off":
         unread = (["--data.chat-template"] if data.chat_template else []) + unread
         problems = [
-            f"--data.chat off: nothing reads {name} then; leave one of the two out" for name in unread
+            f"--data.chat off: no chat template is used, so nothing reads {name}; leave one of the two out"
+            for name in unread
         ] + problems
     if "eval/" in best and unmeasured:
         problems.append(f"--checkpoint.best {best}: is not measured {unmeasured}")

@@ -21,19 +21,21 @@ class SFTMethod:
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens with a loss: the assistant's turns, its last turn only, or all. Fields `loss` or `weight` (0 or 1) of a
-    message go first."""
+    message override this."""
     loss: Literal["nll", "dft"] = "nll"
-    """`nll`: cross-entropy. `dft`: each token's is multiplied by its probability (https://arxiv.org/abs/2508.05629)."""
+    """`nll`: cross-entropy. `dft`: cross-entropy of each token, multiplied by the token's probability
+    (https://arxiv.org/abs/2508.05629)."""
     neftune: float = setting(0.0, NOT_NEGATIVE)
     """FSDP: noise on the embeddings of a sequence of L tokens, uniform up to neftune / sqrt(L x width) (NEFTune,
     https://arxiv.org/abs/2310.05914; 5 is usual). 0: none."""
     add_tokens: tuple[str, ...] = ()
-    """Special tokens to add to the tokenizer, as of a chat template; embeddings get rows for them, which are saved."""
+    """Special tokens to add to the tokenizer, such as those of a chat template; embeddings get rows for them, which are
+    saved."""
 
 
 @dataclass
 class SFTTeacher(DivergenceConfig):
-    """A teacher whose distributions are learnt at the trained tokens, in place of the tokens themselves."""
+    """A teacher: at the trained tokens the student learns the teacher's distributions instead of the tokens."""
 
     path: str = ""
     """The teacher, as `--model.path`. Empty: none."""
@@ -41,13 +43,13 @@ class SFTTeacher(DivergenceConfig):
     """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
     divergence of GKD (https://arxiv.org/abs/2306.13649)."""
     temperature: float = setting(1.0, POSITIVE, only_with=lambda c: c.has_teacher)
-    """Logits of both are divided by it."""
+    """Temperature by which the logits of teacher and student are divided."""
     write: str = setting("", only_with=lambda c: c.has_teacher)
-    """Folder into which the teacher writes its likeliest tokens at all trained places of `--data.train`; nothing is
-    trained then. Empty: none."""
+    """Folder into which the job writes the teacher's most likely tokens at all trained positions of `--data.train`,
+    without training. Empty: none."""
     read: str = ""
-    """Such a folder, from which the student learns without a teacher in memory. `--teacher.path` may be left out; a
-    path that is given must be that of the teacher that wrote it. Empty: none."""
+    """Folder that `write` filled, from which the student learns without a teacher in memory. `--teacher.path` may be
+    left out; if given, it must be the teacher that wrote the folder. Empty: none."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class SFTConfig(SupervisedConfig):
 
     @property
     def has_teacher(self) -> bool:
-        """True if a teacher's distributions are learnt, in place of the tokens themselves."""
+        """True if the student learns a teacher's distributions instead of the tokens."""
         return bool(self.teacher.path or self.teacher.read)
 
 
@@ -68,9 +70,9 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
     """Check all values together. Raises ConfigError with every problem."""
     problems = Problems(config, supervised_problems(config, world_size, config.data.max_tokens))
     if config.sft.neftune and config.policy.backend == "megatron":
-        problems.add("sft.neftune", "is of the fsdp backend; take 0")
+        problems.add("sft.neftune", "needs --policy.backend fsdp; take 0")
     if "" in config.sft.add_tokens or len(set(config.sft.add_tokens)) < len(config.sft.add_tokens):
-        problems.add("sft.add_tokens", "each is a text, and none is there twice")
+        problems.add("sft.add_tokens", "each must be a text, and all must differ")
     if config.sft.add_tokens and config.lora.rank:
         advice = "with --lora.rank the rows of new tokens would not be trained; take one of the two"
         problems.add("sft.add_tokens", advice)
@@ -83,19 +85,19 @@ def _teacher_problems(config: SFTConfig) -> list[str]:
     if config.sft.loss != "nll":
         problems.add("sft.loss", "the loss is the divergence from --teacher.path; leave one out")
     if config.sft.add_tokens:
-        problems.add("sft.add_tokens", "--teacher.path lacks them; take none")
+        problems.add("sft.add_tokens", "the tokenizer of --teacher.path lacks them; take none")
     if teacher.write and teacher.read:
         problems.append("--teacher.write, --teacher.read: a job writes or learns; leave one of them out")
     elif name := "--teacher.write" * bool(teacher.write) or "--teacher.read" * bool(teacher.read):
         if not teacher.top_k:
-            problems.append(f"{name}: files hold the likeliest tokens of a teacher; set --teacher.top-k")
+            problems.append(f"{name}: files contain only a teacher's most likely tokens; set --teacher.top-k")
         if found := streams(config):
-            problems.append(f"{name}: the rows of a stream are not known before ({found[0]}); take files")
+            problems.append(f"{name}: a stream's rows are not known before training ({found[0]}); take files")
     return problems
 
 
 def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
-    """Return how the counts multiply out, printed at the start and by `--dry-run`."""
+    """Return the lines of the plan, printed at the start and by `--dry-run`."""
     teacher = config.teacher
     if teacher.write:
         words = f"{teacher.path}: writes its {teacher.top_k:,} likeliest tokens into {teacher.write}, and the job ends"

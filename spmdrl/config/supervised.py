@@ -26,7 +26,7 @@ from spmdrl.config.rules import rows_and_checkpoint_problems, rule_problems
 
 @dataclass
 class SupervisedRunConfig(schema.RunConfig):
-    """The job as a whole."""
+    """General settings of the job."""
 
     steps: int = setting(0, NOT_NEGATIVE, free=Free.WATCHED)
     """Optimizer steps. 0: as many as `--data.epochs` take."""
@@ -34,7 +34,7 @@ class SupervisedRunConfig(schema.RunConfig):
 
 @hides(Job.SUPERVISED)
 class SupervisedParallelConfig(schema.ParallelConfig):
-    """How the ranks divide the model; all sizes but ep multiply to their number."""
+    """How the ranks divide the model. The sizes of all axes but ep and etp multiply to the number of ranks."""
 
 
 @dataclass
@@ -44,8 +44,8 @@ class SupervisedOptimizerConfig(schema.OptimizerConfig):
     lr: float = setting(2e-5, NOT_NEGATIVE)
     """Peak learning rate of AdamW."""
     decay_share: float = setting(1.0, SHARE, only_with=lambda c: c.optimizer.schedule != "constant")  # type: ignore[misc]
-    """The last share of the steps after warm-up, over which the learning rate falls (linear, cosine). Below 1 it stays
-    at its peak until then (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
+    """Share of the steps after warm-up over which the learning rate falls (linear, cosine), at the end of the run.
+    Below 1, the rate first stays at its peak (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
 
 
 @dataclass
@@ -67,9 +67,9 @@ class SupervisedDataConfig:
     completion_column: str = ""
     """Column with the completion, text or messages. Empty: `completion`, `response`, `output` or `answer`."""
     text_column: str = setting("", unread_by=(Job.PREFERENCE,))
-    """Column with plain text, which is trained whole. Empty: `text`."""
+    """Column with plain text, all tokens of which are trained on. Empty: `text`."""
     tools_column: str = "tools"
-    """Column with JSON schemas of tools, a list or its JSON."""
+    """Column with JSON schemas of tools, as a list or as its JSON text."""
     system: str = ""
     """System message of dialogues that have none. Empty: none."""
     chat: Literal["auto", "on", "off"] = "auto"
@@ -78,20 +78,21 @@ class SupervisedDataConfig:
     chat_template: str = ""
     """Chat template instead of the tokenizer's: `chatml`, a `.jinja` file, or the text."""
     template_kwargs: str = ""
-    """JSON object of variables of the chat template, such as {"enable_thinking": false}; those of a row go first."""
+    """JSON object of variables of the chat template, such as {"enable_thinking": false}; variables in a row override
+    them."""
     limit: int = setting(0, NOT_NEGATIVE)
-    """Take at most so many rows of each source; 0: all."""
+    """Largest number of rows to take from each source; 0: all."""
     shuffle: bool = True
-    """Every epoch has an order of its own, by `--run.seed`; a stream has it within blocks of rows. Off: the order of
-    the file, as for a curriculum."""
+    """Shuffle the rows anew in every epoch, by `--run.seed`; a stream is shuffled within blocks of rows. Off: the order
+    of the file, as for a curriculum."""
     rows_per_step: int = setting(64, COUNT)
     """Rows of one optimizer step over all ranks."""
     epochs: float = setting(1.0, POSITIVE)
-    """Times that the rows are gone through, where `--run.steps` is 0."""
+    """Number of passes over the rows, if `--run.steps` is 0."""
     max_tokens: int = setting(2048, at_least(2))
-    """Longest sequence."""
+    """Longest sequence, in tokens."""
     too_long: Literal["truncate", "drop"] = "truncate"
-    """A longer one loses its end, or its row is left out; both are counted."""
+    """Treatment of a longer sequence: `truncate` removes its end, `drop` leaves its row out; both are counted."""
     max_refused: float = setting(0.05, UNIT, free=Free.LIMIT)
     """Largest share of rows that may be refused, because a column, a role or the template does not fit. Each is named
     in the log and left out; if there are more, the job ends."""
@@ -106,7 +107,7 @@ class HeldOutConfig:
     every: int = setting(20, NOT_NEGATIVE)
     """Measure the loss on `--data.eval` before the first step, every N steps, and at the end. 0: never."""
     rows: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Rows of it; 0: all."""
+    """Rows of `--data.eval` to evaluate; 0: all."""
 
 
 @dataclass
@@ -124,7 +125,7 @@ class GenerateConfig:
     temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.generate.every)
     """Sampling temperature; 0 is greedy."""
     engine: Literal["auto", "vllm", "sglang", "hf"] = setting("auto", only_with=lambda c: c.generate.every)
-    """Sampler. `auto`: vLLM when installed for the job's device, else the HF engine."""
+    """Engine that samples. `auto`: vLLM when installed for the job's device, else the HF engine."""
 
 
 @dataclass
@@ -155,7 +156,7 @@ def streams(config: SupervisedConfig) -> list[str]:
 
 
 def supervised_problems(config: SupervisedConfig, world_size: int, longest: int) -> list[str]:
-    """Return a line for each setting to change. longest: tokens of a row, all of which one micro-batch must take."""
+    """Return a line for each setting to change. longest: most tokens of a row; one micro-batch must hold them all."""
     if problems := rule_problems(config):
         return problems
     return backend_problems(config, world_size) + _together(config, longest)  # type: ignore[arg-type]
@@ -183,7 +184,7 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
 
 
 def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
-    """Return the reinforcement learning run whose engine samples for this job. folder: of the model."""
+    """Return settings of a reinforcement learning run whose engine samples for this job. folder: the model's."""
     wanted, parallel = config.generate, config.parallel
     shared = {each.name: getattr(parallel, each.name) for each in fields(schema.ParallelConfig)}
     rollout = schema.RolloutConfig(
@@ -206,7 +207,7 @@ def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
 
 
 def supervised_lines(config: SupervisedConfig, world_size: int) -> list[str]:
-    """Return how the counts multiply out, printed at the start and by `--dry-run`."""
+    """Return the lines of the plan, printed at the start and by `--dry-run`."""
     data, budget = config.data, config.policy.max_tokens_per_microbatch
     length = f"{config.run.steps:,} steps" if config.run.steps else f"{data.epochs:g} times through the rows"
     return [

@@ -8,19 +8,19 @@ from spmdrl.config.yaml_file import read_json
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
 """Names that the rendering itself passes to a template."""
 DATE = "strftime_now"
-"""Function by which templates read the date; its value here is a date such as 2026-01-31."""
+"""Function by which templates read the date; among the variables it has a fixed date, such as 2026-01-31, as value."""
 
 
 def template_kwargs(data: Any) -> dict[str, Any]:
-    """Return the variables of the chat template for every row without its own.
+    """Return the variables of the chat template that apply to every row; a row may override them.
 
     Raises:
-        ValueError: `--data.template-kwargs` is no JSON object, or has a name that the rendering itself passes.
+        ValueError: `--data.template-kwargs` is not a JSON object, or has a name that the rendering itself passes.
     """
     flag = "--data.template-kwargs"
     found = read_json(flag, data.template_kwargs, '{"enable_thinking": false}')
     if odd := [name for name in RESERVED if name in found]:
-        raise ValueError(f"{flag}: {odd[0]} is given by the rendering itself; leave it out")
+        raise ValueError(f"{flag}: {odd[0]} is set by the rendering itself; leave it out")
     if DATE in found:
         try:
             date.fromisoformat(found[DATE])

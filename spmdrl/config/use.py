@@ -1,7 +1,7 @@
 """Refuses settings that a user gave and that the run does not read: they would silently have no effect.
 
-Settings declare when a job reads them (`only_with` in `declare.py`). The advice is found by trying: it names single
-changes of other settings with which the job would read this one.
+Settings declare when a job reads them (`only_with` in `declare.py`). The advice is found by trial: it names a change of
+one other setting with which the job would read the refused one.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ MOST_SHOWN = 3
 
 
 def check_use(loaded: Loaded[Any]) -> list[str]:
-    """Refuse settings that a user gave and that the run does not read; returns lines about those that may stand.
+    """Refuse settings that a user gave and that the run does not read; return lines about those that are accepted.
 
-    Settings of presets, of a run folder's own config.yaml and at their defaults are not judged. A file's setting may
-    stand if the files alone read it and a flag beside them turns it off: `--config run.yaml --eval.every 0`.
+    Settings of presets, of a run folder's own config.yaml and at their defaults are not checked. A file's setting is
+    accepted if a run of the files alone would read it and only a flag turns it off: `--config run.yaml --eval.every 0`.
 
     Raises:
-        ConfigError: one line for each refused setting: its flag, its value and the settings that would be read beside
-            it. Or an environment is given, and no reward.
+        ConfigError: one line for each refused setting: its flag, its value and the settings with which it would be
+            read; or an environment is given without a reward.
     """
     config = loaded.config
     if "env" in leaves(type(config)):
@@ -46,11 +46,11 @@ def check_use(loaded: Loaded[Any]) -> list[str]:
     ]
     lines = [f"{flag(name)} {shown(get(config, name))}: {advice(config, name)}" for name in unread if name not in off]
     refuse(lines, "without effect")
-    return [f"{flag(name)} {shown(get(config, name))} has no effect beside these flags" for name in off]
+    return [f"{flag(name)} {shown(get(config, name))} has no effect together with these flags" for name in off]
 
 
 def is_read(config: Any, name: str) -> bool:
-    """Return True if a job with these settings reads one of them. Raises ValueError if they cannot be composed."""
+    """Return True if a job with these settings reads one of them. Raises ValueError if they make no valid method."""
     if name in leaves_of_functions(type(config)):
         return name in read_by(loss_of(config)) | read_by(advantage_of(config))
     condition = declared(type(config))[name].only_with
@@ -60,7 +60,7 @@ def is_read(config: Any, name: str) -> bool:
 
 
 def leaves_of_functions(schema: type) -> frozenset[str]:
-    """Return the settings of a schema that functions of losses and advantages read, and nothing else."""
+    """Return the settings of a schema that only functions of losses and advantages read."""
     if "algo.loss" not in leaves(schema):
         return frozenset()
     return read_by_any("loss") | read_by_any("advantage")
@@ -74,11 +74,11 @@ def at_rest(config: Any, name: str) -> bool:
     return get(config, name) in (default, preset.get(name, default))
 
 
-# ── what would read a setting ────────────────────────────────────────────────
+# ── changes that let a job read a setting ────────────────────────────────────────────────
 
 
 def would_read(config: Any, name: str) -> bool:
-    """Return True if a job reads a setting; False if its settings cannot be composed."""
+    """Return True if a job reads a setting; False if its settings make no valid method."""
     try:
         return is_read(config, name)
     except (ValueError, KeyError):
@@ -86,7 +86,7 @@ def would_read(config: Any, name: str) -> bool:
 
 
 def single_changes(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield settings that may make a run read others, each with a value that it does not have."""
+    """Yield changes that may make a run read other settings: a setting and a value that it does not have."""
     tables = function_tables()
     for name, hint in leaves(type(config)).items():
         value, default = get(config, name), get(type(config)(), name)
@@ -109,7 +109,7 @@ def single_changes(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def changed(config: Any, name: str, value: Any) -> Any:
-    """Return the settings with another value of one."""
+    """Return the settings with the value of one of them changed."""
     section, _, leaf = name.rpartition(".")
     if section:
         name, value = section, dataclasses.replace(getattr(config, section), **{leaf: value})
@@ -131,11 +131,11 @@ def advice(config: Any, name: str) -> str:
     found = ways(config, name)
     needs = f"it needs {' or '.join(found)}; give one of these, or leave it out" if found else "leave it out"
     log = name.startswith("reward.") and not getattr(config, "learns_from_rewards", True)
-    return f"{'rewards are for the log alone, and ' if log else ''}nothing in this run reads it; {needs}"
+    return f"{'rewards are only logged, and ' if log else ''}nothing in this run reads it; {needs}"
 
 
 def ways(config: Any, name: str) -> list[str]:
-    """Return the likeliest changes with which a run reads a setting, as flags: `--lora.rank above 0`."""
+    """Return the most likely changes with which a run reads a setting, as flags: `--lora.rank above 0`."""
     by_flag: dict[str, list[Any]] = {}
     # The user most likely means a setting of the same section.
     section = name.split(".")[0]

@@ -29,10 +29,10 @@ def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any
 
 
 def import_file(path: Path, ahead: bool = False) -> ModuleType:
-    """Import a file, once unless it changes; it may import its neighbours. Raises ValueError naming file and line.
+    """Import a file, once unless it changes; it may import files beside it. Raises ValueError naming file and line.
 
-    ahead: its neighbours come before installed packages of the same names, as suits a process that runs user code
-    alone. A rank that trains imports packages late, and no file in a user's folder must take their place.
+    ahead: files beside it come before installed packages of the same names, which suits a process that only runs user
+    code. A rank that trains imports packages late, and a file in a user's folder must not replace one of them.
     """
     return _imported(path.resolve(), path.stat().st_mtime_ns, ahead)
 
@@ -57,7 +57,7 @@ def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
 
 
 def error_text(e: BaseException) -> str:
-    """Return type and text of an error on one line; making the text of a user's own error may raise another."""
+    """Return type and text of an error on one line, even if making the text of a user's error raises another."""
     try:
         return printable(f"{type(e).__name__}: {e}")[:2000]
     except BaseException as inner:

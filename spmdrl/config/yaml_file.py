@@ -13,8 +13,13 @@ from spmdrl.config.fields import nearest
 
 S = TypeVar("S")
 SUFFIXES = (".yaml", ".yml")
-"""Suffixes of values that name such a file."""
-KINDS = {str: "text", int: "number", float: "number", dict: "list of names with numbers, such as {helpfulness: 0.65}"}
+"""Suffixes of setting values that name a YAML file."""
+KINDS = {
+    str: "text",
+    int: "a number",
+    float: "a number",
+    dict: "a list of names with numbers, such as {helpfulness: 0.65}",
+}
 """Types that settings have, in words; `object` is for any value."""
 
 
@@ -34,7 +39,7 @@ def read_settings(
         file: its path.
         schema: the dataclass of the settings.
         what: whose settings they are, for the message about a file without any.
-        check: returns a line for each problem of the settings, given also the names in the file.
+        check: function of the settings and of the names in the file that returns a line for each problem.
         secret: settings whose values no message may show.
         prefix: text before the file in messages about its settings; None: the flag.
 
@@ -62,9 +67,9 @@ def read_json(flag: str, text: str, example: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag}: is no JSON ({error})") from None
+        raise ValueError(f"{flag}: is not valid JSON ({error})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{flag}: a JSON object is wanted, as {example}")
+        raise ValueError(f"{flag}: must be a JSON object, such as {example}")
     return found
 
 
@@ -76,11 +81,11 @@ def _read_fields(
         problems = _repeated(yaml.compose(text, Loader=yaml.SafeLoader))
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{flag} {file}: is no YAML ({' '.join(str(error).split())})") from None
+        raise ValueError(f"{flag} {file}: is not valid YAML ({' '.join(str(error).split())})") from None
     except RecursionError:
-        raise ValueError(f"{flag} {file}: is nested too deeply; it holds settings with their values") from None
+        raise ValueError(f"{flag} {file}: is nested too deeply; it must contain settings with their values") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{flag} {file}: holds no settings of {what}")
+        raise ValueError(f"{flag} {file}: contains no settings of {what}")
     kinds, given = {each.name: _kind(each.type) for each in fields(schema)}, {}
     for name, value in found.items():
         if name not in kinds:
@@ -91,12 +96,12 @@ def _read_fields(
             given[name] = _as(kinds[name], value)
         except (TypeError, ValueError):
             shown = "its value" if name in secret else repr(redact_text(str(value)))
-            problems.append(f"{name}: {shown} is no {KINDS[kinds[name]]}")
+            problems.append(f"{name}: {shown} is not {KINDS[kinds[name]]}")
     return given, problems
 
 
 def _value_problems(found: Any) -> list[str]:
-    """Return a line for each value that is none of its field's choices, or that its rule (`declare.py`) refuses."""
+    """Return a line for each value that is not one of its field's choices, or that its rule (`declare.py`) refuses."""
     problems = []
     for each in fields(found):
         value, choices, rule = getattr(found, each.name), get_args(each.type), each.metadata.get("rule")
@@ -115,7 +120,7 @@ def _kind(hint: Any) -> type:
 
 
 def _repeated(root: yaml.Node | None) -> list[str]:
-    """Return a line for each name that stands twice in the file, or in a list of names: YAML takes the last alone."""
+    """Return a line for each name that is given twice in the file, or in a list of names: YAML uses only the last."""
     problems = []
     inner = [("", root)]
     if isinstance(root, yaml.MappingNode):
@@ -125,13 +130,13 @@ def _repeated(root: yaml.Node | None) -> list[str]:
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name, line = str(key.value), key.start_mark.line + 1
             if name in seen:
-                problems.append(f"{of}{name} stands twice, in lines {seen[name]} and {line}; leave one of them")
+                problems.append(f"{of}{name} is given twice, in lines {seen[name]} and {line}; leave one of them")
             seen[name] = line
     return problems
 
 
 def _as(kind: type, value: Any) -> Any:
-    """Return a value of YAML as a setting's type: the type counts, not YAML's guess."""
+    """Convert a value of YAML to the type of a setting, whatever type YAML guessed."""
     if kind is object:
         return value
     if kind is dict:

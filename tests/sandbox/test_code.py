@@ -329,8 +329,8 @@ def test_the_reward_can_be_tried_on_rows_before_a_run(tmp_path, capsys):
 def test_the_settings_know_the_sandboxes():
     assert set(SANDBOXES) == {"auto", *PROVIDERS}
     problems = [
-        ("http://me:hunter22@host", "--sandbox.provider: the address holds a login"),
-        ("http://host:port", "is no address"),
+        ("http://me:hunter22@host", "--sandbox.provider: the address contains a login"),
+        ("http://host:port", "is not an address"),
         ("http://", "names no host"),
         ("bubblewrapp", "--sandbox.provider bubblewrapp: unknown; did you mean bubblewrap?"),
         ("ftp://x", "ftp://x"),

@@ -62,7 +62,7 @@ def folders(tmp_path_factory):
         ({}, ["path", "--model.path"]),
         ({"path": "m", "wieghts": {}}, ["wieghts: unknown", "weights"]),
         ({"path": "m", "weights": [1]}, ["weights", "{helpfulness: 0.65}"]),
-        ({"path": "m", "weights": {"a": "much"}}, ["weights", "is no list of names with numbers"]),
+        ({"path": "m", "weights": {"a": "much"}}, ["weights", "is not a list of names with numbers"]),
         ({"path": "m", "weights": {"a": float("inf")}}, ["a inf", "finite"]),
         ({"path": "m", "weights": {"a": 0, "b": 0}}, ["all of them are 0"]),
         ({"path": "m", "tokenizer": "mine"}, ["tokenizer 'mine'", "auto, own"]),
@@ -83,8 +83,8 @@ def test_a_file_that_is_missing_or_no_list_of_settings(tmp_path):
     (tmp_path / "deep.yaml").write_text("path: " + "[" * 5000 + "]" * 5000)
     for name, word in (
         ("none.yaml", "cannot be read"),
-        ("list.yaml", "holds no settings of a reward model"),
-        ("twice.yaml", r"(?s)twice.yaml: path stands twice, in lines 1 and 4.*twice.yaml: weights: x stands twice"),
+        ("list.yaml", "contains no settings of a reward model"),
+        ("twice.yaml", r"(?s)twice.yaml: path is given twice, in lines 1 and 4.*twice.yaml: weights: x is given twice"),
         ("deep.yaml", "nested too deeply"),
     ):
         with pytest.raises(ConfigError, match=word):

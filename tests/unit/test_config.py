@@ -273,7 +273,7 @@ def test_a_wrong_value_names_its_flag(words, parts):
         ("run:\n  steps: null\n", [":2: ", "--run.steps", "null"]),
         ("data:\n  system:\n", [":2: ", "--data.system", "write ''"]),
         ("run:\n  device: off\n", [":2: ", "--run.device", "off"]),
-        ("run: {steps: 1, steps: 2}\n", ["run.steps stands twice"]),
+        ("run: {steps: 1, steps: 2}\n", ["run.steps is given twice"]),
         ("run: [\n", ["while parsing"]),
         ("- run\n", ["expected sections"]),
         ("dry_run: true\n", ["unknown key dry_run"]),

@@ -156,7 +156,7 @@ def test_resume_settings_older_than_the_program_count_as_their_defaults(folder):
     found = differences(path, load())
     # dapo's own clip_high is a default here; lr was not given at all.
     assert found.lines == ["--optimizer.lr: 0.0002 there, 0.001 here"]
-    assert found.notes == [f"{path} has settings that are not known here: rollout.gone"]
+    assert found.notes == [f"{path} has settings that this version does not know: rollout.gone"]
     assert differences(path, load("--critic.lr", "1")).lines[-1] == "--critic.lr: 0.0005 there, 1.0 here"
 
 

@@ -105,10 +105,16 @@ def test_distillation_is_refused_where_settings_do_not_fit(words, said):
         ("--teacher.path tiny --sft.loss dft", "--sft.loss dft: the loss is the divergence from --teacher.path"),
         ("--teacher.path tiny --sft.add-tokens <a>", "--teacher.path lacks them"),
         ("--teacher.path tiny --policy.backend megatron", "its ranks divide the vocabulary"),
-        ("--teacher.path tiny --teacher.write x", "--teacher.write: files hold the likeliest tokens of a teacher; set"),
-        ("--teacher.read x", "--teacher.read: files hold the likeliest tokens of a teacher; set --teacher.top-k"),
+        (
+            "--teacher.path tiny --teacher.write x",
+            "--teacher.write: files contain only a teacher's most likely tokens; set",
+        ),
+        ("--teacher.read x", "--teacher.read: files contain only a teacher's most likely tokens; set --teacher.top-k"),
         ("--teacher.path tiny --teacher.write x --teacher.read x --teacher.top-k 4", "a job writes or learns"),
-        ("--teacher.read x --teacher.top-k 4 --data.train stream:a/b", "a stream are not known before (stream:a/b)"),
+        (
+            "--teacher.read x --teacher.top-k 4 --data.train stream:a/b",
+            "a stream's rows are not known before training (stream:a/b)",
+        ),
         ("--teacher.read x --teacher.top-k 4 --sft.loss dft", "--sft.loss dft: the loss is the divergence"),
     ],
 )
@@ -172,13 +178,13 @@ def test_the_plan_says_how_a_teacher_moves():
         ("--distill.given-column told", "--distill.given-column told", "it needs --distill.given-per-step above 0"),
         ("--eval.every 0 --eval.samples 4", "--eval.samples 4", "it needs --eval.every above 0"),
         ("--optimizer.min-lr-ratio 0.5", "--optimizer.min-lr-ratio 0.5", "it needs --optimizer.schedule"),
-        ("--reward.model-coef 2", "--reward.model-coef 2.0", "rewards are for the log alone, and nothing in this run"),
+        ("--reward.model-coef 2", "--reward.model-coef 2.0", "rewards are only logged, and nothing in this run"),
         (
             "--eval.every 0 --reward.model tiny --reward.model-coef 2",
             "--reward.model-coef 2.0",
             "it needs --eval.every above 0",
         ),
-        ("--eval.every 0 --reward.model tiny", "--reward.model tiny", "rewards are for the log alone"),
+        ("--eval.every 0 --reward.model tiny", "--reward.model tiny", "rewards are only logged"),
     ],
 )
 def test_settings_without_effect_are_refused(words, unread, why):
@@ -214,7 +220,7 @@ def test_what_a_flag_turns_off_may_stand_in_a_file(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("reference:\n  path: tiny\neval:\n  every: 5\n  samples: 4\n")
     loaded = from_command_line(["--config", str(file), "--eval.every", "0"], "x", DistillationConfig)
-    assert check_use(loaded) == ["--eval.samples 4 has no effect beside these flags"]
+    assert check_use(loaded) == ["--eval.samples 4 has no effect together with these flags"]
 
 
 @pytest.mark.parametrize("name", ["config", "demo"])

@@ -540,14 +540,14 @@ def test_judge_among_the_rewards_passes_the_checks(tmp_path):
     [
         ({"url": ""}, "url '': a judge needs a server"),
         ({"url": "h:8000"}, "must begin with http:// or https://"),
-        ({"url": "http://h:port/v1"}, "is no address"),
-        ({"url": "https://me:hunter22@h/v1"}, "holds a login"),
+        ({"url": "http://h:port/v1"}, "is not an address"),
+        ({"url": "https://me:hunter22@h/v1"}, "contains a login"),
         ({"model": ""}, "model '': give the judge's name"),
         ({"key_env": KEY}, "key_env: must be the name"),
-        ({"key_env": {KEY: 1}}, "key_env: its value is no text"),
+        ({"key_env": {KEY: 1}}, "key_env: its value is not text"),
         ({"votes": 0}, "votes 0: must be at least 1"),
-        ({"votes": 1.5}, "votes: '1.5' is no number"),
-        ({"votes": "many"}, "votes: 'many' is no number"),
+        ({"votes": 1.5}, "votes: '1.5' is not a number"),
+        ({"votes": "many"}, "votes: 'many' is not a number"),
         ({"scale": 0}, "scale 0: must be at least 1"),
         ({"timeout": 0}, "timeout 0.0: must be above 0"),
         ({"timeout": float("nan")}, "timeout nan: must be above 0"),
@@ -574,7 +574,12 @@ def test_settings_that_do_not_serve_are_told(tmp_path, settings, told):
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "cannot be read"), (b"\xff\xfe", "cannot be read"), (b"a: [", "is no YAML"), (b"- 1", "holds no settings")],
+    [
+        (None, "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"a: [", "is not valid YAML"),
+        (b"- 1", "contains no settings"),
+    ],
 )
 def test_a_file_that_holds_no_judge_is_named(tmp_path, content, told):
     file = tmp_path / "mine.yml"

@@ -199,7 +199,7 @@ def test_the_task_that_ships_here_has_one_right_side():
     [
         ("--preference.loss sigmod", "unknown loss. Valid: sigmoid"),
         ("--preference.loss sigmoid=-1", "--preference.loss sigmoid=-1: the weight after = must be a number above 0"),
-        ("--preference.loss kto sigmoid", "kto stands alone"),
+        ("--preference.loss kto sigmoid", "kto cannot be combined with other losses"),
         ("--preference.loss exo_pair", "exo_pair needs a value above 0, such as 0.1"),
         ("--data.max-tokens 5000", "the 10000 tokens of a row must fit --policy.max-tokens-per-microbatch 8192"),
         (
@@ -207,7 +207,7 @@ def test_the_task_that_ships_here_has_one_right_side():
             "--preference.loss names the losses; leave one of them out",
         ),
         ("--preference.weighted --preference.loss aot", "aot compares responses of different pairs"),
-        ("--preference.loss sigmoid sigmoid=0.5", "sigmoid is there twice"),
+        ("--preference.loss sigmoid sigmoid=0.5", "sigmoid is named twice"),
         ("--preference.loss kto --data.rows-per-step 1", "kto compares responses to different rows of the step"),
         ("--reference.refresh-every 4 --lora.rank 2", "the reference has no adapters"),
         ("--preference.label-smoothing 0.5", "must lie in [0, 0.5)"),

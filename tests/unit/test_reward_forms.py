@@ -188,8 +188,8 @@ def test_another_number_of_scores_is_an_error(file, start, name, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kwargs": "bonus=1"}, "--reward.kwargs: is no JSON"),
-        ({"kwargs": "[1]"}, "a JSON object is wanted"),
+        ({"kwargs": "bonus=1"}, "--reward.kwargs: is not valid JSON"),
+        ({"kwargs": "[1]"}, "must be a JSON object"),
         ({"kwargs": '{"bonos": 1}'}, "bonos"),
         ({"more": ("gsm8k=much",)}, "--reward.more gsm8k=much: the form is function=weight"),
         ({"more": ("gsm8k=nan",)}, "the form is function=weight"),

@@ -302,7 +302,7 @@ def refused(cfg: Config, capsys) -> str:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("{", "is no JSON"), ("[1]", "a JSON object is wanted"), ('{"tools": 1}', "is given by the rendering itself"),
+    [("{", "is not valid JSON"), ("[1]", "must be a JSON object"), ('{"tools": 1}', "is set by the rendering itself"),
      ('{"strftime_now": "now"}', "such as 2026-01-31")],
 )  # fmt: skip
 def test_variables_of_the_run_are_checked_at_start(text, why):

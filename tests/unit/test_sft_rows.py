@@ -168,7 +168,7 @@ def test_messages_after_the_last_turn_are_left_out():
         ("--generate.every 5", "its prompts come from --data.eval"),
         ("--sft.neftune 5 --policy.backend megatron", "needs --policy.backend fsdp"),
         ("--sft.add-tokens <a> --lora.rank 4", "the rows of new tokens would not be trained"),
-        ("--sft.add-tokens <a> <b> <a>", "none is there twice"),
+        ("--sft.add-tokens <a> <b> <a>", "all must differ"),
         ("--parallel.tp 2", "must be 1; the fsdp backend takes"),
         ("--optimizer.schedule linear --optimizer.decay-share 0", "must be above 0"),
         ("--checkpoint.best -eval/loss", "is not measured without --data.eval"),

@@ -244,9 +244,9 @@ def test_what_a_flag_turns_off_may_stand_in_a_file(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text("eval:\n  every: 5\n  samples: 4\nfilter:\n  keep: mixed\n  max_rounds: 3\n")
     words = ["--config", str(file), "--eval.every", "0"]
-    assert check_use(from_command_line(words)) == ["--eval.samples 4 has no effect beside these flags"]
+    assert check_use(from_command_line(words)) == ["--eval.samples 4 has no effect together with these flags"]
     load_or_exit(words, prog="train")
-    assert capsys.readouterr().err == "train: --eval.samples 4 has no effect beside these flags\n"
+    assert capsys.readouterr().err == "train: --eval.samples 4 has no effect together with these flags\n"
     # The same as a flag, and what the file does not use either.
     assert "--eval.samples 8" in refusal(*words, "--eval.samples", "8")
     file.write_text("eval:\n  every: 0\n  samples: 4\n")
