@@ -3,9 +3,9 @@
 resolve.py    the folder that --model.path names
 shipped.py    configurations of published models beside the package, for plans
 folder.py     checks a folder and its quantisation; turns errors of libraries into messages of one line
-cache.py      the cache of folders that are made once
-gguf.py       converts a GGUF file into a folder, once
-grown.py      makes a folder with tokens added, once
+cache.py      the cache of model folders that are made only once
+gguf.py       converts a GGUF file into a folder
+grown.py      makes a folder with tokens added to the tokenizer
 ends.py       the end tokens that a folder names, and the generation config with all of them
 tokenizer.py  the tokenizer of a folder
 build.py      the model of a folder, with its weights or without values

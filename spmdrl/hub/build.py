@@ -38,7 +38,7 @@ def build_model(
 
     Raises:
         ValueError: the model needs Python code and may not run it, its family has no such classifier, or weights are
-            missing or of another shape (transformers would make them up).
+            missing or of another shape (transformers would initialise them at random).
     """
     dtype, options = _dtype_and_options(dtype)
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
@@ -77,11 +77,11 @@ def empty_model(
 ) -> Any:
     """Build the model of a Hugging Face folder on the meta device, from its config.json alone, in eval mode.
 
-    Parameters and persistent buffers have no values; tied parameters are one. The other buffers (rotary tables and the
-    like) are on the CPU and hold the values that transformers' `from_pretrained` gives them.
+    Parameters and persistent buffers have no values; tied parameters are one object. The other buffers (rotary tables
+    and the like) are on the CPU and hold the values that transformers' `from_pretrained` gives them.
 
-    Arguments and errors are those of `build_model`; a quantised folder gives a plain model. A family that supports only
-    its own attention is built with it.
+    Arguments and errors are those of `build_model`; a quantised folder gives a model without quantisation. A family
+    that supports only its own attention is built with that.
     """
     from transformers import AutoConfig
     from transformers.initialization import meta_device_safe_creation_ops
@@ -114,7 +114,7 @@ def empty_model(
 
 
 def _dtype_and_options(dtype: str | torch.dtype) -> tuple[torch.dtype, dict[str, Any]]:
-    """Return the torch type, and options with which transformers computes in it."""
+    """Return the torch type, and the options with which transformers computes in this type."""
     resolved: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     # transformers' kernels for experts do not support float64.
     return resolved, {"experts_implementation": "eager"} if resolved == torch.float64 else {}
@@ -158,7 +158,7 @@ def check_head(folder: Path, head: str, trust_remote_code: bool = False) -> None
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place; tensors on the meta device get memory there, whose content is undefined.
+    """Move a model to a device, in place; tensors on the meta device get uninitialised memory on it.
 
     Parameters keep their identity, so that tied ones stay tied.
     """
@@ -167,7 +167,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
         return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
 
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    # Without this `_apply` would make two parameters of a tied one.
+    # Without this option `_apply` would turn a tied parameter into two parameters.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model._apply(placed)
@@ -197,13 +197,13 @@ def _fill_buffers(model: Any) -> None:
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    # Parameters are on the meta device, where this costs nothing.
+    # Parameters are on the meta device, where initialisation costs nothing.
     model.initialize_weights()
 
 
 def _train_padding(model: Any) -> None:
-    # torch gives the padding token's embedding no gradient. A pack has no padding, and the padding token, which may be
-    # the end token as well, is an ordinary token in it.
+    # torch gives the embedding at `padding_idx` no gradient. Packed sequences have no padding, but the padding token
+    # may also be the end token, which must be trained.
     model.get_input_embeddings().padding_idx = None
 
 

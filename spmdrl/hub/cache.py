@@ -15,10 +15,10 @@ def cache() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder of a model in the cache; at the first call `make` fills it.
+    """Return the folder of a model in the cache; `make` fills it at the first call.
 
-    One process makes it while others wait for a file lock, which the end of its holder releases. The folder appears by
-    a rename, complete or not at all. Raises TimeoutError.
+    One process makes it while others wait for a file lock, which is released when its holder ends. The folder appears
+    by a rename, so it is never incomplete. Raises TimeoutError if the lock is not released in time.
     """
     from filelock import FileLock, Timeout
 

@@ -10,7 +10,7 @@ GENERATION = "generation_config.json"
 
 
 def named_ends(folder: Path) -> list[int]:
-    """Return the end tokens of a folder's generation config, or of config.json. Raises ValueError for no numbers."""
+    """Return the end tokens of a folder's generation config, else of config.json. Raises ValueError for other types."""
     from transformers import GenerationConfig
 
     file, eos = GENERATION, None
@@ -29,9 +29,9 @@ def named_ends(folder: Path) -> list[int]:
 
 
 def generation_config(folder: Path, ends: tuple[int, ...]) -> bytes | None:
-    """Return the generation config that names `ends` as end tokens as well; None if the model needs none.
+    """Return a generation config, as bytes, that also names `ends` as end tokens; None if the model needs none.
 
-    It is the folder's own, byte for byte, if that names them all. transformers stops only at the tokens that it names,
+    It is the folder's own file if that names all of them. transformers stops only at the tokens that this file names,
     not at the tokenizer's end token.
     """
     file = folder / GENERATION

@@ -1,6 +1,6 @@
 """Checks a Hugging Face folder on disk before anything is built from it.
 
-Of quantised checkpoints only fp8 with a scale for each block is read.
+The only quantised checkpoints that can be read are those in fp8 with a scale for each block.
 """
 
 import json
@@ -14,7 +14,7 @@ TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
 def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
-    """Check that `folder` holds a readable config.json and complete safetensors; returns it. Raises ValueError."""
+    """Check that `folder` has a readable config.json and complete safetensors; return it. Raises ValueError."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {folder} has no config.json (--model.path)")
     read_config(folder, trust_remote_code)
@@ -52,7 +52,7 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Read the HF configuration of a model folder. Raises ValueError."""
+    """Return the transformers config of a model folder. Raises ValueError if it cannot be read."""
     from transformers import AutoConfig
 
     with plain_errors(folder):
@@ -93,7 +93,7 @@ def fp8_blocks(folder: Path) -> tuple[int, int] | None:
 
 
 def blocks_of(settings: Any, folder: Path) -> tuple[int, int]:
-    """Return the blocks that a `quantization_config` describes (a dict, or transformers' object); errors as above."""
+    """Return the blocks of a `quantization_config` (a dict or transformers' object). Errors as in `fp8_blocks`."""
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method, blocks = str(settings.get("quant_method")), settings.get("weight_block_size")
     if method != "fp8":
@@ -112,10 +112,10 @@ def blocks_of(settings: Any, folder: Path) -> tuple[int, int]:
 
 
 def drop_quantization(config: Any, folder: Path) -> Any:
-    """Remove the quantisation from transformers' config of a model, in place; returns the config.
+    """Remove the quantisation from transformers' config of a model, in place; return the config.
 
     Weights are dequantised as they are read, so neither the model nor its checkpoints are quantised. Raises ValueError
-    for another method than fp8 by blocks.
+    for any other method than fp8 with a scale for each block.
     """
     for each in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(each, "quantization_config", None):

@@ -13,11 +13,11 @@ CONVERSION = 2  # version of the conversion, part of the name of a converted fol
 def find_package_gguf(name: str) -> Path:
     """Find the GGUF file in the installed package `name` (dashes count as underscores) without importing it.
 
-    Raises ValueError if the package is not installed, or does not hold exactly one.
+    Raises ValueError if the package is not installed, or does not have exactly one GGUF file.
     """
     module = name.replace("-", "_")
     if not module.isidentifier():
-        raise ValueError(f"--model.path package:{name} names no package")
+        raise ValueError(f"--model.path package:{name} is not the name of a package")
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
         dist = module.replace("_", "-")
@@ -25,7 +25,9 @@ def find_package_gguf(name: str) -> Path:
     files = sorted(file for place in spec.submodule_search_locations for file in Path(place).rglob("*.gguf"))
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
-        raise ValueError(f"package {name!r} should hold one .gguf file, found: {found}. Give the file to --model.path")
+        raise ValueError(
+            f"package {name!r} should contain one .gguf file, found: {found}. Give the file to --model.path"
+        )
     return files[0]
 
 
@@ -58,7 +60,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         vars(config).pop("quantization_config", None)
-        with torch.random.fork_rng(devices=[]):  # a run that converts must draw the same numbers as one that does not
+        with torch.random.fork_rng(devices=[]):  # random numbers must not depend on whether a run converts
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     except Exception as error:  # the readers report bad files in many ways

@@ -1,7 +1,8 @@
 """Makes a model's folder with tokens added to its tokenizer, once, and keeps it in the cache.
 
-A new token's row in an embedding table is the mean of the other tokens' rows, so that it starts as likely as an average
-token. It replaces a row that pads the table, or is appended. All other weight files are links to those of the model.
+A new token's row in an embedding table is the mean of the other tokens' rows, so that the token starts as likely as an
+average one. The row replaces a row that pads the table, or is appended. All other weight files are links to those of
+the model.
 """
 
 import hashlib
@@ -22,15 +23,15 @@ TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_
 TABLES += ("embed_out.weight", "output_layer.weight")
 """Suffixes of the names of tables with a row for each token."""
 FORM = 2
-"""Version of the rule by which rows are made, part of a folder's name."""
+"""Version of the rule for new rows, part of a folder's name."""
 INDEX = "model.safetensors.index.json"
 
 
 def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool = False) -> Path:
-    """Return the folder of a model whose tokenizer holds `tokens`, each as one special token.
+    """Return a folder of the model whose tokenizer has each of `tokens` as a special token.
 
-    It is the model's own folder if that holds them all. Several processes may call this at once. Raises ValueError if
-    no embedding table is recognised by its name.
+    It is the model's own folder if its tokenizer has all of them. Several processes may call this at once. Raises
+    ValueError if no embedding table is recognised by its name.
     """
     tokenizer = load_tokenizer(folder, trust_remote_code)
     present = tokenizer.get_added_vocab()
@@ -77,7 +78,7 @@ def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
             grown += 1
         save_file(found, place / file.name, {"format": "pt"})
     if not grown:
-        raise ValueError(f"{folder}: no table of embeddings is found among its weights, so tokens cannot be added")
+        raise ValueError(f"{folder}: its weights have no known table of embeddings, so tokens cannot be added")
     if (folder / INDEX).is_file():
         shutil.copy(folder / INDEX, place / INDEX)
 

@@ -33,7 +33,7 @@ def plain_name(name: str) -> str:
 
 
 def partner(name: str) -> tuple[str, str]:
-    """Return the names that A and B of a layer's weight would have."""
+    """Return the names of the adapters A and B of a layer's weight."""
     layer = name.removesuffix(".weight")
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
@@ -42,11 +42,11 @@ def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
     """Return the last name components of the decoder's linear layers to adapt.
 
     Only linear layers can have adapters; experts that transformers packs into one parameter cannot. Raises ValueError
-    for a target that is no linear layer, or whose adapter the model's forward would ignore.
+    for a target that is not a linear layer, or whose adapter the model's forward would ignore.
     """
     ignored = ("out_proj",) if hf.config.model_type in FUSED_MIXERS else ()
     named = [(name.rpartition(".")[2], type(m) is nn.Linear) for name, m in decoder_layers(hf).named_modules()]
-    # PEFT matches by name only: `0` in one sequence of layers is `0` in every one.
+    # PEFT matches by name only, so a name counts only if all modules with it are linear layers.
     others = {name for name, is_linear in named if not is_linear}
     linear = {name: True for name, is_linear in named if is_linear and name not in others}
     wrong = [name for name in targets if name in ignored]
@@ -75,9 +75,9 @@ def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]
 
 
 def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool = False):
-    """Add adapters of `dtype` to a HF model, in place; returns PEFT's LoraConfig, with which PEFT opens their file.
+    """Add adapters of `dtype` to a HF model, in place; return PEFT's LoraConfig, with which PEFT opens their file.
 
-    They start at `initial_values`; in a model on the meta device they are on it as well.
+    The adapters start at `initial_values`; if the model is on the meta device, so are they.
 
     Args:
         hf: a model whose layers are not sharded.
@@ -100,7 +100,7 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
     frozen = {name: p.dtype for name, p in hf.named_parameters()}
     empty = next(hf.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
-        # Into the layers, not into the model: given a model with experts PEFT would take `down_proj` and the like for
+        # PEFT gets the layers and not the model. In a model with experts it would mistake `down_proj` and the like for
         # the packed experts of older checkpoints, and adapt those parameters instead of the linear layers.
         inject_adapter_in_model(config, decoder_layers(hf), low_cpu_mem_usage=empty)
     for name, p in hf.named_parameters():
@@ -117,8 +117,8 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
 def config_for_peft(config: Any, hf: Any) -> Any:
     """Return the settings with which PEFT adapts the linear layers of `config` when it opens the model.
 
-    PEFT takes some names (`down_proj`) for the packed experts of a model; linear layers with such a name are listed one
-    by one, as parameters.
+    PEFT interprets some names (`down_proj`) as the packed experts of a model; linear layers with such a name are listed
+    one by one, as parameters.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -128,7 +128,7 @@ def config_for_peft(config: Any, hf: Any) -> Any:
         try:
             convert_peft_config_for_transformers(single, model=hf, conversions=None)
         except ValueError:
-            return True  # one of two names that make one parameter of the experts
+            return True  # PEFT packs this name and another into one parameter of the experts
         return name not in single.target_modules
 
     ambiguous = {name for name in config.target_modules if means_experts(name)}
@@ -145,11 +145,11 @@ def config_for_peft(config: Any, hf: Any) -> Any:
 
 
 def initial_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return the initial values of a whole adapter, float64 on the CPU: B is 0.
+    """Return the initial values of a complete adapter weight, float64 on the CPU: B is 0.
 
     A is drawn from the run's seed and the layer's name, so it is the same on every rank, for any number of ranks.
 
-    name: of the adapter, as `plain_name` returns it.
+    name: name of the weight, as `plain_name` returns it.
     """
     if ".lora_A." not in name:
         return torch.zeros(shape, dtype=torch.float64)
@@ -178,5 +178,5 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def are_adapters(names: Iterable[str]) -> bool:
     """Return True for the names of adapters, False for those of a model's weights."""
     kinds = {is_adapter(name) for name in names}
-    assert len(kinds) <= 1, "a part is of one kind"
+    assert len(kinds) <= 1, "adapters and weights of a model must not be mixed"
     return kinds == {True}

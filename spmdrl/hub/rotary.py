@@ -9,7 +9,7 @@ def moves(kind: Any) -> TypeGuard[str]:
 
 
 def grows(kind: str) -> bool:
-    """Return True if each length has its own frequencies, beyond the length at which they begin to change."""
+    """Return True if the frequencies change with every token beyond the length at which they begin to change."""
     return "dynamic" in kind
 
 

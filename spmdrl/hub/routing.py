@@ -1,15 +1,15 @@
 """Routing replay: a mixture of experts trains with the experts that the engine chose ("R3",
 https://arxiv.org/abs/2510.11370).
 
-A router's choice of experts is discrete: rounding alone may change it between engine and trainer, and from one update
-to the next, and with it the ratio of probabilities (https://arxiv.org/abs/2507.18071). Here the choice is recorded when
-a token is sampled and repeated in training. The weights of the chosen experts still come from the trainer's own router,
-by the model's own formula, so the gradient is complete.
+A router's choice of experts is discrete: rounding may change it between engine and trainer, and from one update to the
+next, which changes the ratio of probabilities (https://arxiv.org/abs/2507.18071). Routing replay records the choice
+when a token is sampled and repeats it in training. The weights of the chosen experts still come from the trainer's own
+router, by the model's own formula, so the gradient is complete.
 
 A router of transformers chooses by one `topk` over its experts. Choices are recorded and replaced at that call, which
 is the same for softmax and sigmoid, with or without bias, groups and normalization.
 
-S tokens of a forward, L layers with experts, K experts a token.
+Dimensions: S tokens of a forward, L layers with experts, K experts per token.
 """
 
 import re
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from spmdrl.hub.folder import plain_errors, read_config
 
 FREE = -1
-"""Value in place of an expert's number for a choice that is left to the router."""
+"""Value in place of an expert's number if the router itself chooses."""
 FLAG = "--rollout.routing-replay"
 
 
@@ -87,14 +87,14 @@ class Routers:
                 f"{FLAG}: {type(hf).__name__} gives no weight to experts outside of the groups that its router "
                 "chose (topk_method group_limited_greedy), so another choice cannot be replayed; leave it off"
             )
-        assert len({m.top_k for _, m in found}) == 1, "all routers of a model choose as many experts"
+        assert len({m.top_k for _, m in found}) == 1, "all routers of a model must choose the same number of experts"
         layers = []
         for place, (name, router) in enumerate(found):
             path = re.match(r"(?:.*?\.)?(\d+)\.", name)
             assert path, f"{name} is in no layer"
             layers.append(int(path[1]))
             router.forward = partial(self._route, place, router, router.forward)
-            # Inside the layer's forward, which activation checkpointing runs again with the same arguments.
+            # Experts are prescribed in the layer's forward, which activation checkpointing repeats as it is.
             layer = hf.get_submodule(name[: path.end() - 1])
             layer.forward = partial(_prescribe, router, place, layer.forward)
         self.experts = Experts(tuple(layers), found[0][1].top_k)

@@ -1,4 +1,4 @@
-"""Configurations of published models that ship with the repository, for plans of jobs whose weights are elsewhere.
+"""Configurations of published models in this repository, for plans of jobs on machines without the models' weights.
 
 `configs/models/<name>/config.json` holds facts from the published files, without weights or tokenizer, so nothing can
 be trained from it (`configs/models/README.md`).
@@ -7,7 +7,7 @@ be trained from it (`configs/models/README.md`).
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""Folder of a clone; an installed wheel has none."""
+"""Folder in a clone of the repository; an installed wheel does not have it."""
 
 SAME_SHAPES = {
     "DeepSeek-R1": "DeepSeek-V3",
@@ -33,7 +33,7 @@ def shipped(path: str) -> Path | None:
     """Return the folder with the shipped config.json of a published model; None if there is none.
 
     path: `--model.path`, of which the last part counts: `Qwen/Qwen3-30B-A3B-Base`, `models/DeepSeek-V3-bf16`. The
-    folder is for plans only, as it has neither weights nor a tokenizer; a real folder at `path` goes first.
+    folder is for plans only, as it has neither weights nor a tokenizer; callers prefer a real folder at `path`.
     """
     name = Path(path).name
     folder = MODELS / SAME_SHAPES.get(name, name)

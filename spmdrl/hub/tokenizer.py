@@ -20,7 +20,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a Hugging Face folder; the end token replaces a missing pad token. Raises ValueError."""
     from transformers import AutoTokenizer
 
-    # transformers would make up an empty tokenizer of the model's family.
+    # Without files transformers would create an empty tokenizer of the model's family.
     if not has_tokenizer(folder):
         raise ValueError(f"no tokenizer in {folder} (tokenizer.json or tokenizer.model): copy the model's into it")
     with plain_errors(folder):
@@ -83,7 +83,7 @@ BROKEN = r"\g<0> "
 
 
 def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> tuple[list[str], int]:
-    """Return the tokens of the model at `other` that have another number in the one at `path`, and the number of all.
+    """Return the tokens of the model at `other` whose numbers differ at `path`, and how many tokens `other` has.
 
     path, other: as `--model.path`. A folder without a tokenizer is assumed to fit.
     """

@@ -95,7 +95,7 @@ class Console:
             self.close()
             plain = self._breakpointhook is sys.__breakpointhook__
             if plain and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace"):
-                # pdb stops in the frame that calls it, which would be this one and not the user's.
+                # pdb stops in the frame that calls it, which would be this function and not the user's.
                 return pdb.Pdb().set_trace(sys._getframe(1))
             return self._breakpointhook(*args, **kwargs)
 
@@ -111,7 +111,7 @@ class Console:
         self._phase, self._phase_since = name, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Show a finished step, of which 1 is the first. Missing metrics are shown as `-`.
+        """Show a finished step; steps count from 1. Missing metrics are shown as `-`.
 
         samples: dicts with `prompt`, `completion` and `reward`.
         """
@@ -208,14 +208,14 @@ def plain_line(
         words.append(f"time {metrics['time/step']:.1f}s")
     times = phase_times(metrics, phases)
     if times:
-        # No leading zero, the line is long enough: .3 and 12.3
+        # Seconds are shown without a leading zero (.3, 12.3) to shorten the line.
         shown = [f"{name} {f'{seconds:.1f}'.removeprefix('0')}" for name, seconds in times.items()]
         words.append(f"({' '.join(shown)})")
     return " ".join(words)
 
 
 def phase_times(metrics: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:
-    """Return phase -> seconds, `phases` first and in their order, without the whole step."""
+    """Return phase -> seconds, with `phases` first and in their order, and without the time of the complete step."""
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     times.pop("step", None)
     return {name: times[name] for name in [*phases, *times] if name in times}
@@ -229,7 +229,7 @@ def number(value: float | None, name: str = "") -> str:
 
 
 def sparkline(values: Sequence[float] | deque[float], width: int = 40) -> str:
-    """Return a curve as one line of text, in which each character is the mean of an equal share of the values."""
+    """Return a curve as one line of text; each character stands for the mean of an equal share of the values."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""

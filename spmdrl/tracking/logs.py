@@ -1,4 +1,4 @@
-"""Sets up one log file for each rank. The console is rank 0's, because lines of many ranks would interleave."""
+"""Sets up one log file for each rank. Only rank 0 writes to the console, as lines of many ranks would mix."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
-    """Send logging and Python warnings of this rank to `<run_dir>/logs/rank_<rank>.log`; returns the `spmdrl` logger.
+    """Send logging and Python warnings of this rank to `<run_dir>/logs/rank_<rank>.log`; return the `spmdrl` logger.
 
     The file has messages of the `spmdrl` logger from INFO on and of all others from WARNING on. Rank 0 also shows
     warnings of `spmdrl` on stderr; other ranks show nothing but uncaught exceptions. May be called again, for another

@@ -61,7 +61,7 @@ class Metrics:
         self._entries[name] = ("max", largest, 0.0)
 
     def merge(self, other: "Metrics") -> None:
-        """Add all of another accumulator's entries to this one."""
+        """Add all entries of another accumulator to this one."""
         for name, (kind, total, weight) in other._entries.items():
             if kind == "max":
                 self.add_max(name, total)
@@ -98,14 +98,14 @@ class Metrics:
         return entry
 
     def reduce(self, all_reduce: AllReduce, device: torch.device | str = "cpu") -> dict[str, float]:
-        """Return the results over all ranks, names sorted, and start empty. Collective.
+        """Return the results over all ranks, sorted by name, and remove all entries. Collective.
 
         The first all-reduce (max) has a fixed size and holds the maxima and a digest of the names; the second (sum)
         depends on the names and runs only if the digests agree, so that ranks with different names fail instead of
         adding unrelated numbers. Means without weight and maxima without values are left out.
 
-        device: of the all-reduced tensors. Raises ValueError on every rank if ranks added different names; or for more
-        than MOST_MAXIMA maxima.
+        device: device of the all-reduced tensors. Raises ValueError on every rank if ranks added different names, or
+        for more than MOST_MAXIMA maxima.
         """
         entries, self._entries = self._entries, {}
         names = sorted(entries)
@@ -185,6 +185,6 @@ class Timer:
             self._on_phase(name)
 
     def flush(self) -> dict[str, float]:
-        """Return `{"time/<phase>": seconds}` of the phases since the last flush, in the order of their first ends."""
+        """Return `{"time/<phase>": seconds}` of the phases since the last flush, in the order of their first end."""
         seconds, self._seconds = self._seconds, {}
         return {f"time/{name}": value for name, value in seconds.items()}

@@ -45,7 +45,7 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
 
 
 def set_aside(path: Path) -> str:
-    """Rename a file to `<name>.old`, or `.old-1`, ... if that is taken; returns the new name without the folder."""
+    """Rename a file to `<name>.old`, or `.old-1`, ... if that name is taken; return the new name without the folder."""
     taken, name = 0, f"{path.name}.old"
     while os.path.lexists(path.with_name(name)):
         taken += 1
@@ -65,7 +65,7 @@ class JsonlTracker:
         """Open for appending, and make the folder.
 
         resume_step: first step that will be logged. Lines from that step on and incomplete lines are dropped. A file
-        without other lines is an older run's, and is renamed by `set_aside`.
+        without other lines belongs to an older run and is renamed by `set_aside`.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class JsonlTracker:
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line, or complete the last one if it is of this step."""
+        """Append one line, or add to the last line if that belongs to this step."""
         line = {"step": step} | {name: plain(value) for name, value in metrics.items() if name != "step"}
         if self._last.get("step") == step:
             line = self._last | line
@@ -181,9 +181,9 @@ def open_trackers(
 ) -> list[Tracker]:
     """Open trackers by name, in the order given. Call on rank 0 only.
 
-    names: any of `jsonl`, `tensorboard`, `wandb`. project: of wandb. name: of the run. config_dict: settings without
-    secrets (`dump.to_dict`). resume_step: first step that will be logged, 0 or 1 for a new run; recorded steps from
-    there on are dropped. Raises ValueError for an unknown name, or a package that is not installed.
+    names: any of `jsonl`, `tensorboard`, `wandb`. project: wandb's project. name: the run's name. config_dict: settings
+    without secrets (`dump.to_dict`). resume_step: first step that will be logged, 0 or 1 for a new run; recorded steps
+    from there on are dropped. Raises ValueError for an unknown name, or a package that is not installed.
     """
     opened: list[Tracker] = []
     for kind in dict.fromkeys(names):
@@ -199,7 +199,7 @@ def open_trackers(
 
 
 def plain(value: Any) -> Any:
-    """Return a value for JSON, which has no nan and infinity: None in their place."""
+    """Return a value for JSON: None in place of nan and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -348,7 +348,7 @@ def built(world, folder: str, sections: dict) -> None:
         ("other shapes", "its config.json has intermediate_size 48, the policy's 40"),
         ("a tensor is missing", "1 of the policy's tensors are missing or have another shape \\(such as model.norm"),
         ("other tokens", "its tokenizer gives .* another number"),
-        ("absent", "judge.yaml: engine '/absent' is no folder"),
+        ("absent", "judge.yaml: engine '/absent' is not a folder"),
         ("quantised", "is quantised by gptq: .* \\(.*judge.yaml: engine\\)"),
         ("too long", "max_prompt_tokens 4090, max_new_tokens 96: .* takes 4096 tokens in all"),
     ],

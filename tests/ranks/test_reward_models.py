@@ -85,7 +85,7 @@ def built(world, sections: dict):
     [
         ("three", "three: its head score.weight computes 3 numbers, but "),
         ("tiny", "tiny: its weights have no head score.weight; use a classifier"),
-        ("absent", "'/absent' is no folder"),
+        ("absent", "'/absent' is not a folder"),
     ],
 )
 def test_a_path_that_is_no_classifier_with_one_label_is_named_with_its_flag(flag, model, told, tmp_path):

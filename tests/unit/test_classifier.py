@@ -159,7 +159,7 @@ def test_a_model_with_tokens_of_its_own_is_refused_beside_an_environment(folders
         ("named steps", {"steps": "a", "weights": {"b": 1.0}}, ["has a label steps", "id2label"]),
         ("nameless", {"weights": {"b": 1.0}}, ["2 labels", "no names", "id2label"]),
         ("two rows", {"weights": {"right": 1.0}}, ["gives 2 numbers", "names 3 labels", "id2label"]),
-        ("/absent/rm", {}, ["path '/absent/rm' is no folder"]),
+        ("/absent/rm", {}, ["path '/absent/rm' is not a folder"]),
         ("pickled", {}, ["only pickled weights (pytorch_model.bin)", "safetensors"]),
     ],
 )

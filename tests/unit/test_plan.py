@@ -460,10 +460,10 @@ def test_plan_names_the_flag_of_a_model_that_is_not_there(tmp_path):
         (str(file), f"--reward.model {file}: path '/absent/a'"),
     ):
         cfg.reward.model = value
-        with pytest.raises(ValueError, match=f"^{told} is no folder"):
+        with pytest.raises(ValueError, match=f"^{told} is not a folder"):
             folders_of(cfg)
     cfg.reward.model, cfg.safety.cost_model = "", "/absent/c"
-    with pytest.raises(ValueError, match="^--safety.cost-model '/absent/c' is no folder"):
+    with pytest.raises(ValueError, match="^--safety.cost-model '/absent/c' is not a folder"):
         folders_of(cfg)
 
 
