@@ -4,8 +4,8 @@ checkpoints/step_<N>/model/         HF safetensors in the run's type, config, to
 checkpoints/step_<N>/state/         run.json, config.yaml, ranks/, optimizer (torch.distributed.checkpoint: moments, and
                                     the float32 weights of a run in bfloat16)
 checkpoints/step_<N>/<name>/        model/ and state/ of a critic or another model that trains
-checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, layout, versions; without it no checkpoint
-checkpoints/latest                  link to the newest
+checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, layout, versions; every checkpoint has one
+checkpoints/latest                  link to the newest checkpoint
 checkpoints/measured.json           metrics of each checkpoint, measured after it was saved (--checkpoint.best)
 
 files.py          names, hashes and flushes of files, free disk space; this module and the next two do not import torch

@@ -23,7 +23,7 @@ def root_of(run: str) -> Path:
     for path in (Path(run) / "checkpoints", Path(run)):
         if steps_saved(path):
             return path
-    raise ValueError(f"{run} is no run folder with checkpoints: give the folder that was set by --run.dir")
+    raise ValueError(f"{run} is not a run folder with checkpoints: give the folder that was set by --run.dir")
 
 
 def checkpoint_of(name: str) -> Path:
@@ -34,7 +34,9 @@ def checkpoint_of(name: str) -> Path:
     try:
         root = root_of(name)
     except ValueError:
-        raise ValueError(f"{name} is neither a checkpoint (no MANIFEST.json in it) nor a run folder with one") from None
+        raise ValueError(
+            f"{name} is neither a checkpoint (it has no MANIFEST.json) nor a run folder with one"
+        ) from None
     return root / f"step_{steps_saved(root)[0]}"
 
 
@@ -42,7 +44,7 @@ def rows(root: Path) -> list[list[str]]:
     """Return one row of the table for each checkpoint, oldest first."""
     steps = steps_saved(root)
     latest = (root / "latest").resolve().name
-    # `--checkpoint.best`, by which the newest checkpoint was saved.
+    # The value of `--checkpoint.best` with which the newest checkpoint was saved.
     best_by = _best_by(root / f"step_{steps[0]}")
     metric, best = best_by.removeprefix("-"), best_step(root, steps, best_by) if best_by else None
     out = []
@@ -81,7 +83,7 @@ def _best_by(folder: Path) -> str:
 
 
 def show_list(run: str) -> int:
-    """Print the table of a run's checkpoints; returns the exit code."""
+    """Print the table of a run's checkpoints; return the exit code."""
     head = ["step", "time", "size", "ranks", "layout", "metric", "", "files"]
     table = [head, *rows(root_of(run))]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
@@ -91,7 +93,7 @@ def show_list(run: str) -> int:
 
 
 def verify(run: str) -> int:
-    """Verify every checkpoint and print one line for each; returns the exit code, 1 if any is damaged."""
+    """Verify every checkpoint and print one line for each; return the exit code, 1 if any is damaged."""
     bad = 0
     folders = [Path(run)] if (Path(run) / "MANIFEST.json").exists() else None
     for folder in folders or [root_of(run) / f"step_{step}" for step in reversed(steps_saved(root_of(run)))]:
@@ -104,7 +106,7 @@ def verify(run: str) -> int:
 
 
 def diff(a: str, b: str | None) -> int:
-    """Print the differences of two checkpoints; returns the exit code."""
+    """Print the differences of two checkpoints; return the exit code."""
     if b is None:
         root = root_of(a)
         steps = steps_saved(root)
@@ -122,7 +124,7 @@ def diff(a: str, b: str | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns 1 if a checkpoint is damaged, 2 for a folder without checkpoints, else 0."""
+    """Run the command; return 1 if a checkpoint is damaged, 2 for a folder without checkpoints, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

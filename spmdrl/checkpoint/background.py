@@ -1,4 +1,4 @@
-"""Writes checkpoints in the step, or in a thread while training continues."""
+"""Writes checkpoints, either within a step or in a thread while training continues."""
 
 import logging
 import threading
@@ -52,7 +52,7 @@ class Saver:
         self.expected_bytes = sum(model.checkpoint_bytes() for model in saved)
         if not (self.cfg.checkpoint.every or self.cfg.checkpoint.at_end):
             return
-        # `fixed` is computed at its first access.
+        # `fixed` is computed and cached at its first access.
         together(lambda: bool([model.fixed for model in saved]), self.world)
         if self.world.is_first:
             try:
@@ -61,7 +61,7 @@ class Saver:
                 warn(str(error))
 
     def record_metrics(self, done: int, values: Mapping[str, float]) -> None:
-        """Record the metric of `--checkpoint.best` of step `done`, measured on the weights after step `done - 1`."""
+        """Record the metric of `--checkpoint.best` at step `done`, measured with the weights after step `done - 1`."""
         metric = self.keep.metric
         if not metric or metric not in values:
             return
@@ -75,9 +75,9 @@ class Saver:
         self.metric_logged = best_step(self.root, steps_saved(self.root), self.keep.best) is not None
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
-        """Save the state after `step` steps, in the background or at once. Collective.
+        """Save the state after `step` steps, in the background or before returning. Collective.
 
-        It waits until the checkpoint before is written. state, mine: as in `store.Content`.
+        Wait first until the previous checkpoint is written. state, mine: as in `store.Content`.
 
         Raises DiskFullError if the disk is full; earlier checkpoints stay as they were.
         """
@@ -112,7 +112,7 @@ class Saver:
             self.expected_bytes = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
     def poll(self) -> dict[str, float]:
-        """Return the seconds of a background write that has ended, once: `time/checkpoint_write`. Not collective.
+        """Return `time/checkpoint_write`, the seconds of a background write, once after it has ended. Not collective.
 
         Ranks notice the end at different steps. An error of the write is raised here.
         """

@@ -18,7 +18,7 @@ TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Yield lines to print, each the value in `one` -> the value in `other`. Both checkpoints must verify."""
+    """Yield lines to print, each with the value in `one` -> the value in `other`. Both checkpoints must be intact."""
     yield f"{one} -> {other}"
     yield from _changes("settings", _settings(one), _settings(other), flag)
     a, b = read_manifest(one), read_manifest(other)
@@ -34,7 +34,7 @@ def report(one: Path, other: Path) -> Iterator[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a checkpoint, or those of its run."""
+    """Return the settings saved with a checkpoint, else those of its run."""
     for path in (folder / "state" / "config.yaml", folder.resolve().parents[1] / "config.yaml"):
         if path.is_file():
             return flat(yaml.safe_load(path.read_text()))
@@ -97,7 +97,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _largest(left: Any, right: Any) -> float:
-    """Return the largest absolute difference in float64; NaN if only one tensor is NaN at some place."""
+    """Return the largest absolute difference in float64; NaN if only one of the two tensors is NaN at some position."""
     shape = left.get_shape()
     if not shape:
         return _difference(left[...], right[...])

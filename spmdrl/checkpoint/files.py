@@ -1,4 +1,4 @@
-"""Files of a checkpoint: names, hashes and flushes, free disk space, and progress while they grow. No communication."""
+"""Files of a checkpoint: names, hashes and flushes, free disk space, growth as progress. No communication."""
 
 import errno
 import os
@@ -33,8 +33,8 @@ def file_hash(path: Path) -> str:
 
 
 def flushed_hash(path: Path) -> str:
-    """Hash a file that was just written, then flush it to the disk."""
-    # Hashed before the flush, so that the hash is of the bytes written and not of the bytes that the disk returns.
+    """Hash a file that was just written, flush it to the disk, and return the hash."""
+    # The file is hashed before the flush, so that the hash is of the written bytes and not of what the disk returns.
     found = file_hash(path)
     flush(path)
     return found
@@ -137,7 +137,7 @@ def growth_is_progress(folder: Path) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder. Files that appear or vanish meanwhile may be counted or not."""
+    """Return the total size of the files in a folder, in bytes. Files that appear or vanish meanwhile may count."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,4 @@
-"""Takes the run folder at the start: it belongs to the same run, or is moved aside, or is refused."""
+"""Takes the run folder at the start of a job: continues it, moves it aside or refuses it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from spmdrl.spmd.exchange import all_gather_text, gather_names
 from spmdrl.spmd.world import World
 
 FIRST_DAY = "first_day"
-"""File in the run folder: the day of the run's first start."""
+"""File in the run folder that holds the day of the run's first start."""
 
 
 def together(act: Callable[[], Any], world: World) -> list[Any]:
@@ -49,7 +49,7 @@ def on_first(act: Callable[[], Any], world: World) -> Any:
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
-    """Lock the run folder for this job until it ends; returns lines for the user. Collective.
+    """Lock the run folder for this job until it ends; return lines for the user. Collective.
 
     With `--run.fresh` a folder that is not empty is moved aside first; nothing is deleted. A job that was restarted (by
     torchrun, by SLURM) keeps the folder's content. Called before anything opens a file in the folder.
@@ -85,14 +85,14 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
             mine.release()
             raise
         before.release()
-    # A node may have been replaced, and come back.
+    # A node that was replaced may return after a later restart, so its launcher stays in the list.
     mine.sign(agents | lock.agents_of(mine.record) if restarted else agents)
     lock.held.append(mine)
     return [*notes, f"warning: {mine.warning}"] if mine.warning else notes
 
 
 def _move_aside(folder: Path) -> str:
-    """Move a run folder, or the target of a link, aside and make an empty one; returns a line for the user."""
+    """Move a run folder, or the target of a link, aside and make an empty one; return a line for the user."""
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise ValueError(
@@ -127,7 +127,7 @@ def check_evaluation(folder: Path, world: World) -> None:
     """Raise ValueError if an evaluation's folder is that of a run, from which it would resume. Collective."""
     if on_first(lambda: steps_saved(folder / "checkpoints"), world):
         raise ValueError(
-            f"{folder} holds the checkpoints of a run, and an evaluation needs a folder of its own, usually "
+            f"{folder} holds the checkpoints of a run, and an evaluation needs a separate folder, usually "
             "<run folder>-eval: choose another --run.dir (or --run.name)"
         )
 
@@ -139,12 +139,12 @@ def check_settings(
     given: Collection[str] = (),
     kinds: Mapping[str, type] | None = None,
 ) -> list[str]:
-    """Check that a resumed run has the settings with which its folder was made; returns notes. Collective.
+    """Check that a resumed run has the settings with which its folder was made; return notes. Collective.
 
     given, kinds: as in `differences`.
 
-    Raises ValueError if the folder is of another entry point, or if settings that change results differ without
-    `--run.allow-changes`; it lists each of them.
+    Raises ValueError if the folder belongs to another entry point, or if settings that change results differ without
+    `--run.allow-changes`; the message lists each of them.
     """
     return on_first(lambda: _compared_settings(recorded_settings(folder), folder, cfg, given, kinds), world)
 
@@ -161,7 +161,8 @@ def _compared_settings(path: Path, folder: Path, cfg: TrainingConfig, given: Col
     if found.lines and not cfg.run.allow_changes:
         raise ValueError(
             f"{folder} holds a run with other settings: {'; '.join(found.lines)}. Take the same settings, another "
-            "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (goes on so)"
+            "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (continues with the "
+            "changes)"
         )
     return [*found.notes, "--run.allow-changes: " + "; ".join(found.lines)] if found.lines else found.notes
 
@@ -172,9 +173,9 @@ def write_config(folder: Path, cfg: TrainingConfig) -> None:
 
 
 def first_day(folder: Path, world: World) -> date:
-    """Return the day of the first start of a folder's run: today for a new run. Collective.
+    """Return the day on which the run of a folder was first started, today for a new run. Collective.
 
-    Chat templates that show the date show this one, so that a run renders the same tokens after midnight.
+    Chat templates that show the date show this day, so that a run renders the same tokens after midnight.
     """
 
     def read() -> str:

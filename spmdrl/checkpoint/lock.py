@@ -21,7 +21,7 @@ from pathlib import Path
 
 NAME = ".lock"
 WAIT = 10.0
-"""Seconds for which a job that is ending may still hold its folder."""
+"""Seconds for which a job that is ending may still hold the lock of its folder."""
 HELD = (errno.EACCES, errno.EAGAIN)
 LONGEST = 1 << 20
 """Largest number of bytes read from the file."""
@@ -63,14 +63,14 @@ class Lock:
         os.fsync(self.handle)
 
     def problem(self) -> str:
-        """Return why this job may no longer write to the folder; empty if it may, or if that cannot be found out."""
+        """Return the reason why this job must not write to the folder any more; empty if it may or is unknown."""
         path = self.folder / NAME
         try:
             mine, there = os.fstat(self.handle), os.stat(path)
             if (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
                 record = _read(self.handle)
             else:
-                # Some file systems change a file's number at times, so its content decides.
+                # Some file systems change a file's inode number at times, so the content of the file decides.
                 other = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     record = _read(other)
@@ -95,7 +95,7 @@ class Lock:
         os.close(self.handle)
 
     def _lock(self) -> bool:
-        """Take the lock on an open file; returns False if another process has it."""
+        """Take the lock on an open file; return False if another process has it."""
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -109,7 +109,7 @@ class Lock:
 
 
 held: list[Lock] = []
-"""Locks of this process: one, once its run folder is taken."""
+"""Locks that this process holds: empty until its run folder is taken, then one."""
 
 
 def take(folder: Path, wait: float = WAIT) -> Lock:
@@ -118,7 +118,7 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
     wait: seconds to wait for another process that holds it.
 
     Raises:
-        InUseError: another process still holds it; names the process, and says what to do.
+        InUseError: another process still holds the lock; the message names it and gives advice.
         OSError: the lock file cannot be made.
     """
     until = time.monotonic() + wait
@@ -146,7 +146,7 @@ def problem() -> str:
 
 
 def owner_name(record: dict) -> str:
-    """Return the job of a lock file as text: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
+    """Return the owner that a lock file names, as text: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
     with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
         since = datetime.fromtimestamp(record["since"]).isoformat(" ", "seconds")
         return f"process {record['pid']} on {record['host']} (since {since})"
@@ -161,7 +161,7 @@ def _read(handle: int) -> dict:
     return {}
 
 
-# ── a job that was restarted ─────────────────────────────────────────────────
+# ── recognising a restarted job ─────────────────────────────────────────────────
 
 
 def launcher() -> str:

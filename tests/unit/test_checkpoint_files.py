@@ -147,7 +147,7 @@ def test_resume_files_and_links_that_the_manifest_does_not_list_are_refused(save
     weights = folder / "model" / "model.safetensors"
     weights.rename(tmp_path / "elsewhere")
     weights.symlink_to(tmp_path / "elsewhere")
-    assert problems(folder) == ["model/model.safetensors: is no plain file"]
+    assert problems(folder) == ["model/model.safetensors: is not a plain file"]
     weights.unlink()
     (tmp_path / "elsewhere").rename(weights)
     (folder / "more").symlink_to(tmp_path)
