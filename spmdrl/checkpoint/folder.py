@@ -161,8 +161,8 @@ def _compared_settings(path: Path, folder: Path, cfg: TrainingConfig, given: Col
     if found.lines and not cfg.run.allow_changes:
         raise ValueError(
             f"{folder} holds a run with other settings: {'; '.join(found.lines)}. Take the same settings, another "
-            "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (continues with the "
-            "changes)"
+            "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (continues with "
+            "these)"
         )
     return [*found.notes, "--run.allow-changes: " + "; ".join(found.lines)] if found.lines else found.notes
 
