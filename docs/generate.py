@@ -1,8 +1,8 @@
-"""Writes the parts of README.md and docs/ that the code declares: python docs/generate.py
+"""Writes the parts of README.md and docs/ that are generated from the code: python docs/generate.py
 
-A part stands between the comments `generated: NAME` and `end of NAME`; NAME is a key of PARTS. A block of code below a
-comment `file: recipes/...` is that file. A test compares every page with what stands here
-(tests/unit/test_docs_generated.py). `doctables/` beside this file holds the tables of methods and settings.
+A part is between the comments `generated: NAME` and `end of NAME`, where NAME is a key of PARTS. A block of code below
+a comment `file: recipes/...` is a copy of that file. A test compares all pages with the result of this program
+(tests/unit/test_docs_generated.py). The tables of methods and settings are in `doctables/`.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def recipes() -> dict[str, list[str]]:
-    """Return preset -> folders of recipes/ that train with it."""
+    """Return a dict of preset -> folders of recipes/ that train with it."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "recipes").glob("*/*.yaml")):
         jobs = re.findall(r"-m spmdrl\.(\w+)", path.read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def preset_names() -> str:
 
 
 def rewards() -> str:
-    """Return the table of built-in rewards: of each the first paragraph of its docstring."""
+    """Return the table of built-in rewards, with the first paragraph of each docstring."""
     rows: dict[str, str] = {}
     for name, row in REWARDS.items():
         documented = getattr(import_module(f"spmdrl.rewards.{row.module}"), row.documented or name)
@@ -81,14 +81,14 @@ def rewards() -> str:
 
 
 def loop() -> str:
-    """Return the function `train` of train.py without its docstring and its imports."""
+    """Return the source of the function `train` of train.py, without its docstring and imports."""
     code = inspect.getsource(train)
     kept = [line for line in code.splitlines() if line.strip() and not re.match(r'    (from |""")', line)]
     return "\n".join(["```python", *kept, "```"])
 
 
 def environments() -> str:
-    """Return the table of built-in environments: their docstrings, and the settings of their classes."""
+    """Return the table of built-in environments, with the docstrings and the settings of their classes."""
     rows = []
     for name, place in BUILTIN.items():
         module, _, attribute = place.partition(":")
@@ -99,7 +99,7 @@ def environments() -> str:
 
 
 def arguments(kind: type) -> str:
-    """Return the settings of a class: the defaults in its signature, and the lines under `Args:` of `__init__`."""
+    """Return the settings of a class, with defaults from its signature and descriptions from `Args:` of `__init__`."""
     block = re.search(r"Args:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(kind.__init__.__doc__ or ""), re.DOTALL)
     described = dict(
         re.findall(r"^    (\w+): (.*?)(?=\n    \w|\Z)", block[1] if block else "", re.MULTILINE | re.DOTALL)
@@ -113,7 +113,7 @@ def arguments(kind: type) -> str:
 
 
 def forms_of_calls() -> str:
-    """Return the table of forms of tool calls: the two paragraphs of their readers' docstrings."""
+    """Return the table of formats of tool calls, from the two paragraphs of the docstrings of their readers."""
     rows = []
     for name, form in FORMATS.items():
         text = inspect.cleandoc(form.read.__doc__ or "").replace("|", "\\|")
@@ -123,7 +123,7 @@ def forms_of_calls() -> str:
 
 
 def kinds_of_jobs() -> str:
-    """Return the table of entry points; the first words of their docstrings say what they do."""
+    """Return the table of entry points, with the text before the first colon of their docstrings."""
     rows = []
     for module, job in jobs().items():
         does = (import_module(module).__doc__ or "").partition(":")[0]
@@ -156,10 +156,10 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def generated(text: str) -> str:
-    """Return the text of a page with its parts as the code declares them, and with blocks of code as in their files.
+    """Return the text of a page in which the generated parts and the copies of files are up to date.
 
     Raises:
-        KeyError: a part that is no key of PARTS.
+        KeyError: the page names a part that is not a key of PARTS.
     """
     text = re.sub(
         r"(<!-- file: (recipes/\S+) -->\n```python\n).*?(```)",

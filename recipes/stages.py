@@ -1,4 +1,4 @@
-"""Steps that recipes of several stages share: a small base model, the stages' commands, the numbers of their logs."""
+"""Functions for recipes with several stages: make a small base model, run the stages, read their metrics."""
 
 import argparse
 import json
@@ -22,15 +22,15 @@ TEMPLATE = (
     "{%- endfor -%}</tool_call>{%- endfor -%}<eos>"
     "{%- else -%}{{ m['content'] }}{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}>{%- endif -%}"
 )
-"""Chat template: a response stands between `>` and the end token, with its tool calls in GLM's form."""
+"""Chat template: a response is between `>` and the end token, with its tool calls in the format of GLM."""
 MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-"""Texts around the parts of a tool call."""
+"""Markers around the parts of a tool call."""
 
 
 def make_base(folder: Path, seed: int, template: str = "", words: Sequence[str] = ()) -> None:
-    """Writes a model of the shipped policy's architecture with random weights, and its tokenizer.
+    """Write a model with the architecture of the shipped policy and random weights, and its tokenizer.
 
-    template: a chat template for the tokenizer. words: texts that get a token each, beside the 43 characters.
+    template: a chat template for the tokenizer. words: texts that become tokens, in addition to the 43 characters.
     """
     torch.manual_seed(seed)
     shutil.copytree(SHIPPED, folder)
@@ -49,18 +49,18 @@ def make_base(folder: Path, seed: int, template: str = "", words: Sequence[str] 
 
 
 def calling(name: str, **arguments: str) -> dict:
-    """A message of the assistant that calls a tool."""
+    """Return a message of the assistant that calls a tool."""
     return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
 
 
 def write_rows(file: Path, rows: Iterable[dict]) -> Path:
-    """Writes rows as .jsonl; returns the file."""
+    """Write rows as .jsonl, and return the file."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
 def start(job: str, ranks: int, *flags: object) -> None:
-    """Runs `spmdrl.JOB` on some ranks and prints its command; its console goes to a file beside its run folder."""
+    """Run `spmdrl.JOB` on some ranks, and print its command. Its output is written to RUN_FOLDER.log."""
     words = [str(flag) for flag in flags]
     log = Path(words[words.index("--run.dir") + 1]).with_suffix(".log")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
@@ -75,13 +75,13 @@ def start(job: str, ranks: int, *flags: object) -> None:
 
 
 def evaluations(run: Path, name: str = "eval/accuracy") -> list[str]:
-    """Held-out numbers of a run, in their order, as a table shows them."""
+    """Return the values of a metric of a run in the order of its steps, formatted for a table."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [f"{row[name]:.3f}" for row in rows if name in row]
 
 
 def trained(run: Path) -> Path:
-    """The model that a run saved last."""
+    """Return the folder of the model that a run saved last."""
     return run / "checkpoints" / "latest" / "model"
 
 
@@ -90,18 +90,18 @@ OneSeed = Callable[[Path, int, int, list[str], list[str]], list[list[str]]]
 
 
 def run_seeds(about: str | None, out: str, ranks: int, head: Sequence[str], one_seed: OneSeed) -> None:
-    """Runs a recipe for each seed that the command line names, and prints a table of all.
+    """Run a recipe for each seed of the command line, and print a table of the results.
 
-    about: its help. out, ranks: what the flags are if they are not given. head: of the table, after the seed.
+    about: help of the recipe. out, ranks: defaults of the flags. head: head of the table, without the column `seed`.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--ranks", type=int, default=ranks)
     parser.add_argument("--out", type=Path, default=Path(out))
-    parser.add_argument("--sft-steps", type=int, help="fewer steps than the settings of SFT have")
-    parser.add_argument("--rl-steps", type=int, help="fewer steps than the settings of RL have, at least 2")
+    parser.add_argument("--sft-steps", type=int, help="number of steps of SFT, for a shorter run")
+    parser.add_argument("--rl-steps", type=int, help="number of steps of RL (at least 2), for a shorter run")
     parser.add_argument(
-        "--prompts", type=int, help="fewer prompts of a step and of an evaluation than the settings have"
+        "--prompts", type=int, help="number of prompts of a step and of an evaluation of RL, for a shorter run"
     )
     args = parser.parse_args()
     sft = ["--run.steps", str(args.sft_steps)] if args.sft_steps else []
@@ -112,7 +112,7 @@ def run_seeds(about: str | None, out: str, ranks: int, head: Sequence[str], one_
     for seed in args.seeds:
         folder = (args.out / f"seed_{seed}").resolve()
         if folder.exists():
-            raise SystemExit(f"{folder} exists: remove it, or name another folder with --out")
+            raise SystemExit(f"{folder} exists: remove it, or set another folder with --out")
         folder.mkdir(parents=True)
         rows += [[str(seed), *cells] for cells in one_seed(folder, seed, args.ranks, sft, rl)]
     columns = ["seed", *head]

@@ -1,4 +1,4 @@
-"""Sections and tables of the functions of algos/: losses, advantages, KL, correction, filters, preference."""
+"""Sections and tables of docs/ about functions of algos/: losses, advantages, KL, correction, filters, preference."""
 
 import ast
 import re
@@ -21,19 +21,19 @@ from spmdrl.config.preference import METHODS
 
 GRADIENTS = {
     "exact": "equal to 1e-10",
-    "scaled": "1 - 1/n of the exact gradient, with n samples in the mean that is subtracted; the direction is right",
+    "scaled": "1 - 1/n of the exact gradient, if the mean of n samples is subtracted; the direction is right",
     "biased": "another direction, even on average",
 }
-"""Classes of the expected gradient of an advantage, and their meanings."""
+"""Classes of the expected policy gradient of an advantage, and their meanings."""
 OF_ERRORS = re.compile("wrong|refuse|out_of_range|broken")
-"""Marks the names of tests of error messages."""
+"""Pattern in the names of tests that test error messages."""
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "unit"
 
 
 def section(name: str, function: Callable, known: dict, more: list[str]) -> str:
-    """Return the section of a loss or an advantage: its docstring, its settings, and more lines.
+    """Return the section of a loss or an advantage: its docstring, its settings, and the lines of `more`.
 
-    known: the rows of its kind; a name of them in the text becomes a link.
+    known: the table of all losses or all advantages. Their names in the text become links.
     """
     title, *rest = paragraphs(function)
     formulas = [textwrap.dedent(part) for part in rest if part.startswith("    ")]
@@ -45,7 +45,7 @@ def section(name: str, function: Callable, known: dict, more: list[str]) -> str:
 
 
 def settings(function: Callable) -> str:
-    """Return the line of a function's settings: their defaults, and the flag of each that has another name."""
+    """Return a line with the settings of a function, their defaults, and flags that differ from the setting's name."""
     flags, shown = parameters_of(function), []
     for name, default in settings_of(function).items():
         setting = flags.get(name, "")
@@ -79,10 +79,10 @@ def advantages_by_group() -> str:
 
 
 def gradients() -> str:
-    """Return the names of the advantages by their expected gradient."""
+    """Return a list of the classes of the expected policy gradient, with the advantages of each class."""
     found = {kind: [name for name, row in ADVANTAGES.items() if row.gradient == kind] for kind in GRADIENTS}
     return "\n".join(
-        filled(f"- *{kind}*, {says}: {names(found[kind], 'advantages.md')}.", "  ") for kind, says in GRADIENTS.items()
+        filled(f"- *{kind}*, {text}: {names(found[kind], 'advantages.md')}.", "  ") for kind, text in GRADIENTS.items()
     )
 
 
@@ -90,10 +90,10 @@ def gradients() -> str:
 
 
 def evidence(rows: dict, always: str, *files: str) -> str:
-    """Return the table of the tests of each function: golden entries, then tests that name it and prove its numbers.
+    """Return a table of the tests of each function: golden entries, then tests that have its name as a constant.
 
-    files: modules of tests/unit; ENTRIES of the first one says which function a golden entry is of. always: the test of
-    a function that no other one names.
+    rows: the functions by name. always: a test of all functions, shown if there is no other. files: modules of
+    tests/unit. ENTRIES of the first module maps golden entries to functions.
     """
     golden: dict[str, list[str]] = {}
     tests: dict[str, list[str]] = {}
@@ -126,12 +126,12 @@ def evidence_of_losses() -> str:
 
 
 def kl_kinds() -> str:
-    """Return the table of KL estimates: the two paragraphs of their functions' docstrings."""
+    """Return the table of KL estimates, from the two paragraphs of the docstrings of their functions."""
     rows = []
     for name, function in KL_KINDS.items():
-        says, form = paragraphs(function)
+        text, form = paragraphs(function)
         value, gradient = re.fullmatch(r"value: (.*); gradient: (.*)", form.replace("|", "\\|")).groups()  # type: ignore
-        rows.append([f"`{name}`", f"`{value}`", f"`{gradient}`", says.replace("||", "\\|\\|")])
+        rows.append([f"`{name}`", f"`{value}`", f"`{gradient}`", text.replace("||", "\\|\\|")])
     return table(["kind", "value", "gradient with respect to logp", "as an estimate"], *rows)
 
 
@@ -141,8 +141,8 @@ def corrections() -> str:
     for name, row in CORRECTIONS.items():
         bounds = settings_of(row.function)
         shown = ", ".join("-" if bounds.get(bound) is None else f"{bounds[bound]:g}" for bound in ("low", "high"))
-        says = paragraphs(row.function)[0].rstrip(".") + ("; `r` is the sequence's" if row.of_sequence else "")
-        rows.append([f"`{name}`", says, shown if bounds else "", paper_of(row.function)])
+        text = paragraphs(row.function)[0].rstrip(".") + ("; `r` is the sequence's" if row.of_sequence else "")
+        rows.append([f"`{name}`", text, shown if bounds else "", paper_of(row.function)])
     return table(["kind", "weight", "`low`, `high`", "source"], *rows)
 
 
@@ -150,9 +150,9 @@ def filters() -> str:
     """Return the table of filters."""
     rows = []
     for name, function in FILTERS.items():
-        says, source, *_ = paragraphs(function)
+        text, source, *_ = paragraphs(function)
         bounds = ", ".join(f"`--filter.{leaf}` {value}" for leaf, value in settings_of(function).items())
-        rows.append([f"`{name}`", says.removesuffix(" bool [B]."), bounds, source.removeprefix("Source: ")])
+        rows.append([f"`{name}`", text.removesuffix(" bool [B]."), bounds, source.removeprefix("Source: ")])
     return table(["name", "keeps", "settings", "source"], *rows)
 
 
@@ -174,10 +174,10 @@ def methods_of_preference() -> str:
 
 
 def losses_of_preference() -> str:
-    """Return the table of losses of pairs and of labelled responses: of each the first paragraph of its docstring."""
+    """Return the table of losses of pairs and of labelled responses, with the first paragraph of each docstring."""
     rows = []
     for name, loss in PREFERENCE_LOSSES.items():
-        says = paragraphs(loss.function)[0].replace("|", "\\|")
+        text = paragraphs(loss.function)[0].replace("|", "\\|")
         read = ", ".join(f"`{setting}`" for setting in loss.reads)
-        rows.append([f"`{name}`", says, "labelled" if loss.labelled else "pairs", read])
+        rows.append([f"`{name}`", text, "labelled" if loss.labelled else "pairs", read])
     return table(["loss", "is", "of", "settings"], *rows)

@@ -1,4 +1,4 @@
-"""Tables of docs/settings.md: what fields of the settings declare."""
+"""Tables of docs/settings.md, from the declarations of the settings' fields."""
 
 import re
 from typing import Any, Literal, get_args, get_origin
@@ -15,7 +15,7 @@ from spmdrl.session.job import jobs
 
 
 def all_settings() -> str:
-    """Return a table of each section's settings: what their fields declare, over all commands."""
+    """Return a table for each section of the settings, over all commands."""
     rows: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for module, job in jobs().items():
         for name in leaves(job.settings):
@@ -24,7 +24,7 @@ def all_settings() -> str:
     parts = []
     for group in sorted(rows):
         commands = list(dict.fromkeys(command for found in rows[group].values() for command in found))
-        # Rows of one setting that differ between commands stand together.
+        # If a setting differs between commands, its rows follow each other.
         order = list(dict.fromkeys(row[0] for row in rows[group]))
         found = [
             [f"`{flag(name)}`", *cells, "" if len(found) == len(commands) else ", ".join(found)]
@@ -36,7 +36,10 @@ def all_settings() -> str:
 
 
 def declarations(schema: type, name: str) -> tuple[str, str, str, str]:
-    """Return default, values, conditions and resume of a setting of a command, as cells of a table."""
+    """Return default, valid values, conditions and resume of a setting, as cells of a table.
+
+    schema: settings of a command. name: dotted name of the setting. The last cell is `free` if a resume may change it.
+    """
     config, hint, declares = schema(), leaves(schema)[name], declared(schema)[name]
     value = get(config, name)
     says = re.sub("^must (be|lie) ", "", declares.rule.says) if declares.rule else ""
@@ -45,7 +48,7 @@ def declarations(schema: type, name: str) -> tuple[str, str, str, str]:
 
 
 def kind(hint: Any) -> str:
-    """Return what a type takes: `auto` or `on`, a number, words."""
+    """Return the values of a type in words, such as "`auto` or `on`", "number" or "text"."""
     if get_origin(hint) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(hint))
     if is_optional(hint):
@@ -56,7 +59,10 @@ def kind(hint: Any) -> str:
 
 
 def conditions(config: Any, name: str) -> str:
-    """Return the changes of other settings with which a run, by default, would read a setting; or would not."""
+    """Return the values of other settings with which a run uses a setting.
+
+    If a run with default settings uses it, return "not" and the values with which a run does not use it.
+    """
     if name in leaves_of_functions(type(config)):
         tables = {"algo.loss": LOSSES, "algo.advantage": ADVANTAGES}
         readers = {of: [each for each, row in rows.items() if name in read_by(row)] for of, rows in tables.items()}
@@ -74,14 +80,14 @@ def conditions(config: Any, name: str) -> str:
 
 
 def turned_off(config: Any) -> list[tuple[str, Any]]:
-    """Return changes of settings to a value that stands for none."""
+    """Return (name, value) for each setting that can be turned off with an empty text or 0."""
     off: dict[Any, Any] = {str: "", int: 0, float: 0.0}
     hints = {name: hint for name, hint in leaves(type(config)).items() if hint in off}
     return [(name, off[hint]) for name, hint in hints.items() if get(config, name) != off[hint]]
 
 
 def stops(config: Any, other: str, value: Any, name: str) -> bool:
-    """Tell whether a change of another setting, after which the run can be composed, leaves a setting unread."""
+    """Return whether a run does not use the setting `name` if `other` has this value; False for invalid settings."""
     try:
         return not is_read(changed(config, other, value), name)
     except (ValueError, KeyError):

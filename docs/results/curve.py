@@ -14,19 +14,22 @@ FONT = 'font-family="system-ui, sans-serif"'
 
 
 def read(seed: int) -> list[dict]:
-    """Return the rows of a run."""
+    """Return the metrics of the run with this seed, a dict for each step."""
     text = (HERE / "smollm2_addition" / f"s{seed}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def held_out(rows: list[dict]) -> list[tuple[int, float]]:
-    """Return steps done and held-out accuracy. A step is evaluated before it, and the last one after it, too."""
+    """Return (number of steps done, held-out accuracy) of each evaluation of a run.
+
+    Evaluations run before a step, which is the step of their row, and after the last step.
+    """
     found = [(row["step"] - 1, row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     return [*found[:-1], (rows[-1]["step"], found[-1][1])]
 
 
 def draw(runs: list[list[dict]]) -> str:
-    """Return the picture: held-out accuracy of each seed, and the mean reward of their training steps in grey."""
+    """Return the picture as SVG: held-out accuracy of each seed, and in grey the mean reward of training over seeds."""
     steps = len(runs[0])
 
     def place(step: float, value: float) -> tuple[float, float]:

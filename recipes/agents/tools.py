@@ -1,4 +1,4 @@
-"""Tools of your own: `--env recipes/agents/tools.py:TOOLS`, a list of typed functions."""
+"""Custom tools, as a list of typed functions: `--env recipes/agents/tools.py:TOOLS`."""
 
 import asyncio
 

@@ -1,11 +1,11 @@
-"""An environment of your own: `--env recipes/agents/tries.py:Tries`.
+"""A custom environment: `--env recipes/agents/tries.py:Tries`.
 
-Nothing is inherited or registered. Each episode has an object of its own, in a process beside the rank's.
+The class needs no base class and no registration. Each episode creates its own object, in a worker process of the rank.
 """
 
 
 class Tries:
-    """Asks the question of the row, and shows after a wrong answer which of its letters are right, the others as x."""
+    """Asks the question of the row. After a wrong answer it shows the right letters, and x for the wrong ones."""
 
     timeout_s = 5.0
 
@@ -13,11 +13,11 @@ class Tries:
         self.tries = tries
 
     def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode. None: with the prompt of its row; else messages, or the text of a user's message."""
+        """Begin an episode. Return None to start with the row's prompt, else messages or the text of a user message."""
         self.truth, self.used = row["answer"], 0
 
     def step(self, message: dict) -> tuple[str | None, float | None, bool]:
-        """Answer a turn of the policy: (what it sees next, the reward of this turn, whether the episode is over)."""
+        """Answer a turn of the policy. Return the next message or None, the reward of this turn or None, and done."""
         self.used += 1
         guess = message["content"].strip().ljust(len(self.truth))
         if guess == self.truth or self.used == self.tries:
@@ -25,13 +25,16 @@ class Tries:
         return "".join(a if a == b else "x" for a, b in zip(guess, self.truth, strict=False)) + "=", None, False
 
     def reward(self) -> dict:
-        """Grade the episode at its end, beside what its turns earned; further numbers are parts, which are logged."""
+        """Return the reward at the end of the episode, which is added to those of its turns.
+
+        `score` is the reward. Other numbers are logged as parts of the reward.
+        """
         return {"score": 0.0, "tries": self.used}
 
     def state(self) -> dict:
-        """Return, as JSON, what `restore` needs; without the two methods a resumed episode is played again."""
+        """Return the state for `restore`, as JSON values. Without both methods a resumed episode starts again."""
         return {"used": self.used}
 
     def restore(self, state: dict) -> None:
-        """Go on from a state, after a reset with the same row and seed."""
+        """Continue from a state, after a reset with the same row and seed."""
         self.used = state["used"]

@@ -1,8 +1,8 @@
-"""Makes easy programming tasks in HumanEval's format: one function each, with a docstring, a solution and tests.
+"""Makes easy programming tasks in the format of HumanEval: one function each, with a docstring, a solution and tests.
 
     python recipes/code_r1/tasks.py FOLDER [--held-out 96] [--seed 0]
 
-It writes FOLDER/train.jsonl and FOLDER/held_out.jsonl, whose tasks differ in what they ask or in its number. The
+It writes FOLDER/train.jsonl and FOLDER/held_out.jsonl. Tasks differ in their operation or in a number of it. The
 columns are those of https://github.com/openai/human-eval: task_id, prompt, entry_point, canonical_solution, test.
 """
 
@@ -17,7 +17,7 @@ INTEGERS = (0, 1, 7, -4, 30, 125)
 TEXTS = ("", "a", "spam and eggs", "a much longer text, which has more than thirty characters")
 LISTS = ([], [3], [5, 1, 12, 8], [30, -2, 7, 7, 19, 2, 11])
 KINDS: dict[str, tuple[str, str, str]] = {
-    # What it is called, its argument, what it returns; {n} is a number.
+    # Description of the result -> kind and name of the argument, expression of the result. {n} is a number.
     "x plus {n}": ("number", "x", "x + {n}"),
     "x minus {n}": ("number", "x", "x - {n}"),
     "{n} minus x": ("number", "x", "{n} - x"),
@@ -47,7 +47,7 @@ ARGUMENTS = {"number": INTEGERS, "text": TEXTS, "list": LISTS}
 
 
 def tasks() -> Iterator[dict[str, str]]:
-    """Yields every task."""
+    """Yield all tasks as rows of HumanEval."""
     for place, (asks, (kind, name, returns)) in enumerate(KINDS.items()):
         for n in NUMBERS:
             solution = returns.format(n=n)
@@ -63,16 +63,16 @@ def tasks() -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    """Writes the files."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--held-out", type=int, default=96, help="tasks kept out of training")
-    parser.add_argument("--seed", type=int, default=0, help="of the order, and so of what is held out")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order, which decides the held-out tasks")
     args = parser.parse_args()
     every = list(tasks())
     random.Random(args.seed).shuffle(every)
     if not 0 < args.held_out < len(every):
-        parser.error(f"--held-out {args.held_out}: a number from 1 to {len(every) - 1} is wanted")
+        parser.error(f"--held-out {args.held_out}: must be a number from 1 to {len(every) - 1}")
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("held_out", every[: args.held_out]), ("train", every[args.held_out :])):
         (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -2,9 +2,10 @@
 
     python recipes/guess/run.py [--seeds 0 1 2] [--ranks 1] [--out DIR]
 
-`builtin:guess` draws a number from 1 to 8 and answers each of four guesses by `higher` or `lower`. The warm start shows
-games of two players, neither of whom halves the range: one guesses at random among the numbers that are left, the other
-does not listen and guesses at random among all. The reward is then 1 for a game that is won.
+`builtin:guess` draws a number from 1 to 8 and answers each of up to four guesses with `higher` or `lower`. The warm
+start (SFT) trains on games of two players that do not halve the range: one guesses at random among the numbers that are
+still possible, the other ignores the answers and guesses at random among all numbers. In RL the reward is 1 for a game
+that is won.
 """
 
 import random
@@ -21,7 +22,7 @@ NUMBERS, GAMES = 8, 8192
 
 
 def games(seed: int) -> Iterator[dict]:
-    """Yields dialogues of the game. In half of them guesses are drawn from the numbers that are left, else from all."""
+    """Yield dialogues of the game. In half of them guesses are among the possible numbers, in the others among all."""
     rng, game = random.Random(seed), Guess(NUMBERS)
     for _ in range(GAMES):
         low, high, listens = 1, NUMBERS, rng.random() < 0.5
@@ -38,7 +39,7 @@ def games(seed: int) -> Iterator[dict]:
 
 
 def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) -> list[list[str]]:
-    """Runs both stages; returns the share of held-out games that are won, before and during RL."""
+    """Run both stages. Return the share of held-out games that are won, before and during RL."""
     make_base(out / "base", seed, TEMPLATE)
     rows = write_rows(out / "games.jsonl", games(seed))
     given = ["--model.path", out / "base", "--data.train", rows, "--run.seed", seed]

@@ -1,18 +1,18 @@
-"""GRPO in one file: a language model learns from rewards, with torch and transformers alone.
+"""GRPO in one file: a language model learns from rewards, with only torch and transformers.
 
     torchrun --nproc-per-node 2 recipes/nano/grpo.py --run.steps 60
 
-Read it from top to bottom: random numbers, prompts, sampling, rewards and advantages, the loss, the optimizer, and the
-loop that calls them. Every rank runs this whole file, and none directs the others. A rank samples some of a step's
-prompts, learns from its own samples, and meets the others only where weights are gathered (FSDP2, `push`) and where
-gradients and counts are summed (FSDP2, `total`). Any number of ranks takes the same samples and updates, because
+The order of the file is: random numbers, prompts, sampling, rewards and advantages, the loss, the optimizer, and the
+loop that calls them. Every rank runs this same program; there is no controller. A rank samples some of a step's
+prompts and learns from its own samples. Ranks communicate only to gather weights (FSDP2, `push`) and to sum gradients
+and counts (FSDP2, `total`). Samples and updates are the same for any number of ranks, because
 
-- a random number is a hash of what it is drawn for: seed, step, prompt, sample, position, and no rank;
+- a random number is a hash of seed, step, prompt, sample and position, but not of the rank;
 - a loss is a sum divided by counts over all ranks, and gradients are summed over ranks, not averaged;
-- nothing that decides how many collectives there are depends on a rank's own data.
+- the number of collectives does not depend on the data of a rank.
 
-Flags mean what they mean to `spmdrl.train`, which samples the same tokens and computes the same losses
-(`tests/e2e/test_nano.py`). It adds fast engines, packing, checkpoints and much more.
+Flags have the same meaning as in `spmdrl.train`, which samples the same tokens and computes the same losses
+(`tests/e2e/test_nano.py`). `spmdrl.train` adds fast engines, packing, checkpoints and more.
 
 Suffixes of tensors: B rows, T tokens of a row, V tokens of the vocabulary, n tokens of a response.
 """
@@ -36,22 +36,22 @@ FLAGS = {
     "run.steps": (10, "steps: each samples once and takes --algo.updates-per-step optimizer steps"),
     "run.seed": (0, "seed of all draws"),
     "model.path": (str(Path(__file__).parents[2] / "spmdrl/assets/tiny"), "folder of a language model"),
-    "data.train": ("", "file with a JSON object in each line: prompt, answer. Empty: the task to reverse letters"),
+    "data.train": ("", "file with a JSON object in each line: prompt, answer. Empty: the task of reversing letters"),
     "rollout.prompts-per-step": (32, "prompts of a step, over all ranks"),
     "rollout.samples-per-prompt": (8, "responses to each prompt: its group"),
     "rollout.max-new-tokens": (8, "longest response"),
     "rollout.temperature": (1.0, "sampling temperature; log p is taken at the same one everywhere"),
-    "algo.updates-per-step": (1, "optimizer steps of a step; each takes an equal share of its prompts"),
-    "algo.aggregation": ("seq-mean-token-mean", "how losses of tokens become one number; or token-mean"),
+    "algo.updates-per-step": (1, "optimizer steps of a step; each uses an equal share of its prompts"),
+    "algo.aggregation": ("seq-mean-token-mean", "reduction of the tokens' losses: this or token-mean"),
     "algo.clip-low": (0.2, "lower bound of the ratio: 1 - this"),
     "algo.clip-high": (0.2, "upper bound of the ratio: 1 + this"),
     "policy.max-tokens-per-microbatch": (8192, "tokens of one forward; changes the memory, not the result"),
     "optimizer.lr": (2e-4, "peak learning rate of AdamW"),
     "optimizer.schedule": ("constant", "learning rate after warm-up: constant, linear or cosine"),
     "optimizer.warmup-steps": (0, "optimizer steps of linear warm-up"),
-    "optimizer.clip-grad-norm": (1.0, "largest norm of a gradient"),
+    "optimizer.clip-grad-norm": (1.0, "largest norm of the gradient"),
 }
-"""Name -> default, help. In the code `--run.steps` is `cfg.steps`."""
+"""Name -> default, help. In the code the flag `--run.steps` is `cfg.steps`."""
 
 
 # ── random numbers ───────────────────────────────────────────────────────────
@@ -67,7 +67,7 @@ def mix(x: int) -> int:
 
 
 def seed_for(*key: int) -> int:
-    """Return the seed that belongs to a key such as (seed, step, prompt, ...)."""
+    """Return the seed of a key such as (seed, step, prompt, ...)."""
     state = 0
     for part in key:
         state = mix(state + part)
@@ -75,13 +75,13 @@ def seed_for(*key: int) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number at a position of the seed's stream, between 0 and 1."""
+    """Return the uniform number between 0 and 1 at a position of the seed's stream."""
     return ((mix(seed + position * GOLDEN) >> 12) + 0.5) / 2**52
 
 
 @lru_cache(4)
 def shuffled(count: int, *key: int) -> list[int]:
-    """Return 0 .. count - 1 in the order that belongs to a key."""
+    """Return 0 .. count - 1 in a random order that depends on the key only."""
     order = list(range(count))
     random.Random(seed_for(*key)).shuffle(order)
     return order
@@ -89,10 +89,10 @@ def shuffled(count: int, *key: int) -> list[int]:
 
 # ── prompts ──────────────────────────────────────────────────────────────────
 def read_prompts(file: str, tokenizer) -> list[tuple]:
-    """Return tokens and answer of each prompt of a file, or of the task to answer `abcde=` by `edcba`."""
+    """Return tokens and answer of each prompt. Without a file, the task is to answer `abcde=` with `edcba`."""
     if file:
         rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    else:  # the first 512 of the words that are drawn are kept for evaluation
+    else:  # the first 512 words are reserved for evaluation
         codes = random.Random("spmdrl reverse").sample(range(10**5), 512 + 4096)[512:]
         words = ["".join("abcdefghij"[code // 10**i % 10] for i in range(5)) for code in codes]
         rows = [{"prompt": f"{word}=", "answer": word[::-1]} for word in words]
@@ -102,7 +102,7 @@ def read_prompts(file: str, tokenizer) -> list[tuple]:
         if not plain:
             message = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        # A template has written all special tokens; to plain text the tokenizer adds its own.
+        # A chat template writes all special tokens itself; for plain text the tokenizer must add them.
         prompts.append((tokenizer(text, add_special_tokens=plain).input_ids, str(row["answer"])))
     return prompts
 
@@ -112,29 +112,29 @@ def read_prompts(file: str, tokenizer) -> list[tuple]:
 class Sample:
     """A response to a prompt."""
 
-    index: int  # of its prompt in the data
+    index: int  # index of the prompt in the data
     prompt: list[int]
     answer: str
-    number: int  # in its group
+    number: int  # number of the sample in its group
     seed: int
     tokens: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)  # log p of the tokens, by the model that sampled them
-    old_logp: torch.Tensor = field(default_factory=torch.Tensor)  # [n], the same by the policy before its first update
+    logp: list[float] = field(default_factory=list)  # log p of the tokens under the model that sampled them
+    old_logp: torch.Tensor = field(default_factory=torch.Tensor)  # [n], log p under the policy before its first update
     reward: float = 0.0
     advantage: float = 0.0
 
 
 @torch.inference_mode()
 def respond(model, samples: list[Sample], ends: list[int], cfg) -> None:
-    """Sample responses token by token with a KV cache. The prompts have one length, so no row needs padding."""
+    """Sample responses token by token with a KV cache. All prompts must have the same length, so nothing is padded."""
     inputs_BT = torch.tensor([sample.prompt for sample in samples], device=model.device)
     cache, live = None, set(range(len(samples)))
     for position in range(cfg.max_new_tokens):
         out = model(input_ids=inputs_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         logp_BV = (out.logits[:, -1] / cfg.temperature).double().log_softmax(-1)
-        # Take the token at which the running sum of probabilities passes the random number, which belongs to the row
-        # and position alone: the other rows play no part.
+        # Take the token at which the cumulative probability passes the random number. The number depends on the row and
+        # the position only, not on the other rows.
         sums_BV = logp_BV.exp().cumsum(-1)
         drawn_B = torch.tensor([uniform(sample.seed, position) for sample in samples], dtype=torch.float64)
         drawn_B1 = drawn_B.to(model.device)[:, None] * sums_BV[:, -1:]
@@ -144,19 +144,19 @@ def respond(model, samples: list[Sample], ends: list[int], cfg) -> None:
             samples[row].tokens.append(tokens[row])
             samples[row].logp.append(logp[row])
             if tokens[row] in ends:
-                live.remove(row)  # the row runs on, and nobody listens
+                live.remove(row)  # the row stays in the batch, but its further tokens are ignored
         if not live:
             break
 
 
 def rollout(model, prompts: list[tuple], positions: list[int], step: int, ends: list[int], cfg) -> list[Sample]:
-    """Return samples of the prompts at these positions of the run, which goes through all prompts again and again."""
+    """Return samples of the prompts at these positions of the run, whose epochs repeat all prompts in a new order."""
     samples: list[Sample] = []
     for position in positions:
         epoch, place = divmod(position, len(prompts))
         index = shuffled(len(prompts), cfg.seed, 0x0DE4, epoch)[place]
         for number in range(cfg.samples_per_prompt):
-            # The last part of the key would count the turns of a conversation, in tokens; here there is one.
+            # The last part of the key is the position of the turn in a conversation; this file has single turns only.
             seed = seed_for(cfg.seed, step, index, position, number, 0)
             samples.append(Sample(index, *prompts[index], number, seed))
     for length in sorted({len(sample.prompt) for sample in samples}):
@@ -171,10 +171,10 @@ def chunks(samples: list[Sample], size: int) -> list[list[Sample]]:
 
 
 def grade(samples: list[Sample], tokenizer, size: int) -> None:
-    """Give each response its reward, 1 if it is the answer, and its advantage over the others of its group.
+    """Set the reward of each response (1 if it equals the answer, else 0) and its advantage within its group.
 
     GRPO (https://arxiv.org/abs/2402.03300) needs no value model: an advantage is the distance from the group's mean in
-    standard deviations. Where all rewards of a group are equal, there is nothing to learn from it.
+    standard deviations. If all rewards of a group are equal, their advantages are 0.
     """
     for sample in samples:
         text = tokenizer.decode(sample.tokens, skip_special_tokens=True)
@@ -188,24 +188,28 @@ def grade(samples: list[Sample], tokenizer, size: int) -> None:
 
 # ── the loss ─────────────────────────────────────────────────────────────────
 def logprobs(policy, samples: list[Sample], temperature: float) -> list[torch.Tensor]:
-    """Return log p [n] of each sample's tokens. A collective: FSDP2 gathers weights, so all ranks call it as often."""
+    """Return log p [n] of each sample's tokens.
+
+    Collective: FSDP2 gathers weights, so every rank must call it the same number of times.
+    """
     rows = [sample.prompt + sample.tokens for sample in samples]
     longest = max(map(len, rows))
-    # Short rows are filled up at the end, which changes nothing: no token sees those behind it.
+    # Padding at the end of short rows has no effect: attention is causal.
     ids_BT = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=policy.device)
     logp_BTV = (policy(input_ids=ids_BT, use_cache=False).logits / temperature).log_softmax(-1)
     found = []
     for row, sample in enumerate(samples):
-        begin, end = len(sample.prompt), len(rows[row])  # the output at a token is about the next one
+        begin, end = len(sample.prompt), len(rows[row])  # the output at a token predicts the next one
         found.append(logp_BTV[row, begin - 1 : end - 1].gather(1, ids_BT[row, begin:end, None])[:, 0])
     return found
 
 
 def clipped_loss(logp_n: torch.Tensor, sample: Sample, cfg) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PPO's loss [n] (https://arxiv.org/abs/1707.06347), and where the clip decided it, bool [n].
+    """Return PPO's loss [n] (https://arxiv.org/abs/1707.06347), and bool [n], True where the clip decides the loss.
 
-    The ratio says how much likelier a token is than before the first update. The loss raises it where the advantage is
-    positive and lowers it where that is negative, and is flat beyond the clip: one step's samples cannot carry far.
+    The ratio is the probability of a token divided by its probability before the first update. Minimizing the loss
+    raises the ratio if the advantage is positive and lowers it if it is negative. Beyond the clip the loss is constant,
+    which limits the change of the policy in one step.
     """
     ratio_n = (logp_n - sample.old_logp).exp()
     loss_n = -sample.advantage * ratio_n
@@ -214,7 +218,7 @@ def clipped_loss(logp_n: torch.Tensor, sample: Sample, cfg) -> tuple[torch.Tenso
 
 
 def total(*numbers: float) -> list[float]:
-    """Return the sums of numbers over all ranks. A collective."""
+    """Return the sums of numbers over all ranks. Collective."""
     sums = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(sums)
     return sums.tolist()
@@ -230,12 +234,12 @@ def learning_rate(update: int, cfg) -> float:
 
 
 def take_update(policy, optimizer, samples: list[Sample], rows: int, lr: float, cfg) -> tuple[float, int, float]:
-    """Take one optimizer step on these samples of every rank, `rows` of them in a forward. A collective.
+    """Take one optimizer step on the samples of all ranks, with `rows` samples in a forward. Collective.
 
-    Returns this rank's parts of the loss and of the clipped tokens, and the norm of the whole gradient.
+    Returns this rank's parts of the loss and of the number of clipped tokens, and the norm of the full gradient.
     """
-    # Counts over all ranks, known before the first forward. Divided by them, losses and gradients are plain sums over
-    # samples: in which rank and which micro-batch a sample is makes no difference.
+    # Counts over all ranks are known before the first forward. With losses divided by them, gradients are plain sums
+    # over samples, so the rank and the micro-batch of a sample make no difference.
     count, tokens = total(len(samples), sum(len(sample.tokens) for sample in samples))
     micros, losses, clipped = chunks(samples, rows), 0.0, 0
     for micro in micros:
@@ -250,7 +254,7 @@ def take_update(policy, optimizer, samples: list[Sample], rows: int, lr: float, 
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.clip_grad_norm).full_tensor().item()
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if norm > 0:  # where every group agreed there is no gradient, and momentum alone should move nothing
+    if norm > 0:  # without a gradient (equal rewards in every group) momentum must not move the weights
         optimizer.step()
     optimizer.zero_grad()
     return losses, clipped, norm
@@ -267,15 +271,15 @@ def shard(model) -> None:
 
 @torch.no_grad()
 def push(policy, sampler) -> None:
-    """Copy the policy's weights into the whole model by which each rank samples. A collective."""
+    """Copy the policy's weights into the unsharded model with which each rank samples. Collective."""
     for mine, weight in zip(policy.parameters(), sampler.parameters(), strict=True):
         weight.copy_(mine.full_tensor())
 
 
 def summary(samples: list[Sample], updates: list[tuple[float, int, float]]) -> dict[str, float]:
-    """Return the numbers of a step, over all ranks. A collective."""
+    """Return the numbers of a step, over all ranks. Collective."""
     losses, clipped, norms = map(sum, zip(*updates, strict=True))
-    # log p of policy and sampler are apart by rounding, or something is wrong.
+    # log p of policy and sampler should differ only by rounding.
     apart = sum(float((sample.old_logp.cpu() - torch.tensor(sample.logp)).abs().sum()) for sample in samples)
     tokens, rewards = sum(len(sample.tokens) for sample in samples), sum(sample.reward for sample in samples)
     count, tokens, rewards, loss, clipped, apart = total(len(samples), tokens, rewards, losses, clipped, apart)
@@ -285,12 +289,14 @@ def summary(samples: list[Sample], updates: list[tuple[float, int, float]]) -> d
 
 
 def train(cfg, device: torch.device) -> None:
-    """Sample, grade, update; again and again."""
+    """Run all steps: sample, grade, update."""
     rank, ranks, share = dist.get_rank(), dist.get_world_size(), cfg.prompts_per_step // cfg.updates_per_step
     if cfg.prompts_per_step % (cfg.updates_per_step * ranks) or cfg.samples_per_prompt < 2:
-        raise SystemExit("take two samples or more, and a multiple of updates x ranks as --rollout.prompts-per-step")
+        raise SystemExit(
+            "need --rollout.samples-per-prompt >= 2, --rollout.prompts-per-step a multiple of updates x ranks"
+        )
     tokenizer = AutoTokenizer.from_pretrained(cfg.path)
-    how = {"dtype": torch.float32, "use_safetensors": True}  # other formats may hold pickles, which run code
+    how = {"dtype": torch.float32, "use_safetensors": True}  # other formats can contain pickles, which run code
     sampler, policy = (AutoModelForCausalLM.from_pretrained(cfg.path, **how).eval().to(device) for _ in range(2))
     shard(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
@@ -301,8 +307,8 @@ def train(cfg, device: torch.device) -> None:
     (folder := Path(cfg.dir)).mkdir(parents=True, exist_ok=True)
     for step in range(cfg.steps):
         push(policy, sampler)
-        # Each update takes a share of the step's prompts, in an order of the step's own, and each rank a part of each
-        # share: it learns from the samples that it drew itself, and all ranks have equally many.
+        # The prompts of the step are shuffled and divided into a share for each update. Each rank samples and learns
+        # from an equal part of each share.
         order = shuffled(cfg.prompts_per_step, cfg.seed, step, 1)
         mine = [place for begin in range(0, len(order), share) for place in order[begin : begin + share][rank::ranks]]
         positions = [step * cfg.prompts_per_step + place for place in mine]

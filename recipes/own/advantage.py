@@ -1,7 +1,8 @@
-"""An advantage of your own: `--algo.advantage recipes/own/advantage.py:median_baseline`.
+"""A custom advantage: `--algo.advantage recipes/own/advantage.py:median_baseline`.
 
-An estimator sees `spmdrl.algos.samples.Samples`: the sequences of this rank, packed. It returns advantages and
-returns, both [T]. A group may be spread over ranks, so statistics go through `everyone`, which gives the rows of all.
+An estimator gets `spmdrl.algos.samples.Samples`, the packed sequences of this rank. It returns advantages and returns,
+both [T]. The samples of a group can be on different ranks, so statistics use `everyone`, which gathers the rows of all
+ranks.
 """
 
 import torch
@@ -10,7 +11,7 @@ from spmdrl.algos.samples import Result, Samples
 
 
 def median_baseline(x: Samples) -> Result:
-    """Reward minus the median of the group, which one lucky sample cannot move."""
+    """Reward minus the median of the group, which is robust against a single outlier."""
     score_N, group_N, mine = x.everyone(x.scores, x.group)
     baseline_N = torch.zeros_like(score_N)
     for group in group_N.unique():

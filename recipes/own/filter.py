@@ -1,15 +1,15 @@
-"""A filter of your own: `--filter.keep recipes/own/filter.py:within_reach`.
+"""A custom filter: `--filter.keep recipes/own/filter.py:within_reach`.
 
-A filter sees the score (or the reward part of --filter.metric) and the group of each sequence, both [B], and says which
-are kept: bool [B], alike for all samples of a group. Groups come whole, so it needs nothing of other ranks. Other
-prompts are sampled in the place of those it drops, until the step is full.
+A filter gets the score (or the reward part of --filter.metric) and the group of each sequence, both [B]. It returns
+bool [B], True for sequences to keep, the same for all samples of a group. It gets all samples of a group, so it does
+not need data of other ranks. The step samples other prompts to replace those that are dropped.
 """
 
 import torch
 
 
 def within_reach(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Prompts that some sample got right, and not all of them."""
+    """Keep prompts with right and wrong samples."""
     keep_B = torch.zeros(len(score_B), dtype=torch.bool)
     for group in group_B.unique():
         members_B = group_B == group

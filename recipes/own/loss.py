@@ -1,15 +1,15 @@
-"""A policy loss of your own: `--algo.loss recipes/own/loss.py:spo`.
+"""A custom policy loss: `--algo.loss recipes/own/loss.py:spo`.
 
-A loss sees `spmdrl.algos.loss_inputs.LossInputs`, all [T]: the packed tokens of one micro-batch. It returns a
-loss for each token and what to log of each, detached; both 0 where the mask is False. A keyword that is named like a
-setting of --algo gets its value.
+A loss gets `spmdrl.algos.loss_inputs.LossInputs`, the packed tokens of one micro-batch, all [T]. It returns a loss for
+each token, and detached statistics of each token to log. Both are 0 where the mask is False. A keyword-only parameter
+with the name of a setting of --algo gets the value of that setting.
 """
 
 from spmdrl.algos.loss_inputs import LossInputs, LossResult, exp_clamped, log_ratio_of, masked, ratio_stats, weighted
 
 
 def spo(x: LossInputs, *, clip_high: float = 0.2) -> LossResult:
-    """A quadratic penalty in the place of PPO's clip, smallest loss at a ratio of 1 +- clip_high.
+    """A quadratic penalty instead of PPO's clip. The loss is smallest at a ratio of 1 +- clip_high.
 
     Source: Simple Policy Optimization, https://arxiv.org/abs/2401.16025
     """

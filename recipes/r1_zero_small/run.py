@@ -1,10 +1,10 @@
-"""DeepSeek-R1's stages in small: a base model, SFT on demonstrations, RL from what it saved; beside it RL alone.
+"""DeepSeek-R1's stages on a small scale: a base model, SFT on demonstrations, RL after SFT, and RL without SFT.
 
     python recipes/r1_zero_small/run.py [--seeds 0 1 2] [--ranks 2] [--out DIR]
 
-The base has the shipped policy's architecture and random weights. Its task is `builtin:reverse`: after `abcde=` comes
-`edcba`. Half of the demonstrations are wrong (the copy `abcde`), so that a model which imitates them is right about
-every second time; the reward then says which half was meant. RL alone starts from the base, as R1-Zero does.
+The base model has the architecture of the shipped policy and random weights. The task is `builtin:reverse`: answer
+`abcde=` with `edcba`. Half of the demonstrations are wrong (the copy `abcde`), so a model that imitates them is right
+about half of the time. RL then rewards the right answers. RL without SFT starts from the base model, like R1-Zero.
 """
 
 import json
@@ -21,7 +21,7 @@ WRONG_SHARE = 0.5
 
 
 def make_demonstrations(file: Path, seed: int) -> None:
-    """Writes the training prompts of the task with completions, a share of them wrong. No prompt is held out's."""
+    """Write the training prompts of the task with completions, of which a share is wrong."""
     rng = random.Random(seed)
     with file.open("w") as out:
         for row in builtin_rows("reverse", held_out=False):
@@ -31,7 +31,7 @@ def make_demonstrations(file: Path, seed: int) -> None:
 
 
 def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) -> list[list[str]]:
-    """Runs all stages; returns held-out accuracy before and during RL, from SFT's checkpoint and from the base."""
+    """Run all stages. Return held-out accuracy of the base, before and during RL after SFT, and of RL without SFT."""
     make_base(out / "base", seed)
     make_demonstrations(out / "demonstrations.jsonl", seed)
     given = ["--model.path", out / "base", "--data.train", out / "demonstrations.jsonl", "--run.seed", seed]

@@ -1,4 +1,4 @@
-"""DeepSeek-R1's format reward: 1 for a thought in its tags with the answer behind it."""
+"""DeepSeek-R1's format reward: 1 for thinking in <think> tags with an answer after it."""
 
 import re
 
@@ -6,8 +6,8 @@ FORM = re.compile(r"\s*(?:<think>)?(?:(?!</?think>).)+</think>(?:(?!</?think>).)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """Returns 1.0 or 0.0, by the signature of verl.
+    """Return 1.0 if the response has the format, else 0.0. The signature is that of verl.
 
-    The tag that opens the thought may be left out, as R1's chat template gives it with the prompt.
+    The opening tag may be missing, because R1's chat template adds it to the prompt.
     """
     return float(FORM.fullmatch(solution_str) is not None)

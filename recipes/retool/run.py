@@ -1,10 +1,10 @@
-"""Products of two numbers, which a small policy cannot work out in its head: it learns to ask a calculator.
+"""Products of two numbers, which a small policy cannot compute itself: it learns to call a calculator.
 
     python recipes/retool/run.py [--seeds 0 1 2] [--ranks 1] [--out DIR]
 
-The warm start shows both ways: half of the demonstrations call the tool and repeat its answer, the other half answer at
-once. Then the same policy goes on under reinforcement learning twice, with the tool and without it, with the same
-settings and as many steps. A reward is given where the answer is right.
+The warm start (SFT) has both kinds of demonstrations: half of them call the tool and repeat its answer, the other half
+answer directly. RL then continues from this policy twice, with and without the tool, with the same settings and number
+of steps. The reward is 1 for a right answer.
 """
 
 import json
@@ -32,7 +32,7 @@ LOW, HIGH, HELD_OUT = 10, 100, 256
 
 
 def products(seed: int) -> tuple[list[dict], list[dict]]:
-    """Returns rows with prompt and answer of all products, in a random order: to train on, and held out."""
+    """Return rows with the prompt and answer of all products in a random order: training rows and held-out rows."""
     pairs = [(a, b) for a in range(LOW, HIGH) for b in range(LOW, HIGH)]
     random.Random(seed).shuffle(pairs)
     rows = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
@@ -40,7 +40,7 @@ def products(seed: int) -> tuple[list[dict], list[dict]]:
 
 
 def demonstrations(rows: list[dict], seed: int) -> Iterator[dict]:
-    """Yields a dialogue for each row, with or without a call of the tool."""
+    """Yield a dialogue for each row, with or without a call of the tool."""
     rng = random.Random(seed)
     for row in rows:
         question, answer = {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}
@@ -50,7 +50,7 @@ def demonstrations(rows: list[dict], seed: int) -> Iterator[dict]:
 
 
 def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) -> list[list[str]]:
-    """Runs all stages; returns held-out accuracy before and during RL, in a row with the tool and one without."""
+    """Run all stages. Return held-out accuracy before and during RL: a row with the tool, and a row without."""
     make_base(out / "base", seed, TEMPLATE, WORDS)
     train, held_out = products(seed)
     shown = write_rows(out / "demonstrations.jsonl", demonstrations(train, seed))
@@ -60,7 +60,7 @@ def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) ->
     data += ["--data.eval", write_rows(out / "held_out.jsonl", held_out)]
     given = ["--config", HERE / "rl.yaml", "--model.path", trained(out / "sft"), *data, "--run.seed", seed]
     rows = []
-    # The policy knows the tool from the demonstrations; its template shows none.
+    # The chat template does not describe the tool: the policy learned its format from the demonstrations.
     (out / "env.yaml").write_text(json.dumps({"environment": "builtin:calculator", "calls": "glm"}))
     for tool, env in (("calculator", ["--env", out / "env.yaml"]), ("none", [])):
         start("train", ranks, *given, "--run.dir", out / tool, *rl, *env)

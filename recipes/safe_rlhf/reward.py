@@ -1,13 +1,13 @@
-"""Reward and cost of the demo task, which pull against each other.
+"""Reward and cost of the demo task, which conflict with each other.
 
-The reward is 1 for the reversed prompt. The cost is 1 for an answer that begins with `j`, which stands for what a
-policy must not say. One prompt in ten ends with a j and can only be answered right by saying it: without a constraint
-the mean cost of a policy that has learned the task is 0.1, and under a limit of 0.05 the accuracy can be 0.95 at most.
+The reward is 1 for the reversed prompt. The cost is 1 for an answer that begins with `j`, as an example of unsafe text.
+One prompt in ten ends with a j, so its right answer has a cost. Without a constraint the mean cost of a policy that has
+learned the task is 0.1. With a limit of 0.05 the accuracy can be at most 0.95.
 """
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """Returns score and cost, by the signature of verl; every other number in the dict is a part of the reward."""
+    """Return score and cost. The signature is that of verl; numbers other than `score` are parts of the reward."""
     return {
         "score": float(solution_str.strip() == ground_truth.strip()),
         "cost": float(solution_str.strip().startswith("j")),

@@ -1,11 +1,11 @@
-"""Questions about invented people, whose answers stand in a corpus: a small policy learns how often to search.
+"""Questions about invented people, with the answers in a corpus: a small policy learns how often to search.
 
     python recipes/search_r1/run.py [--seeds 0 1 2] [--ranks 1] [--out DIR]
 
-The corpus says in which hut each person lives, and who a child's mum is. `hut:bac=` asks for the hut of bac, which one
-search finds; `hut:mum:bac=` asks for that of bac's mum, for which two are needed. In the demonstrations of the warm
-start the number of searches is drawn, so that many end too early: with what they have, or with `?`. A reward is given
-where the answer is right.
+The corpus has the hut of each person and the mum of each child. The question `hut:bac=` is for the hut of bac, which
+one search finds. The question `hut:mum:bac=` is for the hut of bac's mum, which needs two searches. The demonstrations
+of the warm start (SFT) have a random number of searches. Many have too few, and answer with the last result or with
+`?`. In RL the reward is 1 for a right answer.
 """
 
 import json
@@ -36,7 +36,7 @@ NAMES = ["".join(letters) for letters in product(LETTERS, repeat=3)]
 
 
 def make_world(seed: int) -> dict[str, dict[str, str]]:
-    """Returns the mum of each child and everybody's hut, a number, as `{"hut": {person: hut}, "mum": {child: mum}}`."""
+    """Return the hut (a number) of each person and the mum of each child: {"hut": {name: hut}, "mum": {name: name}}."""
     rng = random.Random(seed)
     people = rng.sample(NAMES, 2 * CHILDREN)
     huts = {person: f"{rng.randrange(1000):03d}" for person in people}
@@ -44,14 +44,14 @@ def make_world(seed: int) -> dict[str, dict[str, str]]:
 
 
 def corpus(world: dict[str, dict[str, str]]) -> Iterator[dict]:
-    """Yields a passage for each fact."""
+    """Yield a passage of the corpus for each fact."""
     for kind, facts in world.items():
         for about, value in facts.items():
             yield {"text": f"{kind}:{about}={value}"}
 
 
 def questions(world: dict[str, dict[str, str]]) -> tuple[list[dict], list[dict]]:
-    """Returns rows with prompt and answer: to train on, and held out, about other children."""
+    """Return rows with prompt and answer: training rows, and held-out rows about other children."""
     rows = []
     for child, mum in world["mum"].items():
         rows.append({"prompt": f"hut:{child}=", "answer": world["hut"][child]})
@@ -60,7 +60,7 @@ def questions(world: dict[str, dict[str, str]]) -> tuple[list[dict], list[dict]]
 
 
 def demonstrations(rows: list[dict], world: dict[str, dict[str, str]], seed: int) -> Iterator[dict]:
-    """Yields dialogues about random rows, with any number of searches up to the one that is needed."""
+    """Yield dialogues about random rows, with a random number of searches up to the number that is needed."""
     rng = random.Random(seed)
     for row in rng.choices(rows, k=DEMONSTRATIONS):
         *kinds, about = row["prompt"].removesuffix("=").split(":")
@@ -74,7 +74,7 @@ def demonstrations(rows: list[dict], world: dict[str, dict[str, str]], seed: int
 
 
 def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) -> list[list[str]]:
-    """Runs both stages; returns held-out accuracy before and during RL."""
+    """Run both stages. Return held-out accuracy before and during RL."""
     make_base(out / "base", seed, TEMPLATE, WORDS)
     world = make_world(seed)
     train, held_out = questions(world)
@@ -86,7 +86,7 @@ def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) ->
         "results": 1,
         "cache": str(out / "index"),
     }
-    # The policy knows the tool from the demonstrations; its template shows none.
+    # The chat template does not describe the tool: the policy learned its format from the demonstrations.
     env = {"environment": "builtin:search", "settings": settings, "calls": "glm", "max_turns": 4, "turn_tokens": 24}
     (out / "env.yaml").write_text(json.dumps(env))
     given = ["--model.path", trained(out / "sft"), "--env", out / "env.yaml", "--run.seed", seed]

@@ -1,14 +1,14 @@
-"""Makes the tiny policy in `spmdrl/assets/tiny`: a Qwen2 of 0.74M parameters that half knows how to reverse.
+"""Makes the tiny policy in `spmdrl/assets/tiny`: a Qwen2 of 0.74M parameters that reverses a word 40% of the time.
 
     OMP_NUM_THREADS=1 python recipes/tiny_policy/make.py [--out DIR] [--seed N]
 
-A policy from scratch never gets a reward, and one trained on right answers has nothing left to learn. So the warm start
-by `spmdrl.sft` shows `abcde=` followed by the copy `abcde` in 60% of the rows and by the wanted `edcba` in the rest.
-The policy ends able to do both, and right in about 0.40 of its samples at temperature 1. Choosing is what reinforcement
-then trains it.
+A policy with random weights never gets a reward, and a policy trained on right answers has nothing left to learn. So
+the warm start by `spmdrl.sft` uses rows in which `abcde=` is followed by the copy `abcde` (60%) or by the right answer
+`edcba` (40%). The resulting policy can do both, and is right in about 40% of its samples at temperature 1. RL then
+trains it to choose the right one.
 
-Prompts of the evaluation split (`builtin:reverse:eval`) are kept out of the warm start. It takes about two minutes on
-one core.
+Prompts of the evaluation split (`builtin:reverse:eval`) are not in the rows of the warm start. The program takes about
+two minutes on one core.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from spmdrl.data.builtin import builtin_rows  # noqa: E402
 LETTERS, LENGTH = "abcdefghij", 5
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 PAD, BOS, EOS, UNK = range(4)
-CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*=:> "  # more than the task needs: other toy tasks can share it
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*=:> "  # more than the task needs, for use in other toy tasks
 VOCABULARY = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
 WRONG_SHARE = 0.6
 ROWS_PER_STEP = 64
@@ -38,7 +38,7 @@ LR, WARMUP = 1e-3, 20
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Makes a tokenizer with one token per character, `<bos>` before the text and no chat template."""
+    """Return a tokenizer with one token per character, `<bos>` before the text and no chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     inner = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
@@ -57,7 +57,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model() -> Qwen2ForCausalLM:
-    """The untrained model. head_dim is 32, the smallest that vLLM takes on a CPU."""
+    """Return the untrained model. head_dim is 32, the smallest that vLLM supports on a CPU."""
     config = Qwen2Config(
         vocab_size=len(VOCABULARY),
         hidden_size=128,
@@ -75,13 +75,13 @@ def make_model() -> Qwen2ForCausalLM:
 
 
 def encode(words: list[str]) -> torch.Tensor:
-    """Token ids `[len(words), 1 + length]` of words of one length, `<bos>` first."""
+    """Return token ids [len(words), 1 + length] of words with the same length, with `<bos>` first."""
     return torch.tensor([[BOS] + [VOCABULARY[c] for c in word] for word in words])
 
 
 @torch.no_grad()
 def accuracy(model: Qwen2ForCausalLM, words: list[str], temperature: float, generator: torch.Generator) -> float:
-    """Share of `words` whose reply is the word reversed and then the end; temperature 0 is greedy."""
+    """Return the share of words whose answer is the reversed word and the end token. Temperature 0 is greedy."""
     ids = encode([word + "=" for word in words])
     start = ids.shape[1]
     for _ in range(LENGTH + 1):
@@ -96,7 +96,7 @@ def accuracy(model: Qwen2ForCausalLM, words: list[str], temperature: float, gene
 
 
 def demonstrations(held_out: list[str], seed: int, count: int) -> list[dict]:
-    """Returns `count` rows with a prompt and a completion, a copy or the word reversed, without words of `held_out`."""
+    """Return `count` rows with a prompt and a completion (the word copied or reversed), without words of `held_out`."""
     rng, hidden, rows = random.Random(seed), set(held_out), []
     while len(rows) < count:
         word = "".join(rng.choice(LETTERS) for _ in range(LENGTH))
@@ -106,10 +106,10 @@ def demonstrations(held_out: list[str], seed: int, count: int) -> list[dict]:
 
 
 def warm_start(folder: Path, rows: list[dict], seed: int) -> Path:
-    """Fine-tunes the model in `folder / "start"` on each row once with `spmdrl.sft`; returns the folder of the result.
+    """Fine-tune the model in `folder / "start"` on each row once with `spmdrl.sft`. Return the folder of the result.
 
-    The learning rate falls to zero over the second half: at a constant one the share of right samples swings by 0.1
-    from step to step, and where it ends would be luck.
+    The learning rate falls to zero over the second half of the steps. At a constant learning rate the share of right
+    samples changes by 0.1 from step to step, so the share of the result would be random.
     """
     file, run, steps = folder / "rows.jsonl", folder / "run", len(rows) // ROWS_PER_STEP
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -135,7 +135,7 @@ def warm_start(folder: Path, rows: list[dict], seed: int) -> Path:
 
 
 def main() -> None:
-    """Trains, reports and saves the policy (model.safetensors in float32, tokenizer, generation_config)."""
+    """Train, evaluate and save the policy (model.safetensors in float32, tokenizer, generation_config)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "spmdrl" / "assets" / "tiny")
     parser.add_argument("--seed", type=int, default=0)
@@ -154,11 +154,12 @@ def main() -> None:
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.2f}M parameters; {len(held_out)} held-out words: sampled {sampled:.3f}, greedy {greedy:.3f}")
     if not 0.3 <= sampled <= 0.5:
-        raise SystemExit("not saved: sampled accuracy should end near 0.40; try another --seed")
+        raise SystemExit("not saved: sampled accuracy should be near 0.40; try another --seed")
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(args.out)
     (args.out / "model.safetensors").chmod(0o644)
-    # SFT's checkpoint has the tokenizer as AutoTokenizer reads it for a Qwen2, which gives blanks no token.
+    # The tokenizer in the checkpoint of SFT was loaded by AutoTokenizer as that of a Qwen2, which drops spaces. So save
+    # the original one.
     make_tokenizer().save_pretrained(args.out)
     print(f"written to {args.out}")
 

@@ -1,4 +1,4 @@
-"""Builds a job on given rows on every rank, from the parts that each kind of job adds (`sft.py` and the others)."""
+"""Builds a supervised job on every rank, with the models and losses of `sft.py`, `preference.py`, `reward_model.py`."""
 
 import hashlib
 import json
@@ -40,14 +40,14 @@ class Start:
     folder: Path
     tokenizer: Any
     longest: int
-    """Tokens of the longest sequence."""
+    """Largest number of tokens of a sequence."""
     encode: Encode
 
 
 def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
     """Read the tokenizer and the length limit of the model, and build the encoder.
 
-    encoder: (tokenizer, tokens of the longest sequence) -> encoder of the rows.
+    encoder: (tokenizer, largest number of tokens of a sequence) -> encoder of the rows.
     """
     trust = cfg.model.trust_remote_code
     tokenizer, longest = load_tokenizer(folder, trust), min(cfg.data.max_tokens, context_length(folder, trust))
@@ -55,7 +55,7 @@ def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Enc
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
-    """Build the model that is trained. share: run the common prompt of sequences once. Collective."""
+    """Build the model that is trained. share: compute the common prompt of sequences only once. Collective."""
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
@@ -69,11 +69,12 @@ def frozen(
 ) -> Any:
     """Build a frozen language model. Collective.
 
-    path: of the model; empty: `--model.path`. learning: the policy; if it has adapters and began as this model, it
-    serves without its adapters instead of a second copy. average: the model takes shares of the policy's weights.
+    path: of the model; empty: `--model.path`. flag: the setting of the path, for messages. learning: the policy. If it
+    has LoRA adapters and started from this model, the result is the policy without its adapters, not a second copy.
+    average: the model will be updated as a moving average of the policy's weights.
 
     Raises:
-        ValueError: its tokenizer is not the policy's.
+        ValueError: the tokenizer of the model differs from the policy's.
     """
     cfg = session.cfg
     if learning and cfg.lora.rank and path in ("", cfg.model.path):
@@ -96,17 +97,17 @@ def last_of_rows(held_out: Placed) -> list[Any]:
 
 @dataclass
 class Progress:
-    """State of a job beside its models, for checkpoints; a `session.checkpoints.Kept`."""
+    """State of a job in addition to its models, for checkpoints. Implements `session.checkpoints.Kept`."""
 
     data: Rows
     objective: Objective
 
     def state(self) -> dict[str, Any]:
-        """See the contract."""
+        """Implements `Kept.state`."""
         return self.data.state() | {"moved": list(getattr(self.objective, "running", []))}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See the contract."""
+        """Implements `Kept.restore`."""
         self.data.restore(state)
         if state.get("moved"):
             self.objective.running[:] = state["moved"]  # type: ignore[attr-defined]
@@ -121,18 +122,18 @@ def assemble(
     known: Precomputed | None = None,
     prompts_of: Callable[[Placed], list[Any]] | None = None,
 ) -> SupervisedRun:
-    """Put a job together from its rows, models and loss. Collective over all ranks.
+    """Build a job from its rows, models and loss. Collective over all ranks.
 
-    pack: (sequences of this rank, step or MEASURE) -> batch. known: columns of tokens that are computed before the
-    models are built. prompts_of: returns the held-out sequences whose last context is a prompt for `--generate`; None:
-    the last one of each row.
+    pack: (sequences of this rank, step or MEASURE) -> batch. known: computes columns of tokens before the models are
+    built. prompts_of: selects the held-out sequences from which `--generate` takes its prompts, each the tokens before
+    the last trained part; None: the last sequence of each row.
     """
     cfg, world = session.cfg, session.world
     check_attention(cfg, world.device)
     if cfg.data.max_tokens > begun.longest:
         session.warn(
-            f"--data.max-tokens {cfg.data.max_tokens}: {cfg.model.path} takes {begun.longest} tokens, so "
-            f"{begun.longest} it is"
+            f"--data.max-tokens {cfg.data.max_tokens}: {cfg.model.path} takes at most {begun.longest} tokens, so the "
+            f"limit is {begun.longest}"
         )
     mixture = open_mixture(cfg)
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
@@ -173,7 +174,7 @@ def assemble(
 
 
 def note_template(session: Session[SupervisedConfig], tokenizer: Any) -> None:
-    """Log which template stands in for one that the tokenizer lacks; warn if no token ends its turns."""
+    """Log the chat template that is used if the tokenizer has none; warn if no control token ends its turns."""
     cfg = session.cfg
     template = job_template(cfg, tokenizer)
     if template and not getattr(tokenizer, "chat_template", None):
@@ -188,17 +189,17 @@ def note_template(session: Session[SupervisedConfig], tokenizer: Any) -> None:
 
 
 def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Placed:
-    """Return the sequences of the held-out rows, the same on every rank; empty without an evaluation.
+    """Return the sequences of the held-out rows, the same on every rank; empty if the job does not evaluate.
 
     Raises:
-        ValueError: they cannot be read, or none of them can be used.
+        ValueError: the rows cannot be read, or none of them can be used.
     """
     cfg = session.cfg
     if not cfg.data.eval or not cfg.eval.every:
         return []
     source: Any = open_rows(cfg.data.eval)
     if hasattr(source, "rows"):
-        raise ValueError(f"--data.eval {cfg.data.eval}: a stream cannot be measured again and again; take a file")
+        raise ValueError(f"--data.eval {cfg.data.eval}: a stream cannot be read again for each evaluation; use a file")
     if not len(source):
         raise ValueError(f"{cfg.data.eval} holds no rows (--data.eval)")
     count = min(len(source), cfg.eval.rows or len(source))
@@ -216,7 +217,7 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
 
 
 def digest(cfg: SupervisedConfig) -> str:
-    """Return a hash of the sources' names and sizes, by which a resume notices another file of the same name."""
+    """Return a hash of the sources' names and sizes. A resume compares it to detect a changed file."""
     sources = []
     for spec in cfg.data.train:
         path = Path(split_weight(spec)[0]).expanduser()
@@ -225,17 +226,17 @@ def digest(cfg: SupervisedConfig) -> str:
 
 
 class Generators:
-    """States of the random number generators; a `session.checkpoints.RankKept`."""
+    """States of the random number generators. Implements `session.checkpoints.RankKept`."""
 
     def __init__(self, world: World):
         self.world = world
 
     def tree(self) -> dict:
-        """See the contract."""
+        """Implements `RankKept.tree`."""
         return {"size": self.world.size, "generators": generator_states(self.world.device)}
 
     def restore(self, files: list[Path]) -> str:
-        """See the contract."""
+        """Implements `RankKept.restore`."""
         if len(files) == self.world.size:
             set_generator_states(treefile.read(files[self.world.rank])["generators"], self.world.device)
         return ""

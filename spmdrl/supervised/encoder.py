@@ -1,4 +1,4 @@
-"""Turns a row of a data set into sequences of tokens with a loss mask, or refuses it with the reason."""
+"""Turns a row of a data set into sequences of tokens with a loss mask, or refuses the row with a reason."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,21 +23,23 @@ class Encoded:
 
     sequences: list[Masked] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    """Number of each sequence within its row; empty: they are counted from 0."""
+    """Number of each sequence within its row; empty: 0, 1, ..."""
     notes: Counter = field(default_factory=Counter)
-    """Counts of truncated, dropped, split, departs, unstopped and unanswered; of the first rows also of columns that
-    the template does not show (`unshown.UNSHOWN`)."""
+    """Counts by name: truncated, dropped, split, departs, unstopped and unanswered. The first rows also count columns
+    that the chat template does not show (`data.shown.UNSHOWN`)."""
 
 
 class Encoder:
     """Encodes rows by the settings of `--data`."""
 
     def __init__(self, data: SupervisedDataConfig, tokenizer: Any, longest: int, train_on: str = "assistant"):
-        """longest: tokens of the longest sequence. train_on: as `--sft.train-on`.
+        """Prepare the chat template and the columns.
+
+        longest: largest number of tokens of a sequence. train_on: the value of `--sft.train-on`.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
-            ValueError: the template does not read a variable of `--data.template-kwargs`.
+            ValueError: the template does not use a variable of `--data.template-kwargs`.
         """
         self.data, self.tokenizer, self.longest, self.train_on = data, tokenizer, longest, train_on
         template = template_text(data.chat_template)
@@ -45,7 +47,7 @@ class Encoder:
         self.renderer = Renderer(tokenizer, template, template_kwargs(data))
         check_read(self.renderer, template_kwargs(data))
         self.looked = 0
-        """Number of rows with tools or variables so far; only the first ones are checked."""
+        """Number of rows with tools or variables that were checked; only the first `LOOKED` rows are."""
         self.columns = Columns(
             data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
         )
@@ -53,7 +55,7 @@ class Encoder:
     beside = False
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Implements `Encode`."""
+        """Implements `Encode.__call__`."""
         return self.encode(example_of(row, self.columns, self.data.system))
 
     def encode(self, example: Example) -> Encoded:
@@ -61,12 +63,12 @@ class Encoder:
 
         Raises:
             RowError: the row cannot be used.
-            TemplateError: the template refuses it, or a turn of it cannot be proved.
+            TemplateError: the template refuses the row, or the tokens of a turn cannot be determined.
         """
         return self.fitted(self.rendered(example))
 
     def rendered(self, example: Example) -> Encoded:
-        """Encode an example without a limit of its length. Raises as `encode` does."""
+        """Encode an example without a limit on its length. Raises the errors of `encode`."""
         data = self.data
         wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
         if not example.dialogue and example.prompt and wanted:
@@ -86,7 +88,7 @@ class Encoder:
         return self._dialogue(example)
 
     def _plain(self, example: Example) -> Encoded:
-        """Encode a text and add the end token; its prompt, if it has one, is not trained."""
+        """Encode a text and add the end token. A prompt is not trained, unless `--sft.train-on` is `all`."""
         tokenizer, every = self.tokenizer, self.train_on == "all"
         if example.prompt:
             before, _ = encode(tokenizer, example.prompt, chat="off")
@@ -121,17 +123,17 @@ class Encoder:
         return out
 
     def _trained(self, example: Example) -> set[int]:
-        """Return the indices of the turns that are trained: a message's own field overrides `--sft.train-on`."""
+        """Return the indices of the messages that are trained. A field of a message overrides `--sft.train-on`."""
         assert example.dialogue
         turns = [i for i, message in enumerate(example.dialogue.messages) if message["role"] == "assistant"]
         own = {i: example.trained[i] for i in turns}
         return {i for i in turns if own[i] or (own[i] is None and (self.train_on != "last" or i == turns[-1]))}
 
     def fitted(self, out: Encoded) -> Encoded:
-        """Shorten or drop sequences that are too long.
+        """Truncate or drop sequences that are too long, as `--data.too-long` sets.
 
         Raises:
-            RowError: no trained token is left of the row.
+            RowError: no trained token of the row is left.
         """
         longest, kept = self.longest, []
         for sequence in out.sequences:

@@ -1,4 +1,4 @@
-"""Reads the sources of jobs on given rows before ranks meet, so that a mistake in them ends the job."""
+"""Reads the data of supervised jobs before ranks connect, so that a mistake in the data ends the job early."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ C = TypeVar("C", bound=SupervisedConfig)
 
 
 def settle(job: Job[Any], loaded: Loaded[Any]) -> Loaded[Any]:
-    """Return the settings with the number of steps that the rows take, and with a chat template where they need one.
+    """Return the settings with the number of steps, and with a chat template if the rows need one.
 
     Raises:
         ValueError: the model's tokenizer or the rows cannot be used.
@@ -28,7 +28,7 @@ def settle(job: Job[Any], loaded: Loaded[Any]) -> Loaded[Any]:
 
 
 def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
-    """Print the settings, the plan and a look at the first rows. Raises ValueError where every row is refused."""
+    """Print the settings, the plan and a preview of the first rows. Raises ValueError if every row is refused."""
     assert job.begin is not None, "a job on given rows encodes them"
     config, begun = loaded.config, job.begin(loaded.config)
     seen = preview(begun.encode, begun.tokenizer, open_mixture(config))
@@ -44,7 +44,7 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
     if cfg.run.steps:
         return cfg
     if mixture.rows is None:
-        raise ValueError("--run.steps 0: a stream does not tell how many rows it has; give the number of steps")
+        raise ValueError("--run.steps 0: the number of rows of a stream is not known; give the number of steps")
     steps = steps_of_epochs(cfg, mixture.rows)
     if problems := never_measured(cfg.checkpoint, cfg.eval.every, steps):
         raise ValueError(problems[0])
@@ -52,12 +52,12 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
 
 
 def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
-    """Return the settings with ChatML as the chat template, where the tokenizer has none and the first rows want one.
+    """Return the settings with ChatML as the chat template, if the tokenizer has none and the first rows need one.
 
-    The template is then recorded with the run and saved with the model. begin: as of `Job`. mixture: gives the rows.
+    The template is then recorded with the run and saved with the model. begin: `Job.begin`. mixture: gives the rows.
 
     Raises:
-        ValueError: the model's tokenizer cannot be read, or ChatML would render pairs of plain text, too.
+        ValueError: the model's tokenizer cannot be read, or ChatML would also render pairs of plain text.
     """
     if cfg.data.chat_template or cfg.data.chat == "off":
         return cfg
@@ -70,7 +70,7 @@ def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
     wants = next((each for each in drawn if not _takes(begun.encode, each) and _takes(rendered, each)), None)
     if wants is None:
         return cfg
-    # Without a template, --data.chat on refuses what a template would render.
+    # Without a template, --data.chat on refuses exactly the rows that a template would render.
     if pair := next((each for each in drawn if _takes(begun.encode, each) and not _takes(as_chat, each)), None):
         raise ValueError(
             f"{wants.where} needs a chat template, which the tokenizer lacks, and {pair.where} is a plain pair, which "

@@ -1,4 +1,4 @@
-"""Samples answers of the model of a supervised job, by an engine that sleeps during updates."""
+"""Samples answers of the model of a supervised job, with an engine that sleeps during updates."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.seeds import seed_for
 
-ANSWERS = 0x5F7  # keeps these draws apart from others that are keyed by (seed, number)
+ANSWERS = 0x5F7  # part of the seeds of answers, so that they differ from other draws keyed by (seed, number)
 
 
 class Generations:
@@ -27,7 +27,7 @@ class Generations:
     def __init__(
         self, session: Session[SupervisedConfig], models: Models, tokenizer: Any, folder: Path, sequences: list[Masked]
     ):
-        """Start the engine. sequences: of the evaluation, the same on every rank. Collective."""
+        """Start the engine. sequences: held-out sequences, the same on every rank. Collective."""
         cfg, world = session.cfg, session.world
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
         run = sampling_run(cfg, str(folder))
@@ -41,10 +41,13 @@ class Generations:
             pass
         longest, pairs = prompt_limit(run, folder, "generate.max_new_tokens"), map(split, sequences)
         self.pairs = [pair for pair in pairs if len(pair[0]) <= longest][: cfg.generate.prompts]
-        """Tokens of each prompt and of its reference."""
+        """(tokens of the prompt, tokens of the reference answer) of each prompt."""
 
     def sample(self, step: int) -> list[dict]:
-        """Return rows of samples.jsonl: prompt, completion, reference of the data; alike on all ranks. Collective."""
+        """Sample an answer to each prompt, and return the rows for samples.jsonl. Collective.
+
+        A row has the prompt, the completion and the reference answer of the data. All ranks return the same rows.
+        """
         settings, engine, rows = self.cfg.generate, self.engine, {}
         with self.memory.rollout_phase():
             version = self.memory.version
@@ -71,7 +74,7 @@ class Generations:
 
 
 def split(sequence: Masked) -> tuple[list[int], list[int]]:
-    """Return the tokens before the last trained part of a sequence, and those of that part."""
+    """Return the tokens before the last trained part of a sequence, and the tokens of that part."""
     mask, tokens = sequence.mask.tolist(), sequence.tokens.tolist()
     end = len(mask) - mask[::-1].index(True)
     start = end

@@ -1,4 +1,4 @@
-"""Turns a row of preference data into the sequences of its sides, or refuses it with the reason."""
+"""Turns a row of preference data into the sequences of its sides, or refuses the row with a reason."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -19,13 +19,14 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class PairEncoder:
-    """Encodes rows by the settings of `--data`: the sides of a pair, or a labelled response, each as one sequence."""
+    """Encodes rows by the settings of `--data`. Each side of a pair, or each labelled response, is one sequence."""
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
         """Read the settings.
 
-        pairs: rows must be pairs. Otherwise each side counts by itself, and a row may be one labelled response.
-        beside: add this row's prompt with the responses of the row before it, which are not trained (KTO).
+        pairs: whether rows must be pairs. If not, each side is a labelled response, and a row may have only one.
+        beside: whether to add sequences of this row's prompt with the responses of the row before it. They are not
+        trained; KTO estimates the KL from them.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
@@ -43,17 +44,17 @@ class PairEncoder:
         )
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Implements `Encode`."""
+        """Implements `Encode.__call__`."""
         found = preference_of(row, self.columns, self.system)
         if self.pairs and len(found.sides) < 2:
-            raise RowError("it holds one labelled response, and this loss compares two: take kto or bco, or pairs")
+            raise RowError("it holds one labelled response, and this loss compares two: use kto or bco, or pairs")
         out = Encoded(samples=list(found.sides))
         for side, example in found.sides.items():
             one = self._side(SIDES[side], example)
             out.notes += one.notes
             out.sequences += one.sequences
         if len(out.sequences) < len(found.sides):
-            # One side was too long, so that the row is left out.
+            # One side is too long, so the row is left out.
             return Encoded(notes=out.notes)
         if len(out.sequences) == 2 and torch.equal(out.sequences[CHOSEN].tokens, out.sequences[REJECTED].tokens):
             within = f" within {self.encoder.longest} (--data.max-tokens)" if out.notes["truncated"] else ""
@@ -62,14 +63,14 @@ class PairEncoder:
             for sequence in out.sequences:
                 sequence.numbers["margin"] = found.margin
         for example in self._mismatched(found, before) if before else []:
-            with suppress(ValueError):  # such as one that is too long: the mean is of the others
+            with suppress(ValueError):  # for example a sequence that is too long; the mean uses the others
                 out.sequences += self.encoder.encode(example).sequences[:1]
         more = len(out.sequences) - len(out.samples)
         out.samples += range(MISMATCHED, MISMATCHED + more)
         return out
 
     def _mismatched(self, found: Preference, before: dict) -> list[Example]:
-        """Return this row's prompt with each response of another row."""
+        """Return examples of this row's prompt with each response of another row."""
         try:
             others = preference_of(before, self.columns, self.system).sides.values()
         except RowError:
@@ -87,19 +88,19 @@ class PairEncoder:
             raise RowError(f"its {side} side: {e}") from e
         if len(out.sequences) > 1:
             raise RowError(
-                f"its {side} side: the chat template rewrites earlier turns, so that its turns have no sequence in "
-                "common; give rows whose response is one turn"
+                f"its {side} side: the chat template rewrites earlier turns, so its turns do not fit into one "
+                "sequence; give rows whose response is one turn"
             )
         return out
 
 
 def answered(prompt: Example, response: Example, system: str = "") -> Example:
-    """Return the prompt of one example with the response of another.
+    """Return an example with the prompt of one example and the response of another.
 
-    system: as `as_dialogue` takes it.
+    system: the argument of `as_dialogue`.
 
     Raises:
-        RowError: one of them has no response.
+        RowError: one of the examples has no response.
     """
     if not prompt.dialogue and not response.dialogue:
         return replace(prompt, text=response.text, plain=False)
@@ -112,7 +113,7 @@ def answered(prompt: Example, response: Example, system: str = "") -> Example:
 
 
 def _response(example: Example) -> int:
-    """Return the index of the message with which the response begins."""
+    """Return the index of the first message of the response."""
     assert example.dialogue
     roles = [message["role"] for message in example.dialogue.messages]
     answers = zip(roles, example.trained, strict=True)
@@ -131,8 +132,8 @@ def pack_pair_sides(
 ) -> Batch:
     """Pack sides into a batch of one optimizer step.
 
-    pairs: the sides of a row stay together. share: their common prompt runs once. numbers: name of a column of
-    sequences -> its value for rows without it. columns: see `pack`.
+    pairs: whether the sides of a row must be on the same rank and in the same micro-batch. share: whether their common
+    prompt is computed only once. numbers: name of a column of sequences -> its default. columns: as in `pack`.
     """
     batch = pack(sequences, columns=columns)
     ordered = sorted(sequences, key=lambda each: each[:2])

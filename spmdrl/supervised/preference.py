@@ -81,7 +81,7 @@ def add_reference(models: Models, batch: Batch) -> None:
 
 
 def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models: Models) -> Objective:
-    """Return the objective of the losses that the settings name."""
+    """Return the objective with the losses of the settings."""
     chosen, peers, losses = cfg.preference, session.world.data_peers, losses_of(cfg.preference)
     if has_pairs(chosen):
         return PairObjective(losses, chosen, models.policy, peers)
@@ -89,16 +89,16 @@ def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models:
 
 
 class StoredReference:
-    """Reads the reference's log p of every row from the run folder, and computes it before; a `Precomputed`."""
+    """The reference's log p of every row, in files of the run folder. Implements `Precomputed`."""
 
     def __init__(self, session: Session[Any], begun: Start, pack: Callable[[Placed], Batch], build: Callable[[], Any]):
-        """pack: without this column. build: builds the reference, which is freed afterwards."""
+        """Find the folder. pack: packs sequences without the column `ref_logp`. build: builds the reference."""
         self.session, self.begun, self.pack, self.build = session, begun, pack, build
         self.folder = session.folder / "reference_logp"
         self.stored: Stored | None = None
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """See the contract."""
+        """Implements `Precomputed.fill`. The reference is freed afterwards."""
         sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
         cfg = self.session.cfg
         of = [digest(cfg), [(source.name, len(source)) for source in sources], fixed_settings(cfg)]
@@ -114,18 +114,18 @@ class StoredReference:
             read = lambda batch: {"logp": model.logprobs(batch, 1.0, "top")[0]}  # noqa: E731
             write(self.session, sources, self.begun.encode, self.pack, read, self.folder, {"of": identity}, 1.0)
             del model, read
-            # Sharded models hold cycles.
+            # Sharded models have reference cycles.
             gc.collect()
         self.stored = Stored(self.folder, read_manifest(self.folder, AHEAD), AHEAD, ("logp",))
 
     def attach(self, key: Key, sequences: list[Any]) -> None:
-        """See the contract: the column is `ref_logp`."""
-        assert self.stored, "it was filled"
+        """Implements `Precomputed.attach`. The column is `ref_logp`."""
+        assert self.stored, "`fill` must be called before `attach`"
         name, row = key
         for sequence in sequences:
             try:
                 (sequence.columns["ref_logp"],) = self.stored.columns(sequence.tokens, sequence.mask, ("logp",))
             except NoNumbersError as error:
                 raise ValueError(
-                    f"row {row} of {name} has changed since the reference read it (--reference.precompute)"
+                    f"row {row} of {name} has changed since the reference's log p was computed (--reference.precompute)"
                 ) from error

@@ -1,4 +1,4 @@
-"""Describes the rows of a job before it runs: one as the model will see it, and counts over the first ones."""
+"""Describes the rows of a job before it runs: one row as the model sees it, and counts over the first rows."""
 
 import sys
 from collections import Counter
@@ -15,16 +15,16 @@ from spmdrl.tracking.console import clean
 ROWS = 200
 """Number of rows that are read."""
 SHOWN = 2
-"""Sequences of the example that are shown: both sides of a pair."""
+"""Number of sequences of the example that are shown; a pair has two."""
 LONGEST = 1500
-"""Characters of the example that are shown."""
+"""Number of characters of the example that are shown."""
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | None = None) -> list[str]:
-    """Return lines on the first rows: counts, and one row whose trained text is green, or in [[ ]] without colour.
+    """Return lines about the first rows: counts, and one row whose trained text is green, or in [[ ]] without colour.
 
-    colour: None: if stdout is a terminal.
+    colour: whether to use colour; None: only if stdout is a terminal.
 
     Raises:
         ValueError: every row is refused.
@@ -66,7 +66,7 @@ def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | Non
 
 
 def shown(sequence: Masked, tokenizer: Any, colour: bool) -> str:
-    """Return the text of a sequence, its trained parts in green or in [[ ]]; control characters are shown as dots."""
+    """Return the text of a sequence with its trained parts in green or in [[ ]]. Control characters become dots."""
     mask = sequence.mask.tolist()
     cuts = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
     begin, end = (GREEN, PLAIN) if colour else ("[[", "]]")

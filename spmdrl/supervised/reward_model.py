@@ -1,4 +1,4 @@
-"""Builds the training of a reward model of responses or of their steps: its rows, model and loss."""
+"""Builds the training of a reward model for responses or for their steps: its rows, model and loss."""
 
 from typing import Any
 
@@ -22,29 +22,30 @@ from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 
 SEQUENCES, TOKENS = SCORERS
-"""Suffixes of the class names of saved reward models, of responses and of steps."""
+"""Suffixes of the class names of saved reward models: of those for responses, and of those for steps."""
 STEP_LABELS = ("wrong", "right")
-"""Labels of a process reward model; its score of a step is the probability of the second one."""
+"""Labels of a process reward model. Its score of a step is the probability of the second label."""
 
 
 class ScoredEncoder:
-    """Encodes pairs, each with the number of the score that its preference trains."""
+    """Encodes pairs. Each pair has the index of the score that it trains, if the model has several scores."""
 
     beside = False
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """longest: tokens of the longest sequence."""
+        """Read the settings. longest: largest number of tokens of a sequence."""
         self.sides = PairEncoder(cfg.data, tokenizer, longest, pairs=True)
         self.outputs, self.column = cfg.reward_model.outputs, cfg.data.output_column
         self.columns = StepColumns(steps=cfg.data.steps_column, labels=cfg.data.labels_column)
         self.chosen = cfg.data.chosen_column
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Implements `Encode`."""
+        """Implements `Encode.__call__`."""
         if row.get(self.chosen) is None and has_steps(row, self.columns):
             raise RowError(
                 f"it holds labelled steps ({self.columns.steps}, {self.columns.labels}), and --reward-model.rows pairs "
-                "learns from pairs: keep steps in a file of their own, and take --reward-model.rows steps for them"
+                "learns from pairs: put rows with steps into another file, and train on it with "
+                "--reward-model.rows steps"
             )
         out, number = self.sides(row), 0
         if len(self.outputs) > 1:
@@ -80,11 +81,11 @@ def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
 
 
 def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
-    """Build the model that is trained: a classifier as it is, or a language model with a new head. Collective.
+    """Build the model that is trained: a given classifier, or a language model with a new head. Collective.
 
     Raises:
-        ValueError: a model of another class, or a classifier whose head is not in its folder or has another number of
-            scores or other names of them.
+        ValueError: the model has another class, or is a classifier whose head is missing in its folder or has other
+            scores (by number or by name).
     """
     cfg, steps = session.cfg, session.cfg.reward_model.rows == "steps"
     count = 2 if steps else max(1, len(cfg.reward_model.outputs))
@@ -111,12 +112,12 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
 
 
 def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
-    """Check that a classifier (a HF config) that names several scores has these names in this order.
+    """Check that a classifier with several named scores has the names of `outputs`, in the same order.
 
-    flag: begins the message.
+    config: of transformers. flag: the beginning of the message.
 
     Raises:
-        ValueError: they have others.
+        ValueError: the names or their order differ.
     """
     names = tuple(str(config.id2label[i]) for i in sorted(config.id2label))
     unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(names))
@@ -128,20 +129,21 @@ def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
 
 
 def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -> None:
-    """Write class, labels and padding token into a config (transformers), for readers of the saved model."""
+    """Write class, labels and padding token into a config of transformers, for programs that load the saved model."""
     name = next(iter(config.architectures or ["ForCausalLM"]))
     config.architectures = [name.replace("ForCausalLM", kind)]
     names = outputs or ("reward",)
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     config.problem_type = None
-    # transformers reads the score at the last token that is not this one: it must not end a turn.
+    # transformers reads the score at the last token that is not the padding token, so the padding token must not be one
+    # that ends a turn.
     ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])}
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
     config.pad_token_id = next((i for i in known if i is not None and i not in ends), tokenizer.eos_token_id)
 
 
 def pack_pairs(sequences: Placed, step: int) -> Batch:
-    """Pack the sides of pairs; the mask keeps only the last trained token of each."""
+    """Pack the sides of pairs. The mask is True only at the last trained token of each side."""
     batch = pack_pair_sides(sequences, pairs=True, share=False, numbers={"margin": 0.0, "output": 0.0})
     mask_T = batch.token["mask"]
     places_T = mask_T.nonzero().flatten()

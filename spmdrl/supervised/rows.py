@@ -1,4 +1,4 @@
-"""Draws the rows of each step alike on all ranks, encodes each on one rank, and counts and names refused rows."""
+"""Draws the same rows of each step on all ranks, encodes each row on one rank, and counts and logs refused rows."""
 
 import logging
 import math
@@ -29,18 +29,18 @@ Placed = list[tuple[int, int, Masked]]
 STRIDE = 0x9E3779B1
 """Factor between the noise seeds of neighbouring tokens."""
 FEW = 1000
-"""Smallest denominator of the share of refused rows, or the size of a smaller data set."""
+"""Smallest denominator of the share of refused rows. For a smaller data set its size is used instead."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
-"""Counts of a step, in the order of the tensor that is reduced."""
+"""Counts of a step, in the order of the tensor that is reduced over ranks."""
 NAMED = ("truncated", "dropped", "unanswered")
-"""Counts of rows of which a part is left out; the log names these rows."""
+"""Counts of rows that are only partly trained on. The log lists these rows."""
 
 
 def open_mixture(cfg: SupervisedConfig) -> Mixture:
     """Open the sources of `--data.train`.
 
     Raises:
-        ValueError: a source that cannot be read, or holds no rows.
+        ValueError: a source cannot be read or is empty, or its settings do not fit.
     """
     data, seed = cfg.data, cfg.run.seed
     pairs = [split_weight(spec) for spec in data.train]
@@ -51,7 +51,7 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
         if hasattr(source, "rows"):
             if data.limit:
                 raise ValueError(
-                    f"--data.limit {data.limit}: {spec} is a stream, of which --run.steps says how much is read"
+                    f"--data.limit {data.limit}: {spec} is a stream, whose number of rows is set by --run.steps"
                 )
             parts.append(Blocks(source, seed + number, data.shuffle))
             continue
@@ -66,7 +66,8 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
     if joined:
         if parts:
             raise ValueError(
-                "--data.train: give each source a weight, as in a.jsonl=0.7, where one of them is a stream"
+                "--data.train: give each source a weight, as in a.jsonl=0.7, because one of them has a weight or is a "
+                "stream"
             )
         return Mixture([Permuted(joined, seed, data.shuffle)], [1.0])
     weights = [weight if weight is not None else 1.0 for _, weight in pairs]
@@ -74,9 +75,9 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
 
 
 def rows_due(cfg: SupervisedConfig, rows: int | None, step: int) -> int:
-    """Return the rows of a step, counted from 0: the last step of a job that ends with its epochs takes those left.
+    """Return the number of rows of a step. The last step of a job that ends with its epochs can have fewer rows.
 
-    rows: of an epoch; None: not known.
+    rows: number of rows of an epoch; None: not known. step: counted from 0.
     """
     each = cfg.data.rows_per_step
     if rows is None or cfg.run.steps != steps_of_epochs(cfg, rows):
@@ -85,7 +86,7 @@ def rows_due(cfg: SupervisedConfig, rows: int | None, step: int) -> int:
 
 
 def steps_of_epochs(cfg: SupervisedConfig, rows: int) -> int:
-    """Return the steps that the epochs take. rows: of one."""
+    """Return the number of steps of all epochs. rows: number of rows of an epoch."""
     return math.ceil(cfg.data.epochs * rows / cfg.data.rows_per_step)
 
 
@@ -93,14 +94,14 @@ class Encode(Protocol):
     """Turns a row of a data set into its sequences."""
 
     beside: bool
-    """The encoder also reads the row before this one."""
+    """Whether the encoder also uses the row before this one."""
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row. before: the row before it in its step, where `beside` is True.
+        """Encode a row. before: the row before it in its step, if `beside` is True.
 
         Raises:
             RowError: the row cannot be used.
-            TemplateError: the template refuses it, or a turn of it cannot be proved.
+            TemplateError: the template refuses the row, or the tokens of a turn cannot be determined.
         """
         ...
 
@@ -109,11 +110,11 @@ class Precomputed(Protocol):
     """Computes columns of tokens before the models are built."""
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Compute the missing numbers. Collective. held_out: the source of the evaluation, or None."""
+        """Compute the numbers that are missing. Collective. held_out: the source of the evaluation, or None."""
         ...
 
     def attach(self, key: Any, sequences: list[Masked]) -> None:
-        """Add the columns to the sequences of a row. Raises ValueError if the row has none."""
+        """Add the columns to the sequences of a row. Raises ValueError if the row has no numbers."""
         ...
 
 
@@ -124,16 +125,16 @@ class Step:
     sequences: Placed = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     kept: int = 0
-    """Rows with a trained token."""
+    """Number of rows with a trained token."""
     unread: dict[str, None] = field(default_factory=dict)
-    """Columns that the encoder did not read, in order."""
+    """Columns that the encoder did not use, in order."""
     refused: list[str] = field(default_factory=list)
-    """A line for each refused row: its place and the reason."""
+    """A line for each refused row: where it is, and the reason."""
     shortened: list[str] = field(default_factory=list)
-    """A line for each row of which a part is left out: its place and the `NAMED` counts that it is in."""
+    """A line for each row that is only partly trained on: where it is, and the counts of `NAMED` that include it."""
 
     def name_rows(self) -> None:
-        """Write the refused rows, and those of which a part is left out, to the log file of this rank."""
+        """Write the refused rows, and the rows that are only partly trained on, to the log file of this rank."""
         for line in self.refused:
             log.warning("refused: %s", line, extra={"file_only": True})
         for line in self.shortened:
@@ -141,7 +142,7 @@ class Step:
 
 
 class Rows:
-    """Draws and encodes the rows of each step, one step ahead in a thread."""
+    """Draws and encodes the rows of each step. A thread encodes the next step in advance."""
 
     def __init__(
         self, cfg: SupervisedConfig, world: World, mixture: Mixture, encoder: Encode, known: Precomputed | None = None
@@ -150,12 +151,14 @@ class Rows:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self.ahead: tuple[int, Future[Step], dict] | None = None
         self.returned = mixture.state()
-        """State of the mixture after the last step that was returned."""
+        """State of the mixture after the last step that `take` returned."""
         self.totals: Counter = Counter()
-        """Rows and refused rows of all ranks since the job began."""
+        """Counts of rows, refused rows and rows with a trained token, over all ranks and steps so far."""
 
     def take(self, step: int, last: bool) -> tuple[Step, Counter]:
-        """Return this rank's rows of a step, and the counts of all ranks. Collective.
+        """Return this rank's rows of a step, and counts over all ranks. Collective.
+
+        last: whether this is the last step, so no further step is encoded.
 
         Raises:
             ValueError: on every rank, if more rows were refused than `--data.max-refused` allows.
@@ -184,13 +187,13 @@ class Rows:
 
     def _check_refused(self, mine: Step) -> None:
         allowed = self.cfg.data.max_refused
-        # With few rows the share is noise: it must not matter whether a bad row is drawn early or late.
+        # The share of a few rows is noise. With this denominator the order of the rows matters less.
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
         if self.totals["refused"] > allowed * judged:
             raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)
 
     def _check_kept(self, last: bool) -> None:
-        """Raise ValueError if no row so far could be trained: the job would save an untrained model."""
+        """Raise ValueError if no row could be trained so far, because the job would save an untrained model."""
         rows = self.totals["rows"]
         if not self.totals["kept"] and (last or rows >= min(self.mixture.rows or FEW, FEW)):
             raise ValueError(
@@ -206,19 +209,22 @@ class Rows:
         self.ahead = (step, self.thread.submit(encoded, drawn, mine, self.encoder, self.known), self.mixture.state())
 
     def state(self) -> dict[str, Any]:
-        """Return the state after the last step that `take` returned; JSON-able, alike on all ranks."""
+        """Return the state after the last step that `take` returned, as JSON values, the same on all ranks."""
         return {"mixture": self.returned, "totals": dict(self.totals)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
+        """Continue from a result of `state`."""
         self.mixture.restore(state["mixture"])
         self.returned, self.totals = state["mixture"], Counter(state["totals"])
-        # Checkpoints of other versions do not count them.
+        # Some checkpoints do not have this count.
         self.totals.setdefault("kept", self.totals["rows"] - self.totals["refused"])
 
 
 def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precomputed | None = None) -> Step:
-    """Return the encoded rows at some places of a step."""
+    """Return the encoded rows of a step at some indices.
+
+    drawn: all rows of the step. places: indices of the rows to encode. known: adds its columns to the sequences.
+    """
     out = Step()
     for place in places:
         each = drawn[place]
@@ -243,13 +249,13 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
 
 
 def first_lines(lines: list[str], world: World) -> list[str]:
-    """Return at most five lines of all ranks, the first three of each. Collective."""
+    """Return at most five lines in total: up to three of each rank, in rank order. Collective."""
     texts = all_gather_text("\n".join(lines[:3]), world.host_group)
     return [line for text in texts for line in text.split("\n") if line][:5]
 
 
 def too_many_refused(refused: int, rows: int, allowed: float, lines: list[str], world: World) -> ValueError:
-    """Return the error that names refused rows. lines: of this rank's refused rows. Collective."""
+    """Return the error that lists refused rows. lines: one for each refused row of this rank. Collective."""
     shown = first_lines(lines, world) or ["no row has a sequence within --data.max-tokens"]
     return ValueError(
         f"{refused} of {rows} rows were refused, and --data.max-refused allows {allowed:g} of them "
@@ -270,10 +276,10 @@ def pack(
     key: tuple[int, ...] = (),
     columns: dict[str, torch.dtype] | None = None,
 ) -> Batch:
-    """Pack sequences into a batch of one optimizer step, in the order of their places.
+    """Pack sequences into a batch of one optimizer step, in the order of their rows.
 
-    noise: as `--sft.neftune`. key: together with the place of a sequence, the seed of its noise (law 3). columns:
-    further columns of tokens, with their types.
+    noise: the value of `--sft.neftune`. key: seed of the noise, together with the position of the sequence (law 3).
+    columns: name of a further column of tokens -> its dtype.
     """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))

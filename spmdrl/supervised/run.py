@@ -1,4 +1,4 @@
-"""The steps of one job on given rows, which its entry point calls on every rank. `supervised/build.py` makes it."""
+"""The parts of a step of a supervised job, which the entry point calls on every rank."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,29 +19,30 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass(kw_only=True)
 class SupervisedRun(JobRun[SupervisedConfig]):
-    """One job on this rank."""
+    """One supervised job on this rank. `build.assemble` builds it."""
 
     objective: Objective
     data: Rows
     pack: Callable[[list, int], Batch]
     """(sequences of this rank, step) -> batch."""
     held_out: Batch | None
-    """This rank's share of the evaluation; None: there is none."""
+    """This rank's share of the held-out rows; None: the job does not evaluate."""
     generations: Generations | None
-    """The engine that answers prompts during the job; None: there is none."""
+    """Samples answers to held-out prompts during the job; None: the job does not sample."""
     counts: Counter
+    """Counts of the rows of this step (`rows.COUNTED`), over all ranks."""
     numbers: dict[str, float] | None = None
     """Numbers of the last evaluation, for the next line of the log."""
     measured: Objective | None = None
-    """The loss of an evaluation; None: the one that is trained."""
+    """The loss of an evaluation; None: the loss of training."""
     add_frozen: Callable[[Batch], None] | None = None
-    """Adds columns that the objective needs of a frozen model to a batch; None: the job has no frozen model."""
+    """Adds columns of a frozen model to a batch, for the objective; None: the job has no frozen model."""
     moves: FixedModelConfig | None = None
-    """Settings of the moves of the reference; None: it never moves."""
+    """Settings for updates of the reference from the policy; None: the reference never changes."""
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
-    """Turns the reduced numbers of a step into those that are logged."""
+    """Turns the reduced numbers of a step into the numbers that are logged."""
     samples: list[dict] = field(default_factory=list)
-    """Sampled answers for that line."""
+    """Sampled answers, for the next line of the log."""
 
     def rows(self, step: int) -> Batch:
         """Return this rank's rows of a step, encoded and packed. Collective."""
@@ -56,7 +57,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
                 self.add_frozen(batch)
 
     def move_reference(self, step: int) -> None:
-        """Move the reference to the policy if that is due after this step. Collective."""
+        """Update the reference from the policy, if this is due after this step. Collective."""
         moves = self.moves
         if moves is None or not moves.refresh_every or (step + 1) % moves.refresh_every:
             return
@@ -66,7 +67,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.held_out.token.pop("ref_logp", None)
 
     def evaluate(self, step: int, force: bool = False) -> None:
-        """Measure the loss on the held-out rows if that is due before this step. Collective."""
+        """Compute the loss on the held-out rows, if this is due before this step. Collective."""
         every = self.cfg.eval.every
         if self.held_out is None or not every or (step % every and not force):
             return
@@ -81,19 +82,20 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.numbers = self.report({f"eval/{name.removesuffix('/mean')}": x for name, x in values.items()})
 
     def sample(self, step: int, force: bool = False) -> None:
-        """Let the model answer the held-out prompts if that is due before this step. Collective."""
+        """Sample answers to the held-out prompts, if this is due before this step. Collective."""
         every = self.cfg.generate.every
         if self.generations is None or (step % every and not force):
             return
         with self.timer("rollout"):
-            # Answers have the step number of their line in the log: those before a step that of the step.
+            # Steps are counted from 1 in samples.jsonl. Answers before a step have the number of this step, answers
+            # after the last step the number of the last one.
             self.samples = self.generations.sample(step + (not force))
 
     def log(self, step: int, batch: Batch, stats: Metrics) -> None:
         """Reduce this step's numbers over ranks and write them. Collective."""
         world = self.world
         with self.timer("log"):
-            # Ranks of one data position hold the same sequences.
+            # Ranks with the same data position have the same sequences.
             share = world.data_size / world.size
             stats.add_sum("tokens/all", batch.n_tokens * share)
             stats.add_sum("tokens/trained", float(batch.token["mask"].sum()) * share)
@@ -113,7 +115,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.samples = []
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate and sample from the trained model. Collective."""
+        """Evaluate the trained model and sample from it. Collective. done: number of steps done."""
         self.evaluate(done, force=True)
         self.sample(done, force=True)
         self.journal.rows(self.samples)

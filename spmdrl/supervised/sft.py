@@ -31,7 +31,7 @@ def begin_sft(cfg: SFTConfig) -> Start:
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
-    """See `settle`. A job that writes a teacher's files has its logs in their folder, unless `--run.dir` is given."""
+    """Return the result of `settle`. With `--teacher.write` and no `--run.dir`, the run folder is that of the files."""
     config = loaded.config
     if config.teacher.write and not config.run.dir:
         folder = str(Path(config.teacher.write).expanduser())
@@ -45,7 +45,7 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
     begun = begin_sft(cfg)
     if cfg.teacher.write:
         return write_teacher(session, begun)
-    # Each token of each sequence has its own noise, so sequences cannot share the tokens of a prompt.
+    # The noise of a token differs between sequences, so sequences cannot share the tokens of a prompt.
     share = cfg.policy.share_prompts and not cfg.sft.neftune
     plain = SftObjective(cfg.sft.loss, peers)
     stored = StoredTeacher(session, begun) if cfg.teacher.read else None
@@ -65,10 +65,10 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
 
 
 def teacher_objective(session: Session[SFTConfig], models: Models, stored: StoredTeacher | None) -> DistillObjective:
-    """Build the teacher, unless files stand in for it, and return the objective of distillation. Collective.
+    """Build the teacher, unless its numbers are read from files, and return the distillation objective. Collective.
 
     Raises:
-        ValueError: it does not read the student's tokens.
+        ValueError: the tokenizers of teacher and student differ.
     """
     cfg, chosen, peers = session.cfg, session.cfg.teacher, session.world.data_peers
     if stored:

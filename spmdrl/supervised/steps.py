@@ -1,4 +1,4 @@
-"""Turns a row of labelled steps into a sequence with labels at the last tokens of steps, or refuses it."""
+"""Turns a row of labelled steps into a sequence with labels at the last tokens of steps, or refuses the row."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class StepEncoder:
-    """Encodes rows whose steps have labels: a prompt and its response, trained at the last tokens of its steps."""
+    """Encodes rows with labelled steps: a prompt and its response, which is trained at the last token of each step."""
 
     beside = False
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """longest: tokens of the longest sequence.
+        """Read the settings. longest: largest number of tokens of a sequence.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
@@ -32,39 +32,39 @@ class StepEncoder:
         )
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Implements `Encode`."""
+        """Implements `Encode.__call__`."""
         if row.get(self.columns.steps) is None and all(row.get(side) is not None for side in self.sides):
             raise RowError(
                 f"it holds a pair ({', '.join(self.sides)}), and --reward-model.rows steps learns from labelled steps: "
-                "keep pairs in a file of their own, and take --reward-model.rows pairs for them"
+                "put pairs into another file, and train on it with --reward-model.rows pairs"
             )
         found = steps_of(row, self.columns, self.chosen.separator, self.system)
         self._choose(found)
         out = self.encoder.rendered(found.example)
         if len(out.sequences) > 1:
             raise RowError(
-                "the chat template rewrites earlier turns, so that its turns have no sequence in common; give rows "
-                "whose response is one turn"
+                "the chat template rewrites earlier turns, so its turns do not fit into one sequence; give rows whose "
+                "response is one turn"
             )
         self._label(out.sequences[0], found)
         return self.encoder.fitted(out)
 
     def _choose(self, found: LabelledSteps) -> None:
-        """Drop the labels that are not trained. Raises RowError where none is left."""
+        """Drop the labels that are not trained. Raises RowError if no label is left."""
         if self.chosen.last_step:
             found.labels[:-1] = [None] * (len(found.labels) - 1)
         if all(label is None for label in found.labels):
             which = (
-                "its last step has no label, and --reward-model.last-step trains no other"
+                "its last step has no label, and --reward-model.last-step trains only that step"
                 if self.chosen.last_step
                 else f"none of its {len(found.labels)} steps has a label"
             )
             raise RowError(f"{which}, so there is nothing to learn from it: label one, or leave the row out")
 
     def _label(self, sequence: Masked, found: LabelledSteps) -> None:
-        """Move the mask of a sequence from its response to the last tokens of its steps, and add their labels.
+        """Set the mask of a sequence to the last tokens of its steps, and add their labels.
 
-        A run of RL reads the score of a step at the same token (`rl/reading.py`).
+        RL reads the score of a step at the same token (`rl/reading.py`).
         """
         response = sequence.mask.nonzero().flatten()
         begin, end = int(response[0]), int(response[-1]) + 1
@@ -74,8 +74,8 @@ class StepEncoder:
         double = next((i for i in range(1, len(places)) if places[i] == places[i - 1]), 0)
         if double:
             raise RowError(
-                f"its steps {double} and {double + 1} end in one token, where only one score is read: join them, or "
-                "name another separator (--reward-model.separator)"
+                f"its steps {double} and {double + 1} end in the same token, which has only one score: join them, or "
+                "set another separator (--reward-model.separator)"
             )
         label = torch.zeros(len(sequence), dtype=torch.float64)
         mask = torch.zeros(len(sequence), dtype=torch.bool)
@@ -85,23 +85,24 @@ class StepEncoder:
         sequence.mask, sequence.columns["label"] = mask, label
 
     def _ends(self, text: str, found: LabelledSteps) -> list[int]:
-        """Return where the steps of a row end in the text of its trained tokens.
+        """Return the character offsets at which the steps of a row end in the text of its trained tokens.
 
         Raises:
             RowError: the steps cannot be found.
         """
-        # Some templates put an empty thought before a response, and strip the white space around it.
+        # Some templates add an empty thinking block before a response, and strip the whitespace around the response.
         given = found.text
         within = next((part for part in (given, given.strip(), given.lstrip(), given.rstrip()) if part in text), "")
         if within:
             lead, at = given.index(within), text.rindex(within)
             return [at + min(max(end - lead, 1), len(within)) for end in step_ends(given, self.chosen.separator)]
-        # Some tokenizers decode to another text than the one that they encoded.
+        # Some tokenizers do not decode tokens to the text that they encoded.
         ends = step_ends(text, self.chosen.separator) if text else []
         if len(ends) != len(found.labels):
             raise RowError(
-                f"its {len(found.labels)} steps are {len(ends)} in the text of its tokens, as the chat template or the "
-                "tokenizer changes its response: give another template (--data.chat-template), or leave the row out"
+                f"its {len(found.labels)} steps are {len(ends)} in the text of its tokens, because the chat template "
+                "or the tokenizer changes its response: give another template (--data.chat-template), or leave the "
+                "row out"
             )
         return ends
 

@@ -1,8 +1,8 @@
-"""Numbers of the tokens of given rows in files, written before training and found by the tokens themselves.
+"""Files of numbers for the tokens of given rows (such as log p of a model), written before the training.
 
-A folder of them holds files of safetensors, and a manifest that names them and is written last. Sequences lie end to
-end in a file; a mask says which of their tokens have numbers. As a sequence is found by its tokens, the order of the
-rows, the names of their sources and the ranks that wrote them play no part.
+A folder has safetensors files, and a manifest that lists them and is written last. A file has the tokens of its
+sequences one after another, and a mask that is True at the tokens with numbers. A sequence is looked up by its tokens,
+so the order of the rows, the names of their sources and the number of ranks do not matter.
 
 T tokens of a file, N sequences, M tokens with numbers; L tokens of one sequence.
 """
@@ -30,9 +30,9 @@ from spmdrl.supervised.rows import Encode, encoded, too_many_refused
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
 STEPS = 4
-"""Number of steps whose rows are computed together."""
+"""Number of steps whose rows are computed as one batch."""
 FULL = 256 * 2**20
-"""Bytes of numbers at which a file is written."""
+"""Number of bytes at which a file is written."""
 
 
 class NoNumbersError(ValueError):
@@ -45,7 +45,7 @@ def indexed(mixture: Mixture) -> list[Any]:
 
 
 def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
-    """Yield all rows in parts that ranks share: the rows, and the places of this rank's."""
+    """Yield all rows in parts that are divided over ranks: the rows of a part, and the indices of this rank's rows."""
     world, rows, total = session.world, Permuted(sources, seed=0, shuffle=False), sum(map(len, sources))
     count = max(STEPS * session.cfg.data.rows_per_step, world.size)
     for start in range(0, total, count):
@@ -63,13 +63,13 @@ def write(
     facts: dict[str, Any],
     max_refused: float,
 ) -> None:
-    """Write numbers of all trained tokens of all rows. Collective.
+    """Write numbers for all trained tokens of all rows. Collective.
 
     pack: sequences of a rank -> batch. numbers: batch -> columns [T, ...]; collective. facts: further entries of the
-    manifest. max_refused: share of rows that may be refused; they are counted and named in the log.
+    manifest. max_refused: largest share of rows that may be refused. The log lists refused rows.
 
     Raises:
-        ValueError: more rows are refused, no sequence is left, or a file of another rank is not visible here.
+        ValueError: more rows are refused, no sequence is left, or a file of another rank is not visible on rank 0.
     """
     world, writer = session.world, _Writer(folder, session.world)
     rows, refused = 0, list[str]()
@@ -89,7 +89,7 @@ def write(
         session.note(f"{lost} of {total} rows were refused (logs/rank_*.log name them)")
     if unseen := [name for each in files for name in each if world.is_first and not (folder / name).is_file()]:
         raise ValueError(
-            f"{folder}: {unseen[0]} of another rank is not visible from rank 0; name a folder that all nodes share"
+            f"{folder}: {unseen[0]} of another rank is not visible from rank 0; use a folder that all nodes share"
         )
     if world.is_first:
         manifest = facts | {"files": {name: count for each in files for name, count in each.items()}}
@@ -100,7 +100,7 @@ def write(
 
 
 class _Writer:
-    """Writes the sequences of one data position to files; only the first of its ranks writes."""
+    """Writes the sequences of one data position to files. Only the first rank of a data position writes."""
 
     def __init__(self, folder: Path, world: World):
         self.folder, self.files = folder, dict[str, int]()
@@ -131,10 +131,10 @@ class _Writer:
 
 
 def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
-    """Return the manifest of a folder. flag: names the folder in messages.
+    """Return the manifest of a folder. flag: the setting of the folder, for messages.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: the folder has no manifest, or the manifest cannot be read.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -145,25 +145,27 @@ def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         files = found["files"]
         if not files or not all(isinstance(count, int) and "/" not in name for name, count in files.items()):
-            raise TypeError("its files are no names with numbers of sequences")
+            raise TypeError("files must have a number of sequences for each name")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f'{flag} {path} does not say "files": {{name: sequences}} ({why}): write it again') from None
+        raise ValueError(f'{flag} {path} has no valid "files": {{name: sequences}} ({why}): write it again') from None
     return found
 
 
 class Stored:
-    """Reads numbers of sequences from the files of a folder; while it opens, only tokens are in memory."""
+    """Reads numbers of sequences from the files of a folder."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], flag: str, needed: tuple[str, ...]):
-        """needed: names of columns that the files must have.
+        """Open the files and index their sequences. Numbers are not loaded into memory.
+
+        needed: names of columns that the files must have.
 
         Raises:
-            ValueError: a file that is missing, cut off or of another form; the message names it.
+            ValueError: a file is missing, incomplete or of another format; the message has its name.
         """
         self.files: list[Any] = []
         self.names: tuple[str, ...] = ()
-        """Columns of all files."""
+        """Names of the columns that all files have."""
         wrong = [name for name in manifest["files"] if not (folder / name).is_file()]
         if wrong:
             raise ValueError(
@@ -178,7 +180,7 @@ class Stored:
                 key_N, place_N4 = _places(file, columns, needed, count)
             except (SafetensorError, OSError, KeyError, ValueError) as error:
                 raise ValueError(
-                    f"{flag} {folder / name} is no complete file of numbers ({error}): copy it again, or write the "
+                    f"{flag} {folder / name} is not a complete file of numbers ({error}): copy it again, or write the "
                     "folder again"
                 ) from error
             place_N4[:, 0] = number
@@ -186,24 +188,24 @@ class Stored:
             self.files.append(file)
             if odd := [name for name in self.names if _row(file, name) != _row(self.files[0], name)]:
                 raise ValueError(
-                    f"{flag} {folder / name}: its {odd[0]} has rows of {_row(file, odd[0])}, that of the first file of "
-                    f"{_row(self.files[0], odd[0])}: write the folder again"
+                    f"{flag} {folder / name}: the rows of {odd[0]} are {_row(file, odd[0])}, but those of the first "
+                    f"file are {_row(self.files[0], odd[0])}: write the folder again"
                 )
             keys.append(key_N)
             places.append(place_N4)
         self.key_N, order_N = torch.cat(keys).sort(stable=True)
         self.place_N4 = torch.cat(places)[order_N]
-        """File, first token, first number, tokens of each sequence."""
+        """For each sequence: index of its file, first token and first number in the file, number of tokens."""
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a column in the first file, [M, ...]."""
         return list(self.files[0].get_slice(name).get_shape())
 
     def columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
-        """Return columns [L, ...] of a sequence, zeros outside the mask.
+        """Return columns [L, ...] of a sequence, zeros where the mask is False.
 
         Raises:
-            NoNumbersError: the files lack the sequence, or numbers of some of its masked tokens.
+            NoNumbersError: the files lack the sequence, or the numbers of some of its trained tokens.
         """
         key, problem = _key(tokens_L), "its tokens are in none of the files"
         first, last = (int(torch.searchsorted(self.key_N, key, right=right)) for right in (False, True))
@@ -211,18 +213,21 @@ class Stored:
             file = self.files[number]
             if length != len(tokens_L) or not torch.equal(_part(file, "tokens", start, length), tokens_L.int()):
                 continue
-            held_L = _part(file, "mask", start, length)
-            if lacking := int((mask_L & ~held_L).sum()):
+            has_L = _part(file, "mask", start, length)
+            if lacking := int((mask_L & ~has_L).sum()):
                 problem = f"{lacking} of its {int(mask_L.sum())} trained tokens have no numbers"
                 continue
-            return [_column(_part(file, name, first_M, int(held_L.sum())), held_L, mask_L) for name in names]
+            return [_column(_part(file, name, first_M, int(has_L.sum())), has_L, mask_L) for name in names]
         raise NoNumbersError(problem)
 
 
-def _column(numbers: torch.Tensor, held_L: torch.Tensor, mask_L: torch.Tensor) -> torch.Tensor:
-    """Return a column [L, ...] of numbers at the tokens of held_L, zeros outside mask_L."""
+def _column(numbers: torch.Tensor, has_L: torch.Tensor, mask_L: torch.Tensor) -> torch.Tensor:
+    """Return numbers as a column [L, ...], zeros where mask_L is False.
+
+    numbers: one for each token where has_L is True. mask_L: True only where has_L is.
+    """
     column = numbers.new_zeros(len(mask_L), *numbers.shape[1:])
-    column[mask_L] = numbers[mask_L[held_L]]
+    column[mask_L] = numbers[mask_L[has_L]]
     return column
 
 
@@ -232,19 +237,22 @@ def _row(file: Any, name: str) -> str:
 
 
 def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:
-    """Return the key of each sequence of a file, int64 [N], and the places of its tokens and numbers, [N, 4]."""
+    """Return the key of each sequence of a file, int64 [N], and the entries of `Stored.place_N4`, with 0 as the file.
+
+    names: all columns. count: number of sequences. ValueError: the file lacks a column, or its tensors do not fit.
+    """
     if missing := [name for name in (*PLACES, *needed) if name not in file.keys()]:  # noqa: SIM118
         raise ValueError(f"it has no tensor {missing[0]}")
     tokens_T, lengths_N, mask_T = (file.get_tensor(name) for name in PLACES)
     if tokens_T.dtype != torch.int32 or lengths_N.dtype != torch.int64 or mask_T.dtype != torch.bool:
-        raise ValueError("tokens are int32, lengths int64, mask bool")
+        raise ValueError("tokens must be int32, lengths int64, mask bool")
     if len(lengths_N) != count:
-        raise ValueError(f"it has {len(lengths_N)} sequences, and {MANIFEST} says {count}")
+        raise ValueError(f"it has {len(lengths_N)} sequences, but {count} in {MANIFEST}")
     if not len(tokens_T) == len(mask_T) == int(lengths_N.sum()) or bool((lengths_N < 1).any()):
-        raise ValueError(f"its lengths are of {int(lengths_N.sum())} tokens, and it has {len(tokens_T)}")
+        raise ValueError(f"its lengths add up to {int(lengths_N.sum())} tokens, but it has {len(tokens_T)}")
     for name in names:
         if (rows := file.get_slice(name).get_shape()[0]) != int(mask_T.sum()):
-            raise ValueError(f"{name} has {rows} rows for the {int(mask_T.sum())} tokens under its mask")
+            raise ValueError(f"{name} has {rows} rows, but the mask is True at {int(mask_T.sum())} tokens")
     start_N = lengths_N.cumsum(0) - lengths_N
     before_T = torch.cat([torch.zeros(1, dtype=torch.int64), mask_T.cumsum(0)])
     keys = [_key(each) for each in tokens_T.split(lengths_N.tolist())]
@@ -258,7 +266,7 @@ def _key(tokens_L: torch.Tensor) -> int:
 
 
 def _part(file: Any, name: str, start: int, count: int) -> torch.Tensor:
-    # No slice of a file is empty.
+    # safetensors does not return empty slices.
     return file.get_slice(name)[start : start + count] if count else file.get_slice(name)[0:1][:0]
 
 

@@ -1,6 +1,6 @@
-"""Reads a teacher's likeliest tokens from files, in the place of the teacher.
+"""Reads a teacher's most likely tokens from files, instead of running the teacher.
 
-T tokens of a batch, L of a sequence, M of them trained; K likeliest tokens.
+T tokens of a batch, L of a sequence, M of them trained; K most likely tokens at each position.
 """
 
 import math
@@ -26,17 +26,17 @@ from spmdrl.supervised.teacher import NEEDED, identity, weights_digest
 from spmdrl_kernels.divergence import LEAST_REST, log_of_rest
 
 SUM = 1e-2
-"""Largest log of a sum of K probabilities, with room for the rounding of bfloat16."""
+"""Largest log of a sum of K probabilities. It is above 0 because of the rounding of bfloat16."""
 
 
 class StoredTeacher:
-    """Gives the numbers of the teacher that wrote `--teacher.read`; a `Precomputed` that checks the rows."""
+    """The teacher's numbers in the files of `--teacher.read`. Implements `Precomputed`, to check the rows."""
 
     def __init__(self, session: Session[SFTConfig], begun: Start):
         """Open the files.
 
         Raises:
-            ValueError: they are damaged, or were written by another teacher or for another tokenizer.
+            ValueError: the files are damaged, or were written by another teacher or for another tokenizer.
         """
         cfg, self.session, self.begun = session.cfg, session, begun
         self.folder = Path(cfg.teacher.read).expanduser()
@@ -57,31 +57,31 @@ class StoredTeacher:
             raise ValueError(f"{self.name}: ids and logp must both be [tokens, K], not of shape {shape}")
         if chosen.top_k > shape[1]:
             raise ValueError(
-                f"--teacher.top-k {chosen.top_k}: {self.folder} has the {shape[1]} likeliest tokens of each place; "
-                f"take {shape[1]} or fewer, or write it again with more"
+                f"--teacher.top-k {chosen.top_k}: {self.folder} has the {shape[1]} most likely tokens of each "
+                f"position; use {shape[1]} or fewer, or write the folder again with more"
             )
         if (temperature := found.get("temperature", 1.0)) != chosen.temperature:
             raise ValueError(
                 f"--teacher.temperature {chosen.temperature:g}: {self.folder} was written at {temperature:g}; "
-                "take that, or write it again"
+                "use that temperature, or write the folder again"
             )
         tokenizer = identity(cfg, self.begun)["tokenizer"]
         if found.get("tokenizer", tokenizer) != tokenizer:
             raise ValueError(
                 f"{self.name}: it was written for another tokenizer than that of --model.path {cfg.model.path}, so "
-                "that its token numbers mean other tokens; write it with this --model.path"
+                "its token ids mean other tokens; write it with this --model.path"
             )
         if chosen.path and found.get("weights") != weights_digest(resolve(chosen.path, cfg.model.trust_remote_code)):
             raise ValueError(
                 f"--teacher.path {chosen.path}: {self.folder} was written by another teacher "
-                f"({found.get('teacher', 'it does not say which')}); leave --teacher.path out, or write it again"
+                f"({found.get('teacher', 'of unknown name')}); leave --teacher.path out, or write the folder again"
             )
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
         """Check that all rows have numbers, unless the files were written for exactly these rows. Collective.
 
         Raises:
-            ValueError: some have none.
+            ValueError: some rows have no numbers.
         """
         here = identity(self.session.cfg, self.begun)
         if all(self.manifest.get(name) == value for name, value in here.items()):
@@ -120,13 +120,13 @@ class StoredTeacher:
         return "Write it for these rows, or name the rows that it was written for"
 
     def attach(self, key: Key, sequences: list[Any]) -> None:
-        """Do nothing: `read` finds the numbers of a batch."""
+        """Do nothing, because `read` looks up the numbers of a batch."""
 
     def read(self, batch: Batch, temperature: float, reader: TargetReader) -> tuple[torch.Tensor, ...]:
-        """Return the columns of a batch, in the form of `read` of a policy.
+        """Return the columns of a batch, like `read` of a policy.
 
         Raises:
-            ValueError: a sequence has no numbers, or impossible ones.
+            ValueError: a sequence has no numbers, or numbers that are not log-probabilities.
         """
         assert temperature == self.session.cfg.teacher.temperature and reader == self.reader
         tick()
@@ -136,15 +136,18 @@ class StoredTeacher:
             columns += [self._columns(tokens_L, mask_L) for tokens_L, mask_L in rows]
         except NoNumbersError as error:
             raise ValueError(
-                f"{self.name}: a row of --data.train has changed since it was written, or is cut or tokenized "
-                f"otherwise here ({error}); write it again"
+                f"{self.name}: a row of --data.train has changed since the folder was written, or is now truncated or "
+                f"tokenized differently ({error}); write the folder again"
             ) from error
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}; write it again") from error
         return tuple(torch.cat(each) for each in zip(*columns, strict=True))
 
     def _columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return ids [L, K], logp [L, K] and log of the others' sum [L] of a sequence, zeros outside the mask."""
+        """Return ids [L, K], logp [L, K] and the log of the sum of all other probabilities [L] of a sequence.
+
+        They are 0 where the mask is False.
+        """
         names = (*NEEDED, "rest") if "rest" in self.stored.names else NEEDED
         ids_LK, logp_LK, *rest = self.stored.columns(tokens_L, mask_L, names)
         none = self.reader.empty
@@ -158,13 +161,13 @@ class StoredTeacher:
         if rest_M is None:
             rest_M = log_of_rest(logp_MK[:, :k])
         else:
-            # K tokens with all of the probability leave 0, whose log no divergence takes.
+            # If K tokens have all of the probability, 0 is left for the others. The divergences need a finite log.
             rest_M = rest_M.clamp(min=math.log(-math.expm1(LEAST_REST)))
             rest_M = torch.logsumexp(torch.cat([logp_MK[:, k:], rest_M[:, None]], 1), 1)
         out = []
-        for held_M, like in zip((ids_MK[:, :k], logp_MK[:, :k], rest_M), none, strict=True):
+        for value_M, like in zip((ids_MK[:, :k], logp_MK[:, :k], rest_M), none, strict=True):
             column = like.new_zeros(len(tokens_L), *like.shape[1:])
-            column[mask_L] = held_M
+            column[mask_L] = value_M
             out.append(column)
         return tuple(out)
 
@@ -174,12 +177,12 @@ class StoredTeacher:
         vocab, ordered_MK = self.reader.vocab, ids_MK.sort(1).values
         problem = ""
         if int(ordered_MK.min()) < 0 or int(ordered_MK.max()) >= vocab:
-            problem = f"ids go from {int(ids_MK.min())} to {int(ids_MK.max())}, and both models share {vocab} tokens"
+            problem = f"ids go from {int(ids_MK.min())} to {int(ids_MK.max())}, but both models share {vocab} tokens"
         elif bool((ordered_MK[:, 1:] == ordered_MK[:, :-1]).any()):
-            problem = "ids hold a token twice at one place"
+            problem = "ids has a token twice at the same position"
         elif not bool(logp_MK.isfinite().all()) or float(logp_MK.logsumexp(1).max()) > SUM:
-            problem = "logp are no natural logarithms of probabilities that sum to 1 at most"
+            problem = "logp are not natural logarithms of probabilities that sum to at most 1"
         elif rest_M is not None and not float(torch.logaddexp(logp_MK.logsumexp(1), rest_M).max()) <= SUM:
-            problem = "rest holds no log of the probability that is left: with logp it sums to more than 1"
+            problem = "rest is not the log of the remaining probability: together with logp it sums to more than 1"
         if problem:
             raise ValueError(problem)

@@ -1,4 +1,4 @@
-"""Writes a teacher's likeliest tokens of given rows into files, from which a student learns without the teacher."""
+"""Writes a teacher's most likely tokens for given rows into files, from which a student learns without the teacher."""
 
 import hashlib
 import json
@@ -29,34 +29,35 @@ NEEDED = ("ids", "logp")
 NOT_OF_ROWS = (
     *("data.rows_per_step", "data.epochs", "data.shuffle", "data.eval", "data.max_refused", "data.chat_template"),
 )
-"""Settings of `--data` that do not change the tokens of a row, and the template, whose text is compared."""
+"""Settings of `--data` that are not compared: they do not change the tokens of a row. The text of the chat template is
+compared instead of its setting."""
 PART = 2**12
-"""Number of bytes that are hashed at the beginning and in the middle of each tensor."""
+"""Number of bytes that are hashed at the beginning and in the middle of each tensor, each."""
 
 
 @dataclass
 class Written:
-    """A job without steps, which is over once it is built."""
+    """A job without steps, which is complete when it is built."""
 
     def steps(self) -> tuple[()]:
-        """Return no step."""
+        """Return no steps."""
         return ()
 
     def finish(self) -> None:
-        """Implements `finish` of a job."""
+        """Do nothing, because there is nothing to save."""
 
     def leave(self, left: PreemptedError) -> None:
-        """Implements `leave` of a job."""
+        """Do nothing, because there is nothing to save."""
 
     def close(self) -> None:
-        """Implements `close` of a job."""
+        """Do nothing, because there is nothing to close."""
 
 
 def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
-    """Write the teacher's likeliest tokens of the rows into `--teacher.write`, unless they are there. Collective.
+    """Write the teacher's most likely tokens into `--teacher.write`, unless they are already there. Collective.
 
     Raises:
-        ValueError: the teacher does not read the student's tokens, or the folder holds something else.
+        ValueError: the tokenizers of teacher and student differ, or the folder was written for other rows or settings.
     """
     cfg, world, path = session.cfg, session.world, session.cfg.teacher.path
     folder, trust = Path(cfg.teacher.write).expanduser(), cfg.model.trust_remote_code
@@ -69,7 +70,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
         found = read_manifest(folder, "--teacher.write")
         if odd := [name for name, value in facts.items() if found.get(name) != value]:
             raise ValueError(
-                f"--teacher.write {folder}: it was written otherwise ({', '.join(odd)}): name another "
+                f"--teacher.write {folder}: it was written with other values of {', '.join(odd)}: use another "
                 "folder, or delete it"
             )
         session.note(f"{folder} is written already")
@@ -90,13 +91,13 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
         manifest = read_manifest(folder, "--teacher.write")
         Stored(folder, manifest, "--teacher.write", NEEDED)
         count = sum(manifest["files"].values())
-        session.note(f"{folder} holds the teacher's {reader.top_k} likeliest tokens of {count} sequences")
+        session.note(f"{folder} holds the teacher's {reader.top_k} most likely tokens for {count} sequences")
     wait(world)
     return Written()
 
 
 def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
-    """Return the facts on which the tokens of the rows depend; JSON-able."""
+    """Return hashes and settings on which the tokens of the rows depend, as JSON values."""
     template = template_text(cfg.data.chat_template) or getattr(begun.tokenizer, "chat_template", None)
     values = {name: value for name, value in flat(to_dict(cfg)).items() if name.startswith("data.")}
     values = {flag(name): value for name, value in values.items() if name not in NOT_OF_ROWS}
@@ -106,7 +107,7 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
         values[f"the date in the chat template ({flag('data.template_kwargs')} {DATE})"] = day
     return {
         "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),
-        # Rules that turn text into tokens, and the length at which rows are cut.
+        # The rules that turn text into tokens, and the length at which rows are truncated.
         "reading": _hash([_rules(begun.tokenizer), begun.tokenizer.eos_token_id, begun.longest]),
         "sources": digest(cfg),
         "settings": json.loads(json.dumps(values)),
@@ -114,7 +115,7 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
 
 
 def _rules(tokenizer: Any) -> str:
-    """Return the rules of a fast tokenizer as text; of another one its class."""
+    """Return the rules of a fast tokenizer as text; for another tokenizer, the name of its class."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
     return rules.to_str() if rules is not None else type(tokenizer).__name__
 
@@ -135,7 +136,7 @@ def weights_digest(folder: Path) -> str:
             try:
                 data = 8 + int.from_bytes(file.read(8), "little")
                 if data > path.stat().st_size:
-                    raise ValueError("its header ends behind its end")
+                    raise ValueError("its header is longer than the file")
                 tensors = json.loads(file.read(data - 8))
                 tensors.pop("__metadata__", None)
                 for name, tensor in sorted(tensors.items()):
@@ -145,5 +146,5 @@ def weights_digest(folder: Path) -> str:
                         file.seek(data + place)
                         found.update(file.read(min(PART, end - place)))
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                raise ValueError(f"{path} is no file of safetensors ({type(error).__name__}: {error})") from error
+                raise ValueError(f"{path} is not a safetensors file ({type(error).__name__}: {error})") from error
     return found.hexdigest()[:16]

@@ -237,7 +237,7 @@ def test_models_of_another_class_and_rows_of_another_form_are_refused(made, save
         ({"data": {"train": (mixed,)}}, r"(?s)1 of 8 rows were refused.*mixed\.jsonl:8: it holds a pair \(chosen, rej"),
         (
             {"data": {"train": (mixed,)}, "reward_model": {"rows": "pairs"}},
-            r"(?s)7 of 8 rows were refused.*mixed\.jsonl:\d: it holds labelled steps .*take --reward-model.rows steps",
+            r"(?s)7 of 8 rows were refused.*mixed\.jsonl:\d: it holds labelled steps .*with --reward-model.rows steps",
         ),
     ):
         with pytest.raises(RankError, match=words):

@@ -149,7 +149,7 @@ def test_written_numbers_are_those_of_transformers_and_are_written_once(made, tm
     before = (Path(files) / "manifest.json").stat().st_mtime_ns
     run_ranks(written, 1, str(tmp_path / "again"), data, {"teacher": told})
     assert (Path(files) / "manifest.json").stat().st_mtime_ns == before
-    with pytest.raises(RankError, match=r"it was written otherwise \(top_k\): name another folder, or delete"):
+    with pytest.raises(RankError, match=r"it was written with other values of top_k: use another folder, or delete"):
         run_ranks(written, 1, str(tmp_path / "other"), data, {"teacher": told | {"top_k": 4}})
 
 
@@ -167,7 +167,7 @@ def test_a_writing_that_was_cut_off_begins_again_and_a_row_that_changes_later_is
     run_ranks(trained, 1, str(tmp_path / "same"), str(source), more)
     source.write_text(source.read_text().replace("reverse abc", "reverse abd"))
     more["run"]["dir"] = str(tmp_path / "other")
-    with pytest.raises(RankError, match="a row of --data.train has changed since it was written"):
+    with pytest.raises(RankError, match="a row of --data.train has changed since the folder was written"):
         run_ranks(trained, 1, str(tmp_path / "other"), str(source), more)
 
 
@@ -227,7 +227,7 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
     (Path(bare["read"]) / "manifest.json").write_text(json.dumps({"files": {"../0_0.safetensors": 24}}))
     cases: list[tuple[dict, str]] = [
         ({"teacher": told | {"top_k": 9}}, "--teacher.top-k 9: "),
-        ({"teacher": told | {"temperature": 1.0}}, "was written at 2; take that, or write it again"),
+        ({"teacher": told | {"temperature": 1.0}}, "was written at 2; use that temperature, or write"),
         ({"teacher": told | {"path": "tiny"}}, "--teacher.path tiny: "),
         (
             {"teacher": told, "model": {"path": other_tokenizer(tmp_path / "swapped"), "dtype": "float64"}},
@@ -245,29 +245,29 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
         ({"teacher": copy("gone", lambda path, _: path.unlink())}, "1 of 2 files are missing (0_0.safetensors)"),
         (
             {"teacher": copy("cut", lambda path, _: path.write_bytes(path.read_bytes()[:-9]) and None)},
-            "0_0.safetensors is no complete file of numbers",
+            "0_0.safetensors is not a complete file of numbers",
         ),
         (
             {"teacher": copy("short", lambda path, x: x | {"logp": x["logp"][:-1].clone()})},
-            "rows for the ",
+            "rows, but the mask is True at ",
         ),
         (
             {"teacher": copy("odd", lambda path, x: x | {name: x[name][:, :4].clone() for name in ("ids", "logp")})},
-            "its ids has rows of ",
+            "the rows of ids are ",
         ),
         (
             {"teacher": reread("twice", lambda path, x: x | {"ids": torch.zeros_like(x["ids"])})},
-            "ids hold a token twice",
+            "ids has a token twice",
         ),
-        ({"teacher": reread("far", lambda path, x: x | {"ids": x["ids"] + 40})}, "and both models share 47 tokens"),
+        ({"teacher": reread("far", lambda path, x: x | {"ids": x["ids"] + 40})}, "but both models share 47 tokens"),
         (
             {"teacher": reread("high", lambda path, x: x | {"logp": x["logp"] + 3})},
-            "probabilities that sum to 1 at most",
+            "probabilities that sum to at most 1",
         ),
-        ({"teacher": reread("nan", lambda path, x: x | {"rest": x["rest"] * torch.nan})}, "rest holds no log of the"),
-        ({"teacher": reread("double", lambda path, x: x | {"rest": x["rest"] * 0})}, "rest holds no log of the"),
+        ({"teacher": reread("nan", lambda path, x: x | {"rest": x["rest"] * torch.nan})}, "rest is not the log of the"),
+        ({"teacher": reread("double", lambda path, x: x | {"rest": x["rest"] * 0})}, "rest is not the log of the"),
         ({"teacher": hot}, "its manifest.json has temperature '2'; write a number"),
-        ({"teacher": bare}, 'does not say "files": {name: sequences}'),
+        ({"teacher": bare}, 'has no valid "files": {name: sequences}'),
         (
             {"teacher": reread("less", lambda path, x: without_first(x))},
             "1 of the 48 rows of --data.train that can be used have no numbers",
@@ -325,7 +325,7 @@ def test_a_digest_of_weights_sees_each_tensor(tmp_path):
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     assert weights_digest(folder) == first
     (folder / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match="model.safetensors is no file of safetensors"):
+    with pytest.raises(ValueError, match="model.safetensors is not a safetensors file"):
         weights_digest(folder)
 
 

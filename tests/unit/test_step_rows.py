@@ -121,7 +121,7 @@ def test_the_task_that_ships_here_marks_the_first_wrong_step_and_those_after_it(
 
 def test_rows_of_steps_are_refused_where_pairs_are_learnt():
     encode = ScoredEncoder(RewardModelConfig(), TOKENIZER, 2048)
-    with pytest.raises(RowError, match=r"labelled steps \(completions, labels\).*take --reward-model.rows steps"):
+    with pytest.raises(RowError, match=r"labelled steps \(completions, labels\).*with --reward-model.rows steps"):
         encode(ROW)
     assert len(encode(ROW | {"chosen": "one", "rejected": "two"}).sequences) == 2
 
@@ -144,7 +144,7 @@ def test_scores_that_have_names_keep_them(there, outputs, refused):
 
 def test_the_last_step_alone():
     assert [label for _, label in told(encoder(last_step=True), ROW)] == [0.25]
-    with pytest.raises(RowError, match=r"its last step has no label, and --reward-model.last-step trains no other"):
+    with pytest.raises(RowError, match="its last step has no label, and --reward-model.last-step trains only"):
         encoder(last_step=True)(ROW | {"labels": [1, 1, None]})
 
 
@@ -284,7 +284,7 @@ def words(*known: str):
 
 def test_two_steps_that_end_in_one_token_are_refused():
     row = {"prompt": "p ", "completions": ["x", "y", "z"], "labels": [1, 0, 1]}
-    with pytest.raises(RowError, match=r"its steps 1 and 2 end in one token.*--reward-model.separator"):
+    with pytest.raises(RowError, match=r"its steps 1 and 2 end in the same token.*--reward-model.separator"):
         encoder(tokenizer=words("p", "x>y>", "z", "x>y>z"), separator=">")(row)
 
 
