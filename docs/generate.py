@@ -75,9 +75,9 @@ def rewards() -> str:
     rows: dict[str, str] = {}
     for name, row in REWARDS.items():
         documented = getattr(import_module(f"spmdrl.rewards.{row.module}"), row.documented or name)
-        says = paragraphs(documented)[0]
-        rows[says] = f"{rows[says]}, `{name}`" if says in rows else f"`{name}`"
-    return table(["reward", "score and parts"], *([found, linked(says, set())] for says, found in rows.items()))
+        text = paragraphs(documented)[0]
+        rows[text] = f"{rows[text]}, `{name}`" if text in rows else f"`{name}`"
+    return table(["reward", "score and parts"], *([found, linked(text, set())] for text, found in rows.items()))
 
 
 def loop() -> str:
@@ -93,8 +93,8 @@ def environments() -> str:
     for name, place in BUILTIN.items():
         module, _, attribute = place.partition(":")
         kind = getattr(import_module(module), attribute)
-        says = " ".join(inspect.cleandoc(kind.__doc__).split())
-        rows.append([f"`builtin:{name}`", linked(says, set()), arguments(kind)])
+        text = " ".join(inspect.cleandoc(kind.__doc__).split())
+        rows.append([f"`builtin:{name}`", linked(text, set()), arguments(kind)])
     return table(["value", "environment", "settings"], *rows)
 
 
@@ -106,9 +106,9 @@ def arguments(kind: type) -> str:
     )
     found = []
     for name, parameter in inspect.signature(kind).parameters.items():
-        says = " ".join(described.get(name, "").split()).rstrip(".")
+        text = " ".join(described.get(name, "").split()).rstrip(".")
         empty = parameter.default in (None, "", (), False)
-        found.append(f"`{name}`{'' if empty else f' ({parameter.default})'}" + (f": {says}" if says else ""))
+        found.append(f"`{name}`{'' if empty else f' ({parameter.default})'}" + (f": {text}" if text else ""))
     return "; ".join(found)
 
 

@@ -42,9 +42,9 @@ def declarations(schema: type, name: str) -> tuple[str, str, str, str]:
     """
     config, hint, declares = schema(), leaves(schema)[name], declared(schema)[name]
     value = get(config, name)
-    says = re.sub("^must (be|lie) ", "", declares.rule.says) if declares.rule else ""
+    rule = re.sub("^must (be|lie) ", "", declares.rule.says) if declares.rule else ""
     default = "" if value in ("", ()) else f"`{shown(value)}`".replace("|", "\\|")
-    return default, ", ".join(filter(None, [kind(hint), says])), conditions(config, name), "free" * bool(declares.free)
+    return default, ", ".join(filter(None, [kind(hint), rule])), conditions(config, name), "free" * bool(declares.free)
 
 
 def kind(hint: Any) -> str:

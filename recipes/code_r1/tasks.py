@@ -48,14 +48,14 @@ ARGUMENTS = {"number": INTEGERS, "text": TEXTS, "list": LISTS}
 
 def tasks() -> Iterator[dict[str, str]]:
     """Yield all tasks as rows of HumanEval."""
-    for place, (asks, (kind, name, returns)) in enumerate(KINDS.items()):
+    for place, (result, (kind, name, returns)) in enumerate(KINDS.items()):
         for n in NUMBERS:
             solution = returns.format(n=n)
             wanted = [(each, eval(solution, {name: each})) for each in ARGUMENTS[kind]]
             checks = "".join(f"    assert candidate({each!r}) == {value!r}\n" for each, value in wanted)
             yield {
                 "task_id": f"easy/{place}/{n}",
-                "prompt": f'def solve({name}):\n    """Return {asks.format(n=n)}."""\n    return',
+                "prompt": f'def solve({name}):\n    """Return {result.format(n=n)}."""\n    return',
                 "entry_point": "solve",
                 "canonical_solution": f" {solution}\n",
                 "test": f"def check(candidate):\n{checks}",

@@ -280,12 +280,12 @@ def summary(samples: list[Sample], updates: list[tuple[float, int, float]]) -> d
     """Return the numbers of a step, over all ranks. Collective."""
     losses, clipped, norms = map(sum, zip(*updates, strict=True))
     # log p of policy and sampler should differ only by rounding.
-    apart = sum(float((sample.old_logp.cpu() - torch.tensor(sample.logp)).abs().sum()) for sample in samples)
+    distance = sum(float((sample.old_logp.cpu() - torch.tensor(sample.logp)).abs().sum()) for sample in samples)
     tokens, rewards = sum(len(sample.tokens) for sample in samples), sum(sample.reward for sample in samples)
-    count, tokens, rewards, loss, clipped, apart = total(len(samples), tokens, rewards, losses, clipped, apart)
+    count, tokens, rewards, loss, clipped, distance = total(len(samples), tokens, rewards, losses, clipped, distance)
     found = {"reward/mean": rewards / count, "loss": loss / len(updates), "grad_norm": norms / len(updates)}
     found |= {"clip_fraction": clipped / tokens, "response_length/mean": tokens / count}
-    return found | {"logp_diff/mean": apart / tokens}
+    return found | {"logp_diff/mean": distance / tokens}
 
 
 def train(cfg, device: torch.device) -> None:

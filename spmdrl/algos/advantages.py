@@ -171,7 +171,9 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
     Group of one: a part becomes `part / (1 + eps)` before the whitening. A part that is equal in a group adds 0 there.
     """
     if SCORE in x.parts:
-        raise ValueError(f"a part of the reward is named {SCORE!r}, which stands for the total reward: rename the part")
+        raise ValueError(
+            f"a part of the reward is named {SCORE!r}, which is the name of the total reward: rename the part"
+        )
     sampled_B, weight = x.lengths > 0, _weights(weights, list(x.parts))
     parts = {name: torch.where(sampled_B, part, 0.0) for name, part in x.parts.items() if weight.get(name)}
     for name, part_B in parts.items():

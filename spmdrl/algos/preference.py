@@ -131,8 +131,8 @@ def apo_zero(x: Pairs, *, beta: float) -> torch.Tensor:
 
 def apo_down(x: Pairs, *, beta: float) -> torch.Tensor:
     """APO-down (https://arxiv.org/abs/2408.06266, eq. 8): chosen responses are worse than the model's own."""
-    apart = beta * (x.ratio_chosen - x.ratio_rejected)
-    return (beta * x.ratio_chosen).sigmoid() + 1 - apart.sigmoid()
+    margin = beta * (x.ratio_chosen - x.ratio_rejected)
+    return (beta * x.ratio_chosen).sigmoid() + 1 - margin.sigmoid()
 
 
 def discopop(x: Pairs, *, beta: float, divergence: str, alpha: float, tau: float) -> torch.Tensor:
@@ -189,8 +189,8 @@ def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, to
     margin, ref_margin = logp_P2[:, 0] - logp_P2[:, 1], ref_P2[:, 0] - ref_P2[:, 1]
     chosen, rejected = (logp_P2 - ref_P2).unbind(1)
     at = _at_rank_of(margin, ref_margin)
-    apart = torch.stack([_at_rank_of(chosen, rejected), _at_rank_of(rejected, chosen)], 1)
-    return {"aot": torch.stack([at, at], 1), "aot_unpaired": apart}
+    unpaired = torch.stack([_at_rank_of(chosen, rejected), _at_rank_of(rejected, chosen)], 1)
+    return {"aot": torch.stack([at, at], 1), "aot_unpaired": unpaired}
 
 
 def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,9 @@ WHOLE = 2**53
 """fp64 represents integers exactly up to here."""
 
 
-def _given(shape: str, dtype: str = "floats", says: str = "", **more: Any) -> Any:
-    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. says: text for errors."""
-    return field(**more, metadata={"shape": shape, "dtype": dtype, "says": says})
+def _given(shape: str, dtype: str = "floats", about: str = "", **more: Any) -> Any:
+    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. about: for errors."""
+    return field(**more, metadata={"shape": shape, "dtype": dtype, "about": about})
 
 
 def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,20 +53,20 @@ class Samples:
     the paths ended."""
     group: torch.Tensor = _given("B", "integers")
     """The prompt of each sequence, any numbering."""
-    values: torch.Tensor | None = _given("T", says="the critic's value before each token", default=None)
-    baseline: torch.Tensor | None = _given("B", says="the reward of the greedy response to each prompt", default=None)
+    values: torch.Tensor | None = _given("T", about="the critic's value before each token", default=None)
+    baseline: torch.Tensor | None = _given("B", about="the reward of the greedy response to each prompt", default=None)
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     """name -> [B]: parts of the reward of each sequence, in addition to the total. Every rank has the same names in the
     same order. nan if the sequence lacks the part."""
-    logp: torch.Tensor | None = _given("T", says="log p of each sampled token", default=None)
+    logp: torch.Tensor | None = _given("T", about="log p of each sampled token", default=None)
     """log p when the step began."""
     collision: torch.Tensor | None = _given(
-        "T", says="the sum over the vocabulary of p squared at each sampled token", default=None
+        "T", about="the sum over the vocabulary of p squared at each sampled token", default=None
     )
-    process: torch.Tensor | None = _given("T", says="the process reward of each token", default=None)
+    process: torch.Tensor | None = _given("T", about="the process reward of each token", default=None)
     """An implicit reward of each token; or the score of a step at the token where the step ends, 0 at other tokens."""
     ends: torch.Tensor | None = _given(
-        "T", says="a mark, 1 instead of 0, at the tokens where a step ends", default=None
+        "T", about="a mark, 1 instead of 0, at the tokens where a step ends", default=None
     )
     """1 at the tokens where a step ends that `process` scores."""
     turn: torch.Tensor | None = _given("T", "integers", default=None)
@@ -108,7 +108,7 @@ class Samples:
         """Return the input `name` in fp64. ValueError: the input is missing, or is not finite for some sequence."""
         value, declared = getattr(self, name), INPUTS[name]
         if value is None:
-            raise ValueError(f"this estimator needs `{name}`: {declared['says']}")
+            raise ValueError(f"this estimator needs `{name}`: {declared['about']}")
         return finite(self, name, value, per_token=declared["shape"] == "T")
 
     def everyone(self, *columns_n: torch.Tensor, seq_n: torch.Tensor | None = None) -> list[torch.Tensor]:

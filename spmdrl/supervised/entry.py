@@ -67,13 +67,13 @@ def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
     given = replace(cfg, data=replace(cfg.data, chat_template="chatml"))
     rendered, as_chat = begin(given).encode, begin(replace(cfg, data=replace(cfg.data, chat="on"))).encode
     drawn = mixture.draw(min(ROWS, mixture.rows or ROWS))
-    wants = next((each for each in drawn if not _takes(begun.encode, each) and _takes(rendered, each)), None)
-    if wants is None:
+    row = next((each for each in drawn if not _takes(begun.encode, each) and _takes(rendered, each)), None)
+    if row is None:
         return cfg
     # Without a template, --data.chat on refuses exactly the rows that a template would render.
     if pair := next((each for each in drawn if _takes(begun.encode, each) and not _takes(as_chat, each)), None):
         raise ValueError(
-            f"{wants.where} needs a chat template, which the tokenizer lacks, and {pair.where} is a plain pair, which "
+            f"{row.where} needs a chat template, which the tokenizer lacks, and {pair.where} is a plain pair, which "
             "a template would render as a dialogue: choose one for all rows with --data.chat-template (for example "
             "chatml), or leave one kind of rows out (--data.train)"
         )

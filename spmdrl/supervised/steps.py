@@ -59,7 +59,7 @@ class StepEncoder:
                 if self.chosen.last_step
                 else f"none of its {len(found.labels)} steps has a label"
             )
-            raise RowError(f"{which}, so there is nothing to learn from it: label one, or leave the row out")
+            raise RowError(f"{which}, so there is nothing to learn from it: label a step, or leave the row out")
 
     def _label(self, sequence: Masked, found: LabelledSteps) -> None:
         """Set the mask of a sequence to the last tokens of its steps, and add their labels.

@@ -99,7 +99,9 @@ class StoredTeacher:
                     lacking += 1
                     lines.append(f"{drawn[place].where}: {error}")
                 except ValueError as error:
-                    raise ValueError(f"{self.name}: of {drawn[place].where} {error}; write it again") from error
+                    raise ValueError(
+                        f"{self.name}: numbers of {drawn[place].where}: {error}; write the folder again"
+                    ) from error
         counts = all_reduce(torch.tensor([lacking, total]), "sum", self.session.world.host_group).tolist()
         if not counts[0]:
             return
@@ -116,8 +118,8 @@ class StoredTeacher:
                 both = f"{fields.shown(there[name])}, here {fields.shown(value)}"
                 other.append(f"{name}: {'another text' if name == fields.flag('data.chat_template') else both}")
         if other:
-            return f"It was written with {'; '.join(other)}: take the same, or write it again for these rows"
-        return "Write it for these rows, or name the rows that it was written for"
+            return f"It was written with {'; '.join(other)}: use the same, or write the folder again for these rows"
+        return "Write the folder for these rows, or train on the rows that it was written for"
 
     def attach(self, key: Key, sequences: list[Any]) -> None:
         """Do nothing, because `read` looks up the numbers of a batch."""
@@ -140,7 +142,7 @@ class StoredTeacher:
                 f"tokenized differently ({error}); write the folder again"
             ) from error
         except ValueError as error:
-            raise ValueError(f"{self.name}: {error}; write it again") from error
+            raise ValueError(f"{self.name}: {error}; write the folder again") from error
         return tuple(torch.cat(each) for each in zip(*columns, strict=True))
 
     def _columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[torch.Tensor, ...]:

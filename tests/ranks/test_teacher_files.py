@@ -235,7 +235,7 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
         ),
         (
             {"teacher": told, "data": source | {"train": (data,), "max_tokens": 90}},
-            "It was written with --data.max-tokens: 512, here 90: take the same",
+            "It was written with --data.max-tokens: 512, here 90: use the same",
         ),
         (
             {"teacher": told, "data": source | {"train": (str(tmp_path / "more.jsonl"),)}},
