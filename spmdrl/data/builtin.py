@@ -11,7 +11,7 @@ ADDITION_TRAIN = 4000
 
 
 def reverse(held_out: bool) -> list[dict]:
-    """Return rows for reversing five letters: prompt `abcde=`, answer `edcba`. 512 are held out, 4,096 are others."""
+    """Return 512 held-out or 4,096 other rows for reversing five letters: prompt `abcde=`, answer `edcba`."""
     codes = random.Random("spmdrl reverse").sample(range(len(LETTERS) ** 5), REVERSE_EVAL + REVERSE_TRAIN)
     texts = ["".join(LETTERS[code // len(LETTERS) ** i % len(LETTERS)] for i in range(5)) for code in codes]
     side = texts[:REVERSE_EVAL] if held_out else texts[REVERSE_EVAL:]
@@ -70,7 +70,7 @@ def addition(digits: int, held_out: bool) -> list[dict]:
 
 
 def episodes(held_out: bool) -> list[dict]:
-    """Return rows without a prompt, for environments that need only a seed: 512 are held out, 4,096 are others."""
+    """Return 512 held-out or 4,096 other rows without a prompt, for environments that need only a seed."""
     return [{"prompt": "", "answer": ""} for _ in range(REVERSE_EVAL if held_out else REVERSE_TRAIN)]
 
 

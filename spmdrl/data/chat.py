@@ -99,7 +99,7 @@ def encode(
 ) -> tuple[list[int], str]:
     """Return the tokens of a prompt, and the text that they encode.
 
-    prompt: text, or messages `{"role": ..., "content": ...}`, of which the last is to be answered. system: message that
+    prompt: text, or messages `{"role": ..., "content": ...}`, the last of which is to be answered. system: message that
     is put first, unless it is empty. prefill: beginning of the reply, appended as text. chat: `on`, `off` or `auto` (on
     if there is a template). chat_template: a jinja text (`template_text`) that replaces the tokenizer's template.
     tools: JSON schemas that the template shows. more: variables of the template.

@@ -25,7 +25,7 @@ QUESTION = {"role": "user", "content": "Xk" + PROBE}
 ANSWER = {"role": "assistant", "content": STANDINS[0]}
 CALL = {"role": "assistant", "content": "", "tool_calls": [tool_call("tool", {"a": "b"})]}
 TOOL_ANSWER = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": PROBE}
-"""Messages with which a template is examined before any conversation."""
+"""Messages with which a template is checked before any conversation."""
 
 
 @dataclass

@@ -56,7 +56,7 @@ class Drawn:
     where: str
     """Place of the row in its source, for messages."""
     read: Callable[[], dict]
-    """Returns the row; raises ValueError if it cannot be read."""
+    """Function that returns the row; raises ValueError if it cannot be read."""
     key: Key | None = None
     """None for a row of a stream."""
 
@@ -175,7 +175,7 @@ class Mixture:
         return longest
 
     def draw(self, count: int) -> list[Drawn]:
-        """Return the next rows."""
+        """Return the next `count` rows."""
         return [self.parts[self._next()].draw() for _ in range(count)]
 
     def _next(self) -> int:

@@ -123,7 +123,7 @@ def _whole(given: list) -> bool:
 
 
 def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, system: str) -> dict[int, Example]:
-    """Return two sides that both begin with their prompt, the messages that they have in common. It is not trained."""
+    """Return both sides as dialogues. The messages that they have in common are the prompt, which is not trained."""
     chosen, rejected = (messages_of(side) for side in given)
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:

@@ -79,13 +79,13 @@ class PromptSet:
     left: tuple[str, ...] = ()
     """Sentences about columns that stayed out of prompts though a chat template reads them, and about omitted rows."""
     place: Callable[[int], str] = str
-    """Returns the place of a row, by its index, for messages."""
+    """Function that returns the place of a row by its index, for messages."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Return a hash of indices, tokens and truths; it is equal on two ranks if they read the same prompts."""
+        """Return a hash of indices, tokens and ground truths; it is equal on two ranks if they read the same prompts."""
         return self._digest
 
     @cached_property

@@ -51,7 +51,7 @@ class Lines:
     """A .jsonl file whose lines are read on demand; it takes 16 bytes of memory for each line."""
 
     def __init__(self, path: Path):
-        """Find the lines by reading the file once. Raises ValueError if it cannot be read."""
+        """Read the file once, to find its lines. Raises ValueError if it cannot be read."""
         self.name, self.path = str(path), path
         self.starts, self.numbers = array("q"), array("q")
         try:

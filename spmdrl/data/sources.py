@@ -123,7 +123,8 @@ def _parquet(path: Path, stop: int | None) -> list[dict]:
 def hf_data(rest: str) -> Any:
     """Open a data set of Hugging Face, memory-mapped. rest: `<name or folder>[:config[:split]]`.
 
-    Only data files are read; `datasets` itself refuses dataset scripts and pickles. Raises ValueError.
+    Only data files are read; `datasets` itself refuses dataset scripts and pickles.
+    Raises ValueError if the data set cannot be loaded.
     """
     name, config, split = _named(rest, "hf", "name or folder")
     return _loaded(f"hf:{rest}", name, config, split)
@@ -133,7 +134,8 @@ def ms_data(rest: str) -> Any:
     """Open a data set of ModelScope, memory-mapped. rest: `<owner>/<name>[:config[:split]]`.
 
     The package `modelscope` downloads the files, which are then read like those of Hugging Face. Its `MsDataset` is not
-    used, because it needs an older release of `datasets` and replaces functions of it. Raises ValueError.
+    used, because it needs an older release of `datasets` and replaces functions of it.
+    Raises ValueError if the data set cannot be loaded.
     """
     name, config, split = _named(rest, "ms", "owner>/<name")
     try:

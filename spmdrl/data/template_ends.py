@@ -1,6 +1,6 @@
 """Finds the tokens by which a chat template ends an assistant's turn: models learn them, and engines stop at them.
 
-The tokens come from the turns that `turns.py` finds in stand-in dialogues, so engines stop at the tokens of training.
+The tokens come from the turns that `turns.py` finds in stand-in dialogues, so engines stop where models learned to.
 """
 
 from collections.abc import Iterator

@@ -22,7 +22,7 @@ class Masked:
     tokens: torch.Tensor
     """int64 [L]."""
     mask: torch.Tensor
-    """bool [L]: True for tokens that are trained. The first token never is: nothing predicts it."""
+    """bool [L]: True for trained tokens. The first token is never trained, because nothing predicts it."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Further values of the sequence, by name."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)

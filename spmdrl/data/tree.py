@@ -21,7 +21,7 @@ class Tree:
     """The mapping between the tokens of a pack and those of its tree. All on the host."""
 
     keep: torch.Tensor
-    """int64 [R]: token of the pack at each row of the tree, those of all roots first."""
+    """int64 [R]: index in the pack of the token at each row of the tree; rows of all roots come first."""
     place: torch.Tensor
     """int64 [T]: row of the tree that holds each token of the pack."""
     positions: torch.Tensor

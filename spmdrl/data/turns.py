@@ -43,7 +43,7 @@ OTHERS = ("Xk" + PROBE, "9w" + PROBE)
 
 @dataclass(frozen=True)
 class Turn:
-    """Text that an assistant generates, as a place in the text of a sequence."""
+    """Text that an assistant generates, given as a range in the text of a sequence."""
 
     message: int
     """Index of its message."""
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass
 class Sequence:
-    """One text that is trained on, and its trained turns."""
+    """A text for training, and the turns in it that are trained."""
 
     text: str
     turns: list[Turn]
@@ -108,7 +108,7 @@ def _advice_on_opening(dialogue: Dialogue) -> str:
 
 
 def trained_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
-    """Return the sequences of a dialogue, by the template's marks if it has any; errors as in both functions."""
+    """Return the sequences of a dialogue, by the template's marks if it has any. Raises the errors of both functions."""
     return (marked_sequences if render.marked else sequences_of)(render, dialogue, trained)
 
 

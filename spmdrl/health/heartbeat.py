@@ -40,7 +40,7 @@ PATIENCE = 3.0
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a process, also against a later one with the same PID."""
+    """Identifies a process; a later one with the same PID has another start time."""
 
     machine: str
     pid: int
@@ -67,7 +67,7 @@ def identity() -> Identity:
 
 
 def state_of(process: Identity) -> str:
-    """Return `R`, `S`, `T` (stopped) and so on as in /proc; empty for a process that has ended or is elsewhere."""
+    """Return a process's state as in /proc, such as `R`, `S` or `T` (stopped); empty if it has ended."""
     stat = _stat(process.pid)
     return stat[0] if stat and stat[19] == process.started and stat[0] not in "ZX" else ""
 

@@ -33,7 +33,7 @@ class RankStatus:
     keeps_partial: bool = False
     """True if a request to leave is accepted before the first step: an evaluation reports its measurements so far."""
     done: int = 0
-    """Number of finished steps, which are in the weights."""
+    """Number of finished steps, whose updates are in the weights."""
     count: int = 0
     """Number of `tick` calls of the main thread."""
     side_count: int = 0
@@ -41,7 +41,7 @@ class RankStatus:
     folder: Path | None = None
     """The run folder."""
     saved: Callable[[], int] = lambda: 0
-    """Returns the step of the newest checkpoint, 0 for none."""
+    """Function that returns the step of the newest checkpoint, 0 for none."""
     job: str = ""
     """Random name of this start of the run."""
 

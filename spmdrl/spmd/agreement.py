@@ -2,7 +2,7 @@
 
 The comparison is one all-reduce of a few integers over a group of its own, which a different collective in another
 group cannot disturb. The error names groups, ranks and counts; the flight record has the source lines. The same
-all-reduce shares whether any rank has received a request to leave.
+all-reduce informs all ranks if one of them has received a request to leave.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ NEVER = -(1 << 62)
 
 
 def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of a world that contain this rank, by name and ranks."""
+    """Return the groups of a world that contain this rank, keyed by name and ranks."""
     groups = [world.group, world.host_group, world.rollout_group, world.training_group, world.role_group]
     groups.append(world.data_group)
     for mesh in (world.mesh, world.shard_mesh, world.rollout_mesh):
@@ -69,7 +69,7 @@ class Agreement:
             self.own = own
 
     def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
-        """Compare the ranks; return True if any has received a request to leave. Collective: all call it at one point.
+        """Compare the ranks; return True if any has received a request to leave. Collective.
 
         values: JSON-serialisable, under the same names on every rank; values of one name must be equal. leave: True if
         this rank has received a request to leave. Raises LockstepError, which names the differences, on every rank.

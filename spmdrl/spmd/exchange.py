@@ -71,7 +71,7 @@ def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.Proc
     begins = [0, *accumulate(counts)]
 
     def common(rank: int, holder: int) -> int:
-        """Return the number of rows that a rank sends to the share of another."""
+        """Return the number of rows that `rank` sends to the share of rank `holder`."""
         first, last = begins[rank], begins[rank] + counts[rank]
         return max(0, min(last, (holder + 1) * share) - max(first, holder * share))
 

@@ -149,7 +149,7 @@ def world_from_group(
 def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> World:
     """Return the world of frozen models: `world` itself, unless they have ranks of their own. Collective.
 
-    Megatron's axes divide frozen models like the policy; over the remaining ranks they are sharded.
+    Frozen models are divided over Megatron's axes like the policy, and sharded over the remaining ranks.
     """
     ranks = world.roles.scorers
     if ranks == world.roles.trainers:

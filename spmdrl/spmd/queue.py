@@ -69,7 +69,7 @@ class Tally:
 
 
 def _of_first_rank(number: int, world: World) -> int:
-    """Return the number of the engine's first rank on all of its ranks (law 1). Collective over the engine."""
+    """Broadcast a number from the engine's first rank to all of its ranks (law 1). Collective over the engine."""
     if world.engine_group is None:
         return number
     box = torch.tensor([number], dtype=torch.int64, device=world.device)

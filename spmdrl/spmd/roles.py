@@ -11,7 +11,7 @@ with expert parallelism derives it from the other axes."""
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks that train, score and sample. `colocated`: every rank does all three; `split`: disjoint sets in this order.
+    """Ranks that train, score and sample. `colocated`: every rank does all three; `split`: disjoint sets.
 
     Scorers hold the frozen models; unless they are separate ranks, they are the trainers.
     """

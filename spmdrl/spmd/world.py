@@ -26,9 +26,9 @@ class World:
     store: dist.Store
     roles: Roles
     rollout_group: dist.ProcessGroup
-    """Host-side group of all ranks that sample (on a rank that does not: of all ranks that do not)."""
+    """Host-side group of the ranks that sample; on other ranks, of those that do not sample."""
     training_group: dist.ProcessGroup
-    """Host-side group of all ranks that train (on a rank that does not: of all ranks that do not)."""
+    """Host-side group of the ranks that train; on other ranks, of those that do not train."""
     role_group: dist.ProcessGroup
     """Host-side group of the ranks with this rank's role: all ranks unless the placement is `split`."""
     mesh: DeviceMesh

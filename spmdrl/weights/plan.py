@@ -1,6 +1,6 @@
 """Plans the regions of tensors that ranks send to each other; every rank computes its plan from all ranks' boxes.
 
-Data that grows with ranks times boxes stays in arrays. A plan holds rows for the regions that its rank sends and
+Data proportional to ranks times boxes stays in arrays. A plan holds rows for the regions that its rank sends and
 receives, and makes Python objects for one bucket at a time. A small plan caches these objects for the next push.
 """
 
@@ -25,7 +25,7 @@ class Sets:
     rows: list[np.ndarray]
     """Rows of each set, sorted and unique (`boxes.to_rows`)."""
     of: np.ndarray
-    """int64 [ranks]: the set of each rank."""
+    """int64 [ranks]: index of each rank's set in `rows`."""
 
 
 @dataclass

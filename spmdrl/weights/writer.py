@@ -27,7 +27,8 @@ class SafetensorsWriter:
 
     A file begins with a header that lists its tensors and may end in spaces
     (https://github.com/huggingface/safetensors#format). Space for the header is reserved at the start of the file, so
-    that tensors can be written immediately. Only tensors that would misalign later ones wait in memory.
+    that tensors can be written immediately. Only tensors that would misalign later ones are kept in memory
+    until their file is complete.
     """
 
     def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
