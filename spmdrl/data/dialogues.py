@@ -119,7 +119,7 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
 
 
 def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
-    """Return a prompt and its completion, which is trained; each is text or messages. Raises RowError if neither fits."""
+    """Return a prompt and its completion, which is trained; both are text or messages. Raises RowError otherwise."""
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]

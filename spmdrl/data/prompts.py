@@ -85,7 +85,7 @@ class PromptSet:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Return a hash of indices, tokens and ground truths; it is equal on two ranks if they read the same prompts."""
+        """Return a hash of indices, tokens and ground truths, which is equal on ranks that read the same prompts."""
         return self._digest
 
     @cached_property

@@ -108,7 +108,7 @@ def _advice_on_opening(dialogue: Dialogue) -> str:
 
 
 def trained_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
-    """Return the sequences of a dialogue, by the template's marks if it has any. Raises the errors of both functions."""
+    """Return the sequences of a dialogue, by the template's marks if it has any. Raises errors of both functions."""
     return (marked_sequences if render.marked else sequences_of)(render, dialogue, trained)
 
 
