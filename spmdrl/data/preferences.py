@@ -88,7 +88,7 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
     given = [listed(row[name]) for name in (columns.chosen, columns.rejected)]
     prompt = listed(column_of(row, columns.prompt, PROMPTS))
     if prompt is None and earlier(row):
-        raise RowError("its history needs a prompt to follow it, but it has no column of one (--data.prompt-column)")
+        raise RowError("its history needs a prompt to follow it, but no column holds one (--data.prompt-column)")
     if isinstance(given[0], list) != isinstance(given[1], list):
         raise RowError(f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}")
     if not isinstance(given[0], list | str):
@@ -129,7 +129,7 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
     if not common and chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        raise RowError("it has no prompt: it has no column of one, and its sides have no message in common")
+        raise RowError("it has no prompt: no column holds one, and its sides have no message in common")
     for side, messages in zip(SIDES, (chosen, rejected), strict=True):
         if common == len(messages):
             raise RowError(f"its {side} side ends where the other continues")
@@ -161,5 +161,5 @@ def _split(given: list[str]) -> tuple[str, list[str]]:
         common -= 1
     common -= given[0][:common].endswith(" ")
     if not given[0][:common].strip():
-        raise RowError("it has no prompt: it has no column of one, and its sides have no beginning in common")
+        raise RowError("it has no prompt: no column holds one, and its sides have no beginning in common")
     return given[0][:common], [text[common:] for text in given]

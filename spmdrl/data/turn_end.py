@@ -63,7 +63,7 @@ def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[
 def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str):
     """Return `end_of_turn` of a dialogue's last turn, the rendering with the message `after` it, and a place.
 
-    written: the rendering without that message. The place is the beginning of the control tokens at its end.
+    written: the rendering without that message. The place is where the control tokens at the end of `written` begin.
     """
     tail = len(written)
     for found in reversed(list(render.controls.finditer(written))):

@@ -200,7 +200,7 @@ def _whole(render: Renderer, text: str, at: int) -> int:
 
 
 def _check_message_shown(render: Renderer, dialogue: Dialogue, i: int, count: int, text: str) -> None:
-    """Raise TemplateError if `text`, the rendering of the first `count` messages, lacks message i of another role."""
+    """Raise TemplateError if `text`, the rendering of the first `count` messages, does not show message i."""
     content = dialogue.messages[i].get("content")
     if not isinstance(content, str) or not content.strip() or content.strip() in text:
         return

@@ -115,7 +115,7 @@ class Reshard:
         They have the shape of the whole tensor, with values in the needed boxes only. Every rank yields the same number
         of buckets, of which some may be empty.
 
-        pieces: the pieces of the plan, with current values. A tensor that this rank holds completely, in the right type,
+        pieces: the pieces of the plan, with current values. A tensor that this rank holds completely in the right type
         is yielded without a copy, so callers must only read it.
         Raises CorruptWeightsError, which names the sending rank and tensors, if received bytes differ from those sent.
         """
