@@ -28,7 +28,7 @@ class Everyone:
     """The boxes of one part of the policy that each rank of the job holds and needs."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: this rank's; it computes the boxes of all training ranks. engine: returns the engine of a place."""
+        """policy: computes the boxes of all training ranks, one by one. engine: returns the engine of a place."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
         """The distinct sets of pieces that ranks hold; the first one is empty."""

@@ -1,4 +1,4 @@
-"""Lists changes of the settings that a plan may try, each of one setting and those that depend on it."""
+"""Lists changes that a plan may try; each changes one setting, and other settings that depend on it."""
 
 from copy import deepcopy
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`--dry-run` of jobs that sample: counts of the settings, the sandbox, the plan of memory, the first rows of data."""
+"""Prints the `--dry-run` of jobs that sample: counts, the sandbox, the plan of memory, and the first rows of data."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def dry_run(job: Job[Any], loaded: Loaded[Any], run: Config | None = None) -> No
 
 
 def dry_lines(job: Job[Any], cfg: Config, world: int) -> list[str]:
-    """Return the lines below the settings; only rank 0 inspects this machine and the data.
+    """Return the lines after the settings; only rank 0 inspects this machine and the data.
 
     For a job without a method (an evaluation), memory is not planned and training prompts are not read.
     """

@@ -45,7 +45,7 @@ def _tagged(paper: Paper, tag: str, function: Callable) -> Callable:
 
 
 def install(paper: Paper, kind: str) -> None:
-    """Install the substitutes of kernels. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
+    """Replace the kernels. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
     COUNTED[:] = [paper]
     from spmdrl_kernels import blocks, chunked, distill, host, linear
 

@@ -43,10 +43,10 @@ class Rank:
 
 
 def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
-    """Return the number of chunks on a pipeline rank whose activations live at once.
+    """Return the largest number of chunks whose activations a pipeline rank keeps at the same time.
 
-    The 1F1B schedule keeps one chunk for this stage and for each later one. The interleaved schedule keeps one, two for
-    each later stage, and one for each stage times each further virtual stage (https://arxiv.org/abs/2104.04473).
+    The 1F1B schedule keeps one chunk for this stage and for each later one. With n later stages, the interleaved
+    schedule keeps 2n + (virtual - 1) stages + 1 (https://arxiv.org/abs/2104.04473).
     """
     if virtual == 1:
         return min(stages - stage, micros)

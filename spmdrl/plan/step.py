@@ -95,7 +95,7 @@ class PaperRank:
         self.laps: list[Moment] = []
         if models.policy is not None or engine is not None:
             plan_push(paper, self.memory.transfer, lambda part: boxes(models.policy, part))
-            # In a real job, a rank that only trains or only samples gets this from the other ranks.
+            # In a real job, ranks that only train or only sample exchange versions; a plan assumes that a push is due.
             self.memory._stale = lambda: (0, True)  # type: ignore[method-assign]
 
     def checkpoint(self) -> int:

@@ -208,7 +208,7 @@ def _two_ranks(gpus: int, quick: bool) -> Finding:
 
 
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
-    """Return the finding on the measurements of a group of ranks."""
+    """Return the finding on the bandwidth and the results of a group of ranks."""
     if found.error:
         fix = "fix the lines above first; NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL prints details"
         return fail(name, found.error, fix)

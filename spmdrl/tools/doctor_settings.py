@@ -15,7 +15,7 @@ from spmdrl.tools.doctor_machine import hub_is_off
 
 MODELS = ("model.path", "reference.path", "critic.path", "process_reward.path", "reward.model", "safety.cost_model")
 FUNCTIONS = {"reward.function": "compute_score", "algo.loss": "", "algo.advantage": "", "filter.keep": ""}
-"""Settings that may name a function in a file, each with the function that is meant if the value is only a file."""
+"""Settings that may name a function in a file, each with the default function for a value without a name."""
 Query = Callable[[str, str], str]
 """Function that looks up a repository on the hub by kind (`model`, `dataset`) and name; it returns as `query_hub`."""
 
@@ -32,11 +32,11 @@ def query_hub(kind: str, name: str) -> str:
 
 
 def settings(config: Config, gpus: int, quick: bool, query: Query = query_hub) -> list[Finding]:
-    """Check what a run's settings name. gpus: number of GPUs that torch finds. quick: True: do not query the hub."""
+    """Check what a run's settings name. gpus: number of GPUs that torch finds. quick: do not query the hub."""
     hub = None if quick else query
     found = [device(config, gpus)]
     named = {name: get(config, name) for name in MODELS}
-    # The check of the settings has already read this file.
+    # `reward.model` may be a file that names a model; the check of the settings has already read the file.
     named["reward.model"] = model_path(named["reward.model"])
     # Settings with the same model share one line, under the first of them.
     for path in dict.fromkeys(path for path in named.values() if path):

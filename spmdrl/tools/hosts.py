@@ -36,7 +36,7 @@ class Hosts:
     """Runs launch/node.sh on hosts by srun, or by ssh if `srun` is empty."""
 
     def __init__(self, srun: Sequence[str] = (), inside: Sequence[str] = ()):
-        """srun: the srun command with flags; empty: use ssh. inside: the command that runs another in a container."""
+        """srun: the srun command with flags; empty: use ssh. inside: prefix that runs a command in a container."""
         self.srun, self.inside = list(srun), list(inside)
 
     def start(self, hosts: Sequence[str], words: Sequence[str], **streams: Any) -> list[subprocess.Popen]:

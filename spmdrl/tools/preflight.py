@@ -80,7 +80,7 @@ def port_of(base: int, text: str, number: int, pair: Pair) -> int:
 
 
 def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
-    """Return the nodes that are bad whatever their pairs measured, each with the reason."""
+    """Return the nodes that are bad for other reasons than bandwidth, each with the reason."""
     bad = {host: "no report arrived in time" for host in hosts if host not in reports}
     for host, report in reports.items():
         wrong = [each for each in report["findings"] if each["level"] == "fail"]
