@@ -2,9 +2,9 @@
 
 Memory is the total that CUDA reports to a process (`torch.cuda.mem_get_info`), which is less than the product's name
 says: an H100 of 80 GB reports 79.1 GiB. A plan counts the CUDA context and NCCL of a process separately. Rates are the
-peaks of NVIDIA's data sheets for dense bfloat16. No job reaches peak rates, so times computed from them are lower bounds.
-Link speeds are for one direction: half of a data sheet's bandwidth of NVLink (and of PCIe: 128 GB/s for generation 5,
-64 for 4). Each GPU has one network card.
+peaks of NVIDIA's data sheets for dense bfloat16. No job reaches peak rates, so times computed from them are lower
+bounds. Link speeds are for one direction: half of a data sheet's bandwidth of NVLink (and of PCIe: 128 GB/s for
+generation 5, 64 for 4). Each GPU has one network card.
 
 Sources:
     H100 SXM, https://www.nvidia.com/en-us/data-center/h100/: 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s; DGX H100
