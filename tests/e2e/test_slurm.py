@@ -194,7 +194,7 @@ def test_scripts_are_short_and_start_on_paper(script, tmp_path):
 @pytest.mark.parametrize(
     ("options", "flags", "env", "said"),
     [
-        ((), (), {"ROOT": "/"}, "no slurm/job.sh in /: sbatch from the project's folder, or set ROOT to it"),
+        ((), (), {"ROOT": "/"}, "no slurm/job.sh in /: run sbatch in the project's folder, or set ROOT to that folder"),
         (
             ("--time", "00:23:00"),
             (),
@@ -232,7 +232,7 @@ def test_bad_settings_are_told_before_any_node_is_looked_at(tmp_path):
 
 def test_bad_start_without_slurm_says_how():
     ended = subprocess.run(["slurm/gsm8k_8gpu.sh"], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1 and "sbatch slurm/NAME.sh; without: HOSTS=" in ended.stderr
+    assert ended.returncode == 1 and "run sbatch slurm/NAME.sh; without SLURM, run HOSTS=" in ended.stderr
 
 
 def test_job_that_failed_is_not_requeued_and_keeps_its_exit_code(tmp_path):

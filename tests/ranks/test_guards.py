@@ -125,7 +125,7 @@ def test_replay_says_when_the_weights_are_others(spiked, tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     [lines] = run_ranks(replayed, 1, place)
-    assert any(f"step_{SPIKE - 2}" in line and "numbers differ" in line for line in lines), lines
+    assert any(f"step_{SPIKE - 2}" in line and "results differ" in line for line in lines), lines
     shutil.rmtree(run / "checkpoints")
     [lines] = run_ranks(replayed, 1, place)
     assert any(line.startswith("weights  tiny, of optimizer step 0") for line in lines), lines
@@ -142,7 +142,7 @@ def test_replay_says_when_the_weights_are_others(spiked, tmp_path):
         ("gone", "name a folder that a run has saved"),
         ("one rank", "rank_00001.safetensors is not a readable tree file"),
         ("outside", "lacks names of files in its folder"),
-        ("config", "there is no"),
+        ("config", "config.yaml does not exist"),
     ],
 )
 def test_replay_refuses_what_is_not_whole(spiked, tmp_path, what, message):

@@ -222,7 +222,7 @@ def test_launchers_count_devices_as_torch_does(tmp_path, side, count, without, p
         ["bash", tmp_path / "launch/devices.sh", str(without)], env=environment, capture_output=True, text=True
     )
     assert told.returncode == 0 and told.stdout == f"{processes}\n"
-    assert ("this installation is for GPUs and torch finds none" in told.stderr) is warns
+    assert ("this installation is for GPUs, but torch finds none" in told.stderr) is warns
     node = subprocess.run(
         ["bash", tmp_path / "launch/node.sh", "-m", "x"], env=environment, capture_output=True, text=True
     )
