@@ -1,4 +1,4 @@
-"""Makes the files beside the weights in a checkpoint's model folder at start, so that no checkpoint fails on them."""
+"""Prepares the files other than weights for checkpoints when a run starts, so that errors appear before training."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -14,26 +14,27 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
 COPIED = "*processor_config.json"
-"""Files of a language model that are copied byte for byte: transformers may refuse to write files that it can read."""
+"""Pattern of files of a language model that are copied unchanged, because transformers may not write what it can
+read."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
     """Return name -> content of the configuration, the tokenizer and the files copied from the model's folder.
 
-    The tokenizer gets the chat template by which the job renders dialogues, and the generation config gets the tokens
-    that end a turn in it, so that any engine stops where the model was trained to stop. A critic or reward model
-    without a tokenizer of its own reads the policy's tokens and gets the policy's tokenizer.
+    The tokenizer gets the chat template with which the job renders dialogues. The generation config gets the tokens
+    that end a turn in this template, so that any engine stops where the model was trained to stop. A critic or reward
+    model without a tokenizer gets the policy's tokenizer.
 
-    config: of transformers, as the model was built. dtype: of the weights in the checkpoint. head: as in the contract;
-    only an `lm` model generates text.
+    config: the transformers config with which the model was built. dtype: type of the weights in the checkpoint. head:
+    a `contract.Head`; only an `lm` model generates text.
 
     Raises:
-        ValueError: a part that transformers cannot write.
+        ValueError: transformers cannot write the configuration or the tokenizer.
     """
     trust = cfg.model.trust_remote_code
     config = deepcopy(config)
     config.dtype = dtype
-    # transformers stores the path of the weights there.
+    # Do not save this attribute, in which transformers stores the path of the loaded weights.
     vars(config).pop("transformers_weights", None)
     tokenizer = load_tokenizer(source if has_tokenizer(source) else resolve(cfg.model.path, trust), trust)
     template = job_template(cfg, tokenizer)
@@ -42,14 +43,14 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     with TemporaryDirectory() as name:
         away = Path(name)
         try:
-            # save_pretrained refuses sampling parameters, which a config.json may have.
+            # Not save_pretrained, which refuses the sampling parameters that a config.json may contain.
             config.to_json_file(away / "config.json")
             tokenizer.save_pretrained(away)
-        except Exception as error:  # transformers refuses in many ways, with exceptions of many types
+        except Exception as error:  # transformers raises exceptions of many types
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
-                f"{source}: no checkpoint of this model could be saved, as transformers cannot write its configuration "
-                f"or tokenizer ({type(error).__name__}: {reason}); mend the files of that folder or take another model"
+                f"{source}: checkpoints of this model cannot be saved, because transformers cannot write the "
+                f"configuration or tokenizer ({type(error).__name__}: {reason}); correct that folder or use another model"
             ) from error
         files = {p.relative_to(away).as_posix(): p.read_bytes() for p in sorted(away.rglob("*")) if p.is_file()}
     patterns = [*([COPIED] if head == "lm" else []), *(["*.py"] if trust else [])]

@@ -1,4 +1,4 @@
-"""Builds the models of a run besides the engine: those that an algorithm needs, each from its path on its ranks."""
+"""Builds the models that an algorithm needs, each from its path and on its ranks."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ ALIGN = "; or let the teacher read the student's text: --distill.align uld"
 
 
 def backend(name: str) -> Any:
-    """Return `FsdpPolicy` or `MegatronPolicy`; both are built with the same arguments."""
+    """Return the class `FsdpPolicy` or `MegatronPolicy`; both take the same arguments."""
     if name == "megatron":
         from spmdrl.policy.megatron.policy import MegatronPolicy
 
@@ -38,20 +38,20 @@ def backend(name: str) -> Any:
 
 
 def shares_prompts(cfg: PolicyConfig) -> bool:
-    """Return True if the policy runs a prompt once for all samples that share it; the same on every rank."""
+    """Return True if the policy runs a prompt once for all its samples; the result is the same on every rank."""
     return cfg.share_prompts and backend(cfg.backend).can_share
 
 
 @dataclass
 class Models:
-    """The policy and the other models of a run. None: the algorithm does not need it, or it is not on this rank.
+    """The policy and the other models of a run. A model is None if it is not needed or not on this rank.
 
-    Models that train are on the training ranks. Frozen models are there too, or on ranks of their own; then both
-    training and scoring ranks hold a `RemotePolicy`, the former to send requests and the latter to answer them.
+    Models that train are on the training ranks. Frozen models are on the training ranks too, or on separate scoring
+    ranks. In the second case both have a `RemotePolicy`: training ranks send requests, scoring ranks answer them.
     """
 
     policy: Any
-    """The Policy that trains; None on a rank that does not train."""
+    """The trained `Policy`; None on a rank that does not train."""
     reference: Policy | None = None
     """The reference of the KL term; in distillation, the teacher."""
     critic: Policy | None = None
@@ -62,16 +62,16 @@ class Models:
     reward_model: Policy | None = None
     cost_model: Policy | None = None
     labels: Labels | None = None
-    """The meaning of the reward model's numbers; None: no file describes it."""
+    """The labels of the reward model; None: no file describes the model."""
     reading: Any = None
-    """How the reward model reads responses (`rl/reading.py`); None: its score is that of the last token."""
+    """How the reward model scores responses (`rl/reading.py`); None: by the score at the last token."""
     cost_reading: Any = None
-    """The same for the cost model."""
+    """How the cost model scores responses, as `reading`."""
     teachers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further teachers of a distillation, by name; the first one is the reference."""
+    """Further teachers in distillation, by name; the first teacher is `reference`."""
 
     def named(self) -> Iterator[tuple[str, Policy]]:
-        """Yield the models of this rank with their names; a model with two roles comes once."""
+        """Yield the models of this rank with their names; a model with two roles appears once."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         seen: dict[int, str] = {}
         for name, model in (fields | self.teachers).items():
@@ -84,7 +84,7 @@ class Models:
     """True if checkpoints include the reference, because it is refreshed during the run."""
 
     def saved(self) -> dict[str, Policy]:
-        """Return the models that a checkpoint holds beside the policy, by name."""
+        """Return the models, other than the policy, that checkpoints include, by name."""
         reference = {"reference": self.reference} if self.keep_reference and self.reference else {}
         return self.trained() | reference
 
@@ -99,7 +99,7 @@ class Models:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Plan of one model of a run: its path and how it trains."""
+    """The path of one model of a run, and how it trains."""
 
     flag: str
     """The flag that sets its path."""
@@ -107,13 +107,13 @@ class ModelPlan:
     """A path as in `--model.path`; empty means `--model.path` itself."""
     head: Head
     lr: float | None = None
-    """Peak learning rate; None: it is frozen."""
+    """Peak learning rate; None: the model is frozen."""
 
 
 def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, ModelPlan]:
-    """Return the models that an algorithm needs beside the policy, by field of `Models`, in building order.
+    """Return the models, other than the policy, that an algorithm needs, by field of `Models`, in building order.
 
-    needs: as `compose.needs` returns it.
+    needs: the result of `compose.needs`.
     """
     wanted: dict[str, ModelPlan] = {}
     scorer = model_path(cfg.reward.model)
@@ -137,18 +137,18 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, ModelPlan]:
 
 
 def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
-    """Build the models that an algorithm needs (`compose.needs`) and that belong on this rank. Collective.
+    """Build the models that an algorithm needs (`compose.needs`) on this rank. Collective.
 
-    In a run of no steps the policy is frozen, too.
+    In a run without steps, the policy is frozen too.
 
     Raises:
-        ValueError: a folder that is missing or does not fit its role.
+        ValueError: a folder is missing or does not fit its role.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
 
     total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
     if "critic" in needs:
-        # The policy's schedule begins with the policy's first update, after the critic's warm-up.
+        # The policy's schedule starts with its first update, after the critic's warm-up.
         warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
     wanted = wanted_models(cfg, needs)
     scoring = scoring_world(world, cfg.parallel, timedelta(seconds=cfg.run.timeout))
@@ -183,9 +183,9 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
 
 def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: int, average: bool) -> Any:
-    """Build a frozen model, or the way to the ranks `scoring` that hold it. Collective.
+    """Build a frozen model, or a `RemotePolicy` for a model on scoring ranks. Collective.
 
-    outputs: scores of a reward model. average: the model takes shares of the policy's weights.
+    outputs: number of scores of a reward model. average: the model averages the policy's weights over steps.
     """
     model = None
     if world.scores:
@@ -199,12 +199,12 @@ def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: 
 
 
 def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | None) -> None:
-    """Check that the folders of models fit their roles; warn of scoring ranks without a model.
+    """Check that the folders of models fit their roles; warn if scoring ranks have no model.
 
-    labels: of the reward model, whose tokens were checked when they were read.
+    labels: labels of the reward model; if given, its tokenizer was already checked.
 
     Raises:
-        ValueError: a head that is missing, or another tokenizer than the policy's; the message names the flag.
+        ValueError: a head is missing, or the tokenizer differs from the policy's; the message names the flag.
     """
     if cfg.parallel.scoring_ranks and all(each.lr is not None for each in wanted.values()):
         log.warning(
@@ -227,9 +227,9 @@ def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | Non
 
 
 def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callable[[str], None]) -> None:
-    """Check the models on this rank that have weights of their own. Collective over their ranks.
+    """Run the self-check of each model on this rank that has separate weights. Collective over their ranks.
 
-    say: prints a line for each. Raises and method: see `self_check.choose_form`.
+    say: prints a line for each model. Errors are those of `self_check.choose_form`.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
 
@@ -242,11 +242,11 @@ def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callab
 
 
 def check_alike(model: Any, reference: Any) -> None:
-    """Raise ValueError unless a reference has the policy's architecture, so that it can take over its weights."""
+    """Raise ValueError unless a reference has the policy's architecture and so can take over the policy's weights."""
     mine, theirs = ([(piece.name, piece.shape) for piece in each.pieces()] for each in (model, reference))
     if mine != theirs:
         odd = next((a or b for a, b in zip_longest(mine, theirs) if a != b), ("", ()))
         raise ValueError(
-            f"--reference.refresh-every: --reference.path must have the policy's architecture, and differs in {odd[0]} "
+            f"--reference.refresh-every: --reference.path must have the policy's architecture, but differs in {odd[0]} "
             f"{tuple(odd[1])}"
         )

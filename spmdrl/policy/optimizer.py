@@ -15,16 +15,17 @@ def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    # Fused: one call for all shards, where torch would loop over DTensors. The meta device has no fused kernel.
+    # The fused kernel updates all shards in one call instead of a loop over DTensors. The meta device has no such
+    # kernel.
     fused = all(p.device.type != "meta" for p in parameters)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=fused)
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create AdamW's initial state for the parameters that it has not stepped yet.
+    """Create AdamW's initial state for parameters without a state.
 
-    torch's state dict functions create it by a step with learning rate 0, which counts as a step: bias correction would
-    treat the first real step as the second.
+    torch's state dict functions would create it by a step with learning rate 0, after which bias correction would treat
+    the first real step as the second.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
         optimizer.state[p] = new_state(p)
@@ -37,12 +38,12 @@ def new_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Return the settings of each parameter group, for `restore_settings`."""
+    """Return the settings of each parameter group, which `restore_settings` can restore."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict]) -> None:
-    """Restore this run's settings after a load, which brings those of the run that saved."""
+    """Restore this run's settings after a load, which overwrites them by those of the saved run."""
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
 

@@ -1,11 +1,11 @@
-"""Measures how far the forms in which a model runs packs (`heads.Form`) are from plain transformers.
+"""Measures the difference between the forms in which a model runs packs (`heads.Form`) and plain transformers.
 
-Three short sequences run through the model in a form, and each one alone through plain transformers. The states of all
-tokens, a gradient, and the head's numbers are compared. Rounding in 16 bits hides small mistakes from this
-comparison, so two further tests are exact: does a sequence's gradient reach tokens of other sequences, and do its
-states change when those do? `self_check.py` decides by the results.
+Three short sequences run as a pack through the model, and each sequence alone through plain transformers. The
+comparison covers the states of all tokens, a gradient, and the head's numbers. In 16 bits, rounding can hide small
+errors in it, so two further tests are exact: whether the gradient of a sequence reaches tokens of other sequences, and
+whether its states change when the other sequences change. `self_check.py` uses the results.
 
-T tokens of the three sequences, D the width.
+Shapes: T tokens of the three sequences, D width of the states.
 """
 
 import logging
@@ -27,37 +27,39 @@ LENGTHS = (5, 9, 14)
 PREFIX = 4
 """Number of first tokens that the second and the third sequence share."""
 FORWARD = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest difference of states from plain transformers, relative to their size. In 16 bits the median over tokens
-counts, because rounding alone changes the choice of experts for some tokens; and less is allowed where two attentions
-of the model itself differ by less (`Sequences.most`). Some families compute parts of float64 models in float32.
+"""Largest allowed difference of states from plain transformers, relative to their size. In 16 bits the difference is
+the median over tokens, because rounding changes the choice of experts for some tokens, and the limit is lower if two
+attention implementations of transformers differ by less (`Sequences.most`). Some families compute parts of float64
+models in float32.
 """
 BACKWARD = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""The same for a gradient with respect to embeddings."""
+"""Largest allowed difference of a gradient with respect to embeddings, relative to its size."""
 LEAK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
-"""Largest change of a token's states when other sequences change, and share of the gradient that reaches them."""
+"""Largest allowed change of a token's state when other sequences change, and of the share of a gradient that reaches
+other sequences."""
 ROUTED = 0.3
-"""The same for states in 16 bits of models with experts."""
+"""Largest allowed change of a token's state when other sequences change, in 16 bits for models with experts."""
 NOT_FINITE = "numbers that are not finite: its weights hold such numbers or are too large for --model.dtype"
 
 
 @dataclass
 class Found:
-    """The differences of one form of a model, each as a share of the largest allowed one."""
+    """The result of testing one form of a model: the largest of its differences, relative to their limits."""
 
     ratio: float = 0.0
-    """The largest share: above 1 the form is wrong."""
+    """The largest difference divided by its limit; above 1 the form is wrong."""
     reason: str = ""
-    """The largest difference in words; for a form that raised an error, the error."""
+    """A description of the largest difference, or of the error that the form raised."""
     states: float = 0.0
     """The difference of the states from plain transformers."""
 
     @property
     def right(self) -> bool:
-        """True if no difference is larger than rounding."""
+        """True if every difference is within its limit."""
         return self.ratio <= 1
 
     def add(self, what: str, value: float, most: float) -> None:
-        """Record a difference whose bound is `most`; nan counts as too large."""
+        """Record a difference whose limit is `most`; nan counts as infinite."""
         ratio = value / most if value == value else float("inf")
         if ratio >= self.ratio:
             self.ratio, self.reason = ratio, f"{what} {value:.2g}"
@@ -65,22 +67,22 @@ class Found:
 
 @dataclass
 class Sequences:
-    """The three sequences, and the plain model's results for each alone."""
+    """The three sequences, and the results of plain transformers for each of them alone."""
 
     tokens: list[torch.Tensor]
     states: list[torch.Tensor] = field(default_factory=list)
     gradient: torch.Tensor | None = None
     """Gradient of the last sequence's states with respect to its embeddings [n, D]."""
     noise: float = 0.0
-    """In 16 bits, the median difference of states between two attentions of transformers; 0 if only one exists."""
+    """In 16 bits, the median difference of states between two attention implementations of transformers, else 0."""
 
     def most(self, dtype: torch.dtype) -> float:
-        """Return the largest difference of states that counts as rounding."""
+        """Return the largest difference of states that rounding may cause."""
         return min(FORWARD[dtype], max(LEAK[dtype], 3 * self.noise)) if self.noise else FORWARD[dtype]
 
 
 def ordinary_tokens(hf_config: Any) -> list[int]:
-    """List the tokens of the vocabulary that are not special to the model."""
+    """Return the token ids of the vocabulary that the config does not list as special."""
     config = hf_config.get_text_config()
     rows = config.vocab_size
     special: set[int] = set()
@@ -93,7 +95,7 @@ def ordinary_tokens(hf_config: Any) -> list[int]:
 
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Draw the sequences, the same on every rank. turn: another number gives another token in every position."""
+    """Return the random sequences, the same on every rank. turn: another number changes the token at every position."""
     ordinary = torch.tensor(ordinary_tokens(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)
@@ -101,7 +103,7 @@ def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch
 
 
 class _Embedded:
-    """Captures the embeddings of the first forward inside this context, as the leaves of a gradient."""
+    """Captures the embeddings of the first forward inside this context, to compute gradients with respect to them."""
 
     def __init__(self, hf: Any):
         self.module, self.embeddings = hf.get_input_embeddings(), None
@@ -125,14 +127,14 @@ class _Embedded:
 
 
 def plain(policy: Any) -> tuple[Sequences, Found]:
-    """Run each sequence alone through plain transformers, and compare our head with the model's own. Collective.
+    """Run each sequence alone through plain transformers, and compare our head with the HF model's. Collective.
 
-    An error of the model becomes the reason.
+    Returns the results, and a finding about the head. An error in the model's code becomes the finding's reason.
     """
     hf, dtype, found = policy.model.hf, policy.compute, Found()
     expected = Sequences(sequences(policy.hf_config, policy.world.device))
     try:
-        # Other implementations leave out features of some families, such as a cap on scores.
+        # Use eager attention: other implementations lack features of some families, such as soft-capped scores.
         with with_attention(hf, "eager"):
             *most, last = expected.tokens
             with torch.no_grad():
@@ -160,26 +162,26 @@ def plain(policy: Any) -> tuple[Sequences, Found]:
 
 
 def _failed(error: Exception) -> Found:
-    """Turn an error of the model's code, which is the same on every rank, into a finding; raise other errors again."""
+    """Return a finding for an error of the model's code, which occurs on every rank; re-raise errors of the machine."""
     if of_the_machine(error):
         raise error
     message = " ".join(str(error).split())[:200]
-    # The attention's own refusals are whole sentences.
+    # The ValueErrors of our attention are complete sentences.
     text = message if isinstance(error, ValueError) else f"its code fails with {type(error).__name__}: {message}"
     log.info("self-check: %s", text)
     return Found(float("inf"), text)
 
 
 def probe(policy: Any, form: Form, expected: Sequences) -> Found:
-    """Run one form of a model on packs of the sequences. Collective.
+    """Compare one form of a model on packs of the sequences with plain transformers. Collective.
 
-    expected: the plain model's results. An error of the model becomes the reason.
+    expected: the results of plain transformers. An error in the model's code becomes the finding's reason.
     """
     before, found = policy.form, Found()
     policy.model.form = form
     try:
         _compare(policy, form, expected, found)
-    except ConfigError:  # the settings name a kernel that cannot run this model
+    except ConfigError:  # the kernel in the settings does not support this model
         raise
     except Exception as error:
         found = _failed(error)
@@ -202,7 +204,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
         return
     place = torch.arange(len(pack))
     if form == "tree":
-        # Samples of a prompt share it.
+        # The second and third sequence are samples of one prompt.
         mask[ends[0] : ends[0] + PREFIX] = mask[ends[1] : ends[1] + PREFIX] = False
         tree = plan_tree(pack.cpu(), lengths, mask)
         assert tree is not None
@@ -227,7 +229,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
     found.add("sequences reach each other in a gradient by", leak, LEAK[dtype])
     changes = []
     for turn in (1, 2):
-        # Where rounding chooses an expert, another turn chooses otherwise; a leak shows in both.
+        # Rounding may change the choice of an expert in one of two trials, but a leak appears in both.
         first, second, _ = sequences(policy.hf_config, device, turn)
         other = torch.cat([first, expected.tokens[1][:PREFIX], second[PREFIX:], expected.tokens[2]])
         with torch.no_grad():
@@ -239,19 +241,19 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
 
 
 def _read(states: torch.Tensor) -> torch.Tensor:
-    """Sum a sequence's states [n, D] after the shared tokens with different weights, to take the gradient of."""
+    """Return a weighted sum of a sequence's states [n, D] after the shared tokens, for computing a gradient."""
     states = states[PREFIX:]
     weight = torch.linspace(-1, 1, states.numel(), dtype=torch.float64, device=states.device).view_as(states)
     return (states * torch.cos(17 * weight).to(states.dtype)).sum()
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the distance of each row [n, D] as a share of the rows' mean size."""
+    """Return the distance between corresponding rows [n, D], relative to the mean norm of the rows of b."""
     a, b = a.double(), b.double()
     return (a - b).norm(dim=-1) / (b.norm(dim=-1).mean() + 1e-30)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return the largest difference of rows [n, D] of a form from the plain model's; in 16 bits the median one."""
+    """Return the largest relative difference between corresponding rows [n, D]; in 16 bits the median."""
     off = _off(a, b)
     return float(off.median() if dtype.itemsize == 2 and bool(off.isfinite().all()) else off.max())

@@ -1,7 +1,7 @@
-"""A frozen model on ranks of its own: training ranks send requests, scoring ranks answer them.
+"""A frozen model on separate ranks: training ranks send requests, scoring ranks answer them.
 
-Tokens go to the scorers by exchange, every sequence once, balanced by length; the results return to all ranks that hold
-the sequence. Training and scoring ranks make the same calls in the same order (`score` and `serve` of `rl/score.py`).
+Each sequence is sent to one scorer, balanced by length; the results return to all ranks that have the sequence.
+Training and scoring ranks make the same calls in the same order (`score` and `serve` of `rl/score.py`).
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ HOST = torch.device("cpu")
 
 
 class RemotePolicy:
-    """`logprobs` and `values` of the Policy contract (`contract.py`) for a model on other ranks.
+    """Implements `logprobs`, `read` and `values` of `Policy` (`contract.py`) for a model on other ranks.
 
-    Every method that communicates is collective over trainers and scorers.
+    These methods are collective over training and scoring ranks.
     """
 
     version = updates_done = updates_due = 0
@@ -36,12 +36,12 @@ class RemotePolicy:
         share: bool,
         labels: int = 1,
     ):
-        """Send nothing yet.
+        """Store the arguments, without communication.
 
-        model: the model itself on a scoring rank, None on a training rank. world: all ranks; its holders are the
-        training ranks. scorers: int64 [data positions, copies], the scoring ranks; the ranks of a position hold the
-        same sequences, and the first of them answers. dtype: of the answers. share: the model runs a prompt once for
-        all samples that share it, so these stay on one scorer. labels: numbers that the model computes for a token.
+        model: the model on a scoring rank, None on a training rank. world: all ranks; `world.holders` are the training
+        ranks. scorers: int64 [data positions, copies], the scoring ranks; the ranks of a position get the same
+        sequences, and the first of them answers. dtype: type of the answers. share: the model runs a prompt once for
+        all its samples, so the samples of a prompt go to the same scorer. labels: number of outputs for a token.
         """
         self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
         self.shape = (labels,) if labels > 1 else ()
@@ -49,7 +49,7 @@ class RemotePolicy:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the contract. A scorer passes an empty batch and gets an empty result."""
+        """Implements `Policy.logprobs`. A scorer passes an empty batch and gets an empty result."""
         request = distribute(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: tuple[torch.Tensor, ...] = (torch.zeros(0, *self.shape), torch.zeros(0, *self.shape))
         if self.model is not None:
@@ -58,7 +58,7 @@ class RemotePolicy:
         return logp_T, second_T
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """See the contract. `function.empty` holds the result for no tokens."""
+        """Implements `Policy.read`. `function.empty` must be the result for an empty batch."""
         request = distribute(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: Any = function.empty  # type: ignore[attr-defined]
         if self.model is not None:
@@ -69,7 +69,7 @@ class RemotePolicy:
         return self.logprobs(batch, 1.0)[0]
 
     def _request(self, batch: Batch) -> Batch:
-        """Return the columns that scorers need of this rank's sequences; of ranks with copies only the first sends."""
+        """Return the columns that scorers need; empty if another rank sends the same sequences."""
         place = torch.nonzero(self.world.holders == self.world.rank)
         origin, copy = (int(x) for x in place[0]) if len(place) else (0, 0)
         index_B = torch.arange(len(batch))
@@ -80,7 +80,7 @@ class RemotePolicy:
         return Batch(batch.lengths, token, seq).select(index_B[: len(batch) if copy == 0 else 0])
 
     def _answer(self, request: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send the numbers [T] of `request` back to the ranks that sent its sequences, in those ranks' order."""
+        """Send the numbers [T] of `request` back to the training ranks; return those of this rank's sequences."""
         copies = self.world.holders.shape[1]
         table = Table(torch.stack([request.seq["origin"], request.seq["index"]], 1))
         for i, x_T in enumerate(numbers):
@@ -93,5 +93,5 @@ class RemotePolicy:
         return list(back.values.values())
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract: counts the model on this rank."""
+        """Implements `Policy.bytes_by_owner` for the model on this rank."""
         return self.model.bytes_by_owner() if self.model else {}

@@ -1,9 +1,9 @@
-"""Checks the pickles of a checkpoint's optimizer state before torch or Megatron may read them.
+"""Checks the pickles in a checkpoint's optimizer state before torch or Megatron reads them.
 
-torch.distributed.checkpoint keeps its index (`.metadata`) as a pickle and reads values that are not tensors with
-weights_only=False, so the author of the files could run code here. A manifest proves that files are complete, not who
-wrote them. This module reads the index first, with an unpickler that allows only the classes of an index, and
-reads every value beside tensors with torch's weights-only reader.
+torch.distributed.checkpoint stores its index (`.metadata`) as a pickle and reads values other than tensors with
+weights_only=False, so the author of these files could run code in this process. A manifest proves that files are
+complete, but not who wrote them. This module first reads the index with an unpickler that allows only the classes of an
+index, and then every value other than tensors with torch's weights-only reader.
 """
 
 import io
@@ -25,16 +25,16 @@ CLASSES = {
     "collections": {"OrderedDict"},
     "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
 }
-"""Module -> names that an index may contain. Calling any of them has no side effects."""
+"""Module -> names that an index may contain. Calling these has no side effects."""
 LARGEST = 64 << 20
-"""Largest size in bytes of one value beside tensors; such values are numbers and names."""
+"""Largest size in bytes of a value that is not a tensor; such values are numbers and names."""
 
 
 class _Index(pickle.Unpickler):
-    """Unpickles only the classes of CLASSES."""
+    """An unpickler that allows only the names in CLASSES."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of CLASSES; raises for any other name without importing it."""
+        """Return an object named in CLASSES; raise UnpicklingError for any other name without importing it."""
         if name not in CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
@@ -43,10 +43,10 @@ class _Index(pickle.Unpickler):
 def vet(folder: Path) -> dict[str, tuple[int, ...]]:
     """Check that reading `folder` (optimizer state) runs only the code that a checkpoint needs.
 
-    Returns name -> shape of its tensors.
+    Returns name -> shape of the tensors in it.
 
     Raises:
-        ValueError: it would run other code, or the folder holds no optimizer state; none of its code was run.
+        ValueError: reading would run other code, or the folder has no optimizer state. The check runs none of the code.
     """
     try:
         return _vet(folder)
@@ -55,8 +55,9 @@ def vet(folder: Path) -> dict[str, tuple[int, ...]]:
         # torch's message begins with advice on reading the file anyway.
         reason = reason.rpartition("WeightsUnpickler error:")[2].strip()[:200]
         raise ValueError(
-            f"{folder} is not optimizer state that may be read ({type(error).__name__}: {reason}): it was not written "
-            "by a run, or changed since. Resume from another checkpoint, or start anew from its model/ by --model.path"
+            f"{folder} is not optimizer state that is safe to read ({type(error).__name__}: {reason}): it was not "
+            "written by a run, or was changed later. Resume from another checkpoint, or start a new run from its "
+            "model/ by --model.path"
         ) from error
 
 
@@ -68,11 +69,11 @@ def _vet(folder: Path) -> dict[str, tuple[int, ...]]:
     for key, where in index.storage_data.items():
         name = str(where.relative_path)
         if Path(name).name != name or (folder / name).is_symlink():
-            raise ValueError(f"{name!r} lies elsewhere")
+            raise ValueError(f"{name!r} is outside of the folder")
         if getattr(where, "transform_descriptors", None):
             raise ValueError("its values are packed by extensions")
         if key.fqn in tensors:
-            # torch itself reads these as weights only.
+            # torch reads tensors with weights_only=True.
             continue
         if not 0 <= where.length <= LARGEST:
             raise ValueError(f"{key.fqn} has {where.length} bytes")

@@ -1,8 +1,8 @@
-"""Checks before training or sampling that a model computes correct numbers on this machine, or refuses it.
+"""Checks before training or sampling that a model computes correct numbers on this machine.
 
-`probe.py` compares each form in which a model can run packs with plain transformers. A model runs in the fastest form
-that is correct: with shared tokens once (a tree), packed, or one sequence per forward, which is exact and slower. A
-model that is wrong in every form is refused.
+`probe.py` compares each form in which a model can run packs with plain transformers. A model runs in the fastest
+correct form: `tree` (shared tokens run once), `packed`, or one sequence per forward, which is exact but slower. If
+every form is wrong, the check raises an error.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ def worst_over_ranks(policy: Any, found: Found) -> Found:
 
 
 def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -> None:
-    """Check one model and set it to the fastest form that is correct. Collective.
+    """Check one model and set it to the fastest correct form. Collective.
 
-    role: the model's role in the job. name: the setting that names it, and its value. say: prints a line with the
-    result.
+    role: the model's role in the job. name: the setting with the model's path, and its value. say: prints a line with
+    the result.
 
     Raises:
-        ValueError: no form is correct, or none that the settings allow; the message names the flag.
+        ValueError: no form is correct and allowed by the settings; the message names the flag.
     """
     family, kind, sp = policy.hf_config.model_type, policy.cfg.model.dtype, policy.world.sp_size
     if not policy.cfg.model.self_check:
@@ -47,7 +47,7 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
         raise ValueError(f"{name}: {family} gives {NOT_FINITE} {kind}")
     if not alone.right:
         raise ValueError(f"{name}: {family} is not right here: {alone.reason}; take a model of another family")
-    # Fastest first.
+    # The fastest form comes first.
     forms: list[Form] = [] if policy.form == "apart" else ["tree", "packed"] if policy.share else ["packed"]
     tried = {form: worst_over_ranks(policy, probe(policy, form, expected)) for form in forms}
     right = [form for form, found in tried.items() if found.right]
@@ -64,12 +64,12 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
 
 
 def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
-    """Run a model on one sequence per forward, by the fastest correct attention of transformers. Collective.
+    """Set a model to one sequence per forward, with the fastest correct attention of transformers. Collective.
 
     name: the beginning of messages. packed: the reason why packed sequences are wrong.
 
     Raises:
-        ValueError: this form is wrong too, or settings need packed sequences.
+        ValueError: this form is wrong too, or a setting needs packed sequences.
     """
     if (sp := policy.world.sp_size) > 1:
         raise ValueError(f"--parallel.sp {sp}: {name} is wrong over divided tokens: {packed}; set --parallel.sp 1")
@@ -87,12 +87,12 @@ def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
 
 
 def check_backend(policy: Any, name: str) -> float:
-    """Compare packed sequences with each sequence alone on a backend that has no HF model. Collective.
+    """Compare packed sequences with each sequence alone, on a backend without a HF model. Collective.
 
-    Returns the largest difference of their numbers.
+    Returns the largest difference of the head's numbers.
 
     Raises:
-        ValueError: the difference is more than rounding.
+        ValueError: the difference is larger than rounding can explain.
     """
     config, dtype = policy.hf_config, policy.compute
     tokens = sequences(config, torch.device("cpu"))

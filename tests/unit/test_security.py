@@ -162,7 +162,7 @@ def test_bomb_in_optimizer_state_does_not_go_off(tmp_path, where):
         index.write_bytes(pickle.dumps(metadata))
     else:
         torch.save({"content": Bomb(place)}, folder / "common.pt")
-    with pytest.raises(ValueError, match="is not optimizer state that may be read .*--model.path"):
+    with pytest.raises(ValueError, match="is not optimizer state that is safe to read .*--model.path"):
         vet(folder)
     assert not place.exists()
     if where == "value":
@@ -176,7 +176,7 @@ def test_bomb_in_optimizer_state_does_not_go_off(tmp_path, where):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda info: dataclasses.replace(info, relative_path="../outside"), "lies elsewhere"),
+        (lambda info: dataclasses.replace(info, relative_path="../outside"), "is outside of the folder"),
         (lambda info: dataclasses.replace(info, length=1 << 40), "bytes"),
         (lambda info: dataclasses.replace(info, transform_descriptors=["zstd"]), "extensions"),
     ],

@@ -1,7 +1,7 @@
 """Combines the functions of `algos/` into one algorithm for packed batches on many ranks.
 
-Selection and normalisation over samples use columns that all ranks gather, in sample order, so every rank holds the
-same numbers in every layout (law 2). A micro-batch only ever sums.
+Functions that select or normalize over samples gather their columns from all ranks, in sample order, so every rank
+computes the same numbers in every layout (law 2). Within a micro-batch there are only sums.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass
 class Algorithm:
-    """Holds the advantage estimator, per-token loss, aggregation, KL and correction of a run, with their settings."""
+    """The advantage estimator, per-token loss, aggregation, KL and rollout correction of a run, with their settings."""
 
     settings: AlgoConfig
     """Coefficients and kinds of the terms added to the loss: KL, entropy bonus, likelihood of good responses."""
@@ -33,30 +33,32 @@ class Algorithm:
     loss: Callable
     loss_settings: dict
     select: Callable | None
-    """Selects tokens of the whole batch that the loss treats differently; None for a loss of each token alone."""
+    """Selects tokens from the complete batch that the loss treats differently; None if the loss selects no tokens."""
     separable: bool
-    """No token's loss depends on another's logp."""
+    """True if the loss of a token does not depend on the logp of other tokens."""
     aggregation: str
     horizon: float
     """Normaliser of `seq-mean-token-sum-norm`: the longest response."""
     old_logp: str
-    """Source of the old logp: `update`, the update's own forward; `policy`, one before it; `rollout`, the engine."""
+    """Source of old logp: `update`, the forward of the update; `policy`, a forward before the update; `rollout`, the
+    engine."""
     correction: str
-    """Kind of importance weights between trainer and engine, see `algos/correction.py`."""
+    """Kind of importance weights between trainer and engine (`algos/correction.py`)."""
     limits: CorrectionConfig
-    """Bounds of those weights, and the bounds outside which a sequence is rejected."""
+    """Bounds of the importance weights, and bounds outside which a sequence is rejected."""
     mask_cut: bool
-    """Masks responses that were cut at the length limit out of the loss; their rewards count in their groups."""
+    """True to exclude responses that were cut at the length limit from the loss; their rewards count in their
+    groups."""
     staleness: int
-    """Versions by which sampling may be behind training."""
+    """Number of versions by which the engine's weights may be older than the policy's."""
     chunked: bool
-    """Allows a separable loss to be computed chunk by chunk."""
+    """True if a separable loss may be computed chunk by chunk."""
     skip_zero_advantage: bool
     needs: frozenset[str]
-    """Inputs that a step needs beside the samples: reference, critic, cost, cost_critic, process (implicit models),
+    """Inputs that a step needs in addition to samples: reference, critic, cost, cost_critic, process (implicit models),
     scored steps (a process reward model), greedy, logp, collision, turns."""
     state: dict[str, float] = field(default_factory=dict)
-    """Numbers that change from step to step and are saved in checkpoints: kl_coef, multiplier, reward moments."""
+    """Numbers that change between steps and are saved in checkpoints: kl_coef, multiplier, reward moments."""
 
     def advantages(self, batch: Batch, peers: Peers) -> Batch:
         """Add `token["advantages"]` and `token["returns"]` to a batch that has `seq["shaped"]`. Collective."""
@@ -68,19 +70,19 @@ class Algorithm:
             advantages_T = lagrangian(advantages_T, cost_T, self.state["multiplier"])
         batch.token["advantages"] = advantages_T
         if self.mask_cut:
-            # Masked only now: the reward has counted in the statistics of its group.
+            # Mask after computing advantages, so that these rewards count in the statistics of their groups.
             cut_B = batch.seq["finish"] == FINISH_REASONS.index("length")
             batch.token["sampled"] = batch.token["mask"]
             batch.token["mask"] = overlong_mask(batch.token["mask"], batch.seq_index, cut_B)
-        # Sums of magnitudes: an episode whose advantages cancel still has a gradient.
+        # Sum absolute values, because an episode whose advantages sum to 0 can still have a gradient.
         batch.seq["advantage"] = batch.sum_episodes(advantages_T.abs())
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """Build the estimator's input: an outcome column as token rewards, minus KL if KL is part of the reward.
+        """Return the estimator's input: rewards per token from an outcome column, minus KL if KL is part of the reward.
 
-        Each episode is one sequence, its paths end to end. `token["turn_shaped"]` (`score.shape`) is the part of the
-        reward that was given before the end, turn by turn.
+        An episode counts as one sequence, which concatenates its paths. `token["turn_shaped"]` (`score.shape`) is the
+        part of the reward for individual turns before the end of an episode.
         """
         token, mask_T, seq_T, first_E = batch.token, batch.token["mask"], batch.episode_index, batch.firsts
         kl_T = None
@@ -104,34 +106,36 @@ class Algorithm:
         )
 
     def fresh_mask(self, batch: Batch, version: int) -> torch.Tensor:
-        """Mark the tokens, bool [T], that were sampled with weights at most `--rollout.staleness` versions old.
+        """Return a mask, bool [T], of tokens sampled with weights at most `--rollout.staleness` versions old.
 
-        Carried over and replayed tokens are older. version: the policy's at the start of the update.
+        Tokens that were carried over or replayed may be older. version: policy version at the start of the update.
         """
         return batch.token["version"] >= version - self.staleness
 
     @property
     def entropy_before(self) -> bool:
-        """True if a forward before the update measures the entropy of all tokens, also of those the update skips."""
+        """True if a forward before the update measures the entropy of all tokens, including those that the update
+        skips.
+        """
         return self.old_logp == "policy" and "collision" not in self.needs
 
 
 MOMENTS = ("reward_count", "reward_mean", "reward_m2")
-"""Names of the running moments of the reward in `Algorithm.state`."""
+"""Keys of the running moments of the reward in `Algorithm.state`."""
 OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process", "ends": "ends"}
-"""Field of Samples -> token column that fills it if the batch has one."""
+"""Field of `Samples` -> token column with its values, if the batch has this column."""
 
 
 def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Return the mean under the mask; nan for an empty mask, whose metric has weight 0."""
+    """Return the mean under the mask; nan for an empty mask, whose weight in a metric is 0."""
     return torch.where(mask_T, x_T, 0.0).sum() / mask_T.sum()
 
 
 def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, fresh_T) -> None:
-    """Measure how far the trainer's logp at the start of an update is from the engine's, on sampled tokens.
+    """Add metrics of the difference between the trainer's logp at the start of an update and the engine's.
 
-    `mismatch/*` is over all tokens. `logp_diff/*`, which can stop a run, is over those in `fresh_T`: tokens of older
-    weights differ from the trainer's without any fault.
+    `mismatch/*` covers all sampled tokens. `logp_diff/*`, which can stop a run, covers those in `fresh_T` only, because
+    tokens that were sampled with older weights are expected to differ.
     """
     for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T).items():
         metrics.add(name, value, weight)

@@ -1,8 +1,8 @@
 """Objective of distillation from a teacher with another tokenizer: distances over spans of text.
 
-A span of text has a base, the position whose distribution is compared, and factors: the probabilities of the sampled
-tokens at its other positions. Teacher and student each have both; the teacher's are in the batch, in the row of the
-student's base.
+A span of text has a base, the position at which distributions are compared, and factors: the probabilities of the
+sampled tokens at its other positions. Teacher and student split a span differently into tokens, so each has a separate
+base and separate factors; those of the teacher are in the batch, at the student's base.
 """
 
 import torch
@@ -20,14 +20,14 @@ from spmdrl_kernels.linear import linear_logprob, wide
 TEACHER = "reference"
 LEAD, SHIFT = f"{TEACHER}/lead", f"{TEACHER}/shift"
 OUTSIDE = -(1 << 30)
-"""Value in the column `lead` of a token that is in no span."""
+"""Value in the column `lead` of a token outside of all spans."""
 
 
 class AlignedObjective(DistillObjective):
     """Averages the distance of the student from its teacher over the spans of an optimizer step.
 
-    Its columns [T]: `lead`, int32, the offset in tokens from a token to the base of its span, 0 at the base; at the
-    base `states` [T, E], the teacher's hidden states, and `shift`, the log of the product of the teacher's factors.
+    Columns [T]: `lead`, int32, is the offset in tokens from a token to the base of its span, 0 at the base. At a base,
+    `states` [T, E] is the teacher's hidden state, and `shift` the log of the product of the teacher's factors.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class AlignedObjective(DistillObjective):
         self.columns = frozenset(f"token/{column}" for column in (LEAD, SHIFT, self.states))
 
     def trained_mask(self, batch: Batch) -> torch.Tensor:
-        """Mark the base token of each span, bool [T]."""
+        """Return a mask, bool [T], of the base token of each span."""
         return batch.token["mask"] & (batch.token[LEAD] == 0)
 
     def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
-        """Implements `token_loss` of the contract. The function is collective over the ranks that divide a sequence."""
+        """Implements `Objective.token_loss`. The function is collective over the ranks that divide a sequence."""
         tokens_T, lead_T, states_TE, shift_T = (
             micro.token[column].to(device) for column in ("tokens", LEAD, self.states, SHIFT)
         )
@@ -63,7 +63,7 @@ class AlignedObjective(DistillObjective):
             base = torch.nonzero(lead_n == 0).flatten()
             inside = torch.nonzero((lead_n != 0) & (lead_n != OUTSIDE)).flatten()
             factor_m, to_m = torch.zeros(0, dtype=dtype, device=device), (rows_n + lead_n)[inside]
-            # Tokens in no span only need their entropy, for the metrics.
+            # Tokens outside of spans need only their entropy, for metrics.
             for some, needs_grad in (
                 (inside, torch.is_grad_enabled()),
                 (torch.nonzero(lead_n == OUTSIDE).flatten(), False),
@@ -76,7 +76,7 @@ class AlignedObjective(DistillObjective):
                 assert entropy_m is not None
                 entropy_n[some] = entropy_m.detach()
                 factor_m = logp_m if some is inside else factor_m
-            # A span may be split between two ranks of a sequence, so both sums are over the group.
+            # A span may be split between two ranks that divide a sequence, so both sums are over the group.
             own_T = torch.zeros(len(tokens_T), dtype=dtype, device=device).index_add_(0, to_m, factor_m.detach())
             own_T = all_reduce(own_T, "sum", self.group)
             rows = rows_n[base]
@@ -88,7 +88,7 @@ class AlignedObjective(DistillObjective):
                 softcap=softcap,
             )
             slope_T = all_reduce(torch.zeros_like(own_T).index_copy_(0, rows, slope), "sum", self.group)
-            # Adds 0, whose gradient is that of the factors.
+            # This adds a term of value 0 whose gradient is the gradient through the student's factors.
             total = total + (slope_T[to_m] * (factor_m - factor_m.detach())).sum()
             return total, (distance_n, entropy_n)
 

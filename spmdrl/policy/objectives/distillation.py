@@ -1,7 +1,7 @@
 """Objective of distillation: a divergence from a teacher, over all logits or over the teacher's top-k tokens.
 
-The teacher adds columns to a batch: its K likeliest tokens at each position, wherever the teacher runs, or its hidden
-states, from which logits are computed chunk by chunk. Logits [T, V] never exist.
+The teacher adds columns to a batch: its K likeliest tokens at each position, or its hidden states, from which the
+student's ranks compute logits chunk by chunk. Logits [T, V] never exist.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ from spmdrl_kernels.linear import wide
 
 @dataclass(frozen=True)
 class TargetReader:
-    """Computes the student's targets from a teacher's hidden states; a `HeadFunction`."""
+    """A `HeadFunction` that computes the student's targets from a teacher's hidden states."""
 
     top_k: int
-    """Tokens at each position; 0: the hidden states, for all logits."""
+    """Number of tokens at each position; 0: the targets are hidden states, for all logits."""
     vocab: int
     """Size of the vocabulary that student and teacher share."""
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class TargetReader:
         return ids, torch.zeros(0, self.top_k, dtype=wide(like)), torch.zeros(0, dtype=wide(like))
 
     def __call__(self, states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[None, tuple[torch.Tensor, ...]]:
-        """See `HeadFunction`."""
+        """Return None for the loss, and the targets of n tokens (see `HeadFunction`)."""
         if not self.top_k:
             return None, (states_nD,)
         found = top_logprobs(states_nD, weight_VD, self.top_k, divisor, softcap=softcap, valid_vocab=self.vocab)
@@ -57,8 +57,8 @@ class TargetReader:
 def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> TargetReader:
     """Build the target reader of a student and its teachers.
 
-    section: section of the settings, for messages. paths: student and teachers, as `--model.path`. model: settings of
-    all models.
+    section: section of the settings, for messages. paths: paths of student and teachers, as in `--model.path`. model:
+    settings of all models.
 
     Raises:
         ValueError: top_k is not below the number of tokens.
@@ -68,13 +68,13 @@ def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], m
     vocab = min(config.vocab_size for config in configs)
     if divergence.top_k >= vocab:
         raise ValueError(
-            f"--{section}.top-k {divergence.top_k}: student and teacher share {vocab} tokens; take fewer, or 0 for all"
+            f"--{section}.top-k {divergence.top_k}: student and teacher share {vocab} tokens; use fewer, or 0 for all"
         )
     return TargetReader(divergence.top_k, vocab, DTYPES[model.dtype])
 
 
 def share_name(teacher: str) -> str:
-    """Return the name of the column [B] with a teacher's weight in each sequence; they sum to 1 over the teachers."""
+    """Return the name of the column [B] with a teacher's weight in each sequence; weights sum to 1 over teachers."""
     return f"{teacher}/share"
 
 
@@ -89,22 +89,22 @@ class DistillObjective(TokenObjective):
         temperature: float,
         peers: Peers,
     ):
-        """teachers: by name, each with its output head if all logits are compared. temperature: of all models."""
+        """teachers: name -> output head, or None with top-k targets. temperature: of student and teachers."""
         self.cfg, self.reader, self.teachers, self.peers = cfg, reader, teachers, peers
         self.temperature = temperature
         columns = {f"token/{column}" for name in teachers for column in reader.names(name)}
         self.columns = frozenset(columns | {f"seq/{share_name(name)}" for name in teachers})
 
     def add_teacher(self, batch: Batch, name: str, teacher: Policy) -> None:
-        """Add the columns of a teacher of all sequences. Collective."""
-        # The teacher's input has none of the noise that the student trains with.
+        """Add the columns of a teacher whose weight is 1 in all sequences. Collective."""
+        # The student may train with noise on embeddings; the teacher's input must not have it.
         token = {column: batch.token[column] for column in ("tokens", "mask")}
         found = teacher.read(Batch(batch.lengths, token, batch.seq), self.temperature, self.reader) or self.reader.empty
         batch.token |= dict(zip(self.reader.names(name), found, strict=True))
         batch.seq[share_name(name)] = torch.ones(len(batch), dtype=torch.float64)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from divergence and entropy."""
+        """Implements `Objective.loss`; the two numbers are divergence and entropy."""
         metrics = Metrics()
         loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
         metrics.add_sum("loss", loss)
@@ -113,7 +113,7 @@ class DistillObjective(TokenObjective):
         return LossResult(loss, metrics)
 
     def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
-        """Implements `token_loss` of the contract."""
+        """Implements `Objective.token_loss`."""
         names = [column for name in self.teachers for column in self.reader.names(name)]
         columns = {name: micro.token[name].to(device) for name in names}
         weight_T = self.weights(micro, shared, device)
@@ -122,9 +122,10 @@ class DistillObjective(TokenObjective):
         def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
             divergence_n, entropy_n = torch.zeros(2, len(rows_n), dtype=wide(states_nD), device=device)
             total = torch.zeros((), dtype=torch.float64, device=device)
-            # Rows with the same teachers are computed together, so that no logits are computed for a weight of 0.
+            # Rows with the same set of teachers are computed together, so that no logits are computed for a weight of
+            # 0.
             kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
-            # An empty batch still has a gradient, of zeros, for which other ranks may wait.
+            # An empty batch still needs a gradient (of zeros), because other ranks may wait for its backward.
             for number, present in enumerate(kinds.tolist() or [[True] * len(self.teachers)]):
                 at = torch.nonzero(kind_n == number).flatten()
                 rows, pairs = rows_n[at], []
@@ -146,7 +147,7 @@ class DistillObjective(TokenObjective):
         return head
 
     def teacher(self, name: str, columns: dict[str, torch.Tensor]) -> Teacher:
-        """Build a teacher's targets of some rows from its columns."""
+        """Return the `Teacher` for some rows, from the columns of these rows."""
         found, head = [columns[column] for column in self.reader.names(name)], self.teachers[name]
         if head is not None:
             return StatesTeacher(found[0], head.weight_VD, self.temperature * head.divisor, head.softcap)

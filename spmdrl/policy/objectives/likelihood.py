@@ -14,17 +14,17 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass
 class SftObjective(TokenObjective):
-    """Averages the loss over the trained tokens of a step; all tokens weigh the same, whatever row they are in."""
+    """Averages the loss over the trained tokens of an optimizer step; all tokens have the same weight."""
 
     loss_name: str
-    """A name in `algos.value.TOKEN_LOSSES`."""
+    """Key of the loss in `algos.value.TOKEN_LOSSES`."""
     peers: Peers
     temperature = 1.0
     columns = frozenset({"token/mask"})
     second = "top"
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from logp and a flag for the likeliest token."""
+        """Implements `Objective.loss`; the two numbers are logp and 1 for the likeliest token."""
         mask, metrics = micro.token["mask"].to(first_T.device), Metrics()
         loss = self._losses(first_T, second_T, {"weight": self.weights(micro, shared, first_T.device)})[0].sum()
         metrics.add_sum("loss", loss)
@@ -33,9 +33,9 @@ class SftObjective(TokenObjective):
         return LossResult(loss, metrics)
 
     def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> TokenLoss:
-        """Implements `token_loss` of the contract."""
+        """Implements `Objective.token_loss`."""
         return self._losses, {"weight": self.weights(micro, shared, device)}
 
     def _losses(self, logp: torch.Tensor, other: torch.Tensor | None, x: dict[str, torch.Tensor]) -> tuple:
-        """Return the weighted loss of each token, fp64, [n], the rows of x; and no stats."""
+        """Return the weighted loss of each token, fp64 [n], and no stats."""
         return TOKEN_LOSSES[self.loss_name](logp).double() * x["weight"], {}

@@ -1,4 +1,4 @@
-"""Objectives of preference losses: of pairs of responses, and of single responses labelled good or bad (KTO, BCO)."""
+"""Objectives with preference losses: of pairs of responses, and of single responses labelled good or bad (KTO, BCO)."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Sample numbers from this one on are not trained: responses paired with another prompt than their own (KTO)."""
+"""Smallest sample number of responses that are not trained: KTO pairs them with the prompt of another response."""
 
 
 @dataclass
 class PairObjective(Objective):
-    """Averages a weighted sum of losses over the pairs of a step.
+    """Averages a weighted sum of losses over the pairs of an optimizer step.
 
-    Both responses of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first.
+    The responses of a pair are adjacent in every micro-batch (`seq["unit"]`), the chosen one first.
     """
 
     losses: dict[str, float]
-    """Weights by name in `algos.preference.LOSSES`, or `sft`."""
+    """Weight of each loss, by its key in `algos.preference.LOSSES` or `sft`."""
     settings: PreferenceMethod
     policy: Policy
     peers: Peers
@@ -37,19 +37,19 @@ class PairObjective(Objective):
 
     @property
     def columns(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See the contract."""
+        """Implements `Objective.columns`."""
         reference = ("token/ref_logp",) if needs_reference(self.losses) else ()
         return frozenset({"token/mask", "seq/unit", *reference})
 
     @property
     def second(self) -> Second:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See the contract."""
+        """Implements `Objective.second`."""
         return "collision" if self.settings.weighted else "top"
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `prepare` of the contract: counts pairs and tokens of chosen responses.
+        """Implements `Objective.prepare`: count pairs and tokens of chosen responses.
 
-        Adds `seq["matched/..."]` to the share for losses that sort.
+        For losses that sort the pairs of a step, add the columns `seq["matched/..."]` to the share.
         """
         mask_T, chosen_B = share.token["mask"], share.seq["sample"] == CHOSEN
         counts = torch.stack([chosen_B.sum(), (mask_T & share.per_token(chosen_B)).sum()]).double()
@@ -60,11 +60,11 @@ class PairObjective(Objective):
 
     @property
     def matched(self) -> list[str]:
-        """Names of the losses that sort the pairs of the step."""
+        """Names of the losses that sort all pairs of an optimizer step."""
         return [name for name in self.losses if name != SFT and LOSSES[name].matched]
 
     def _match(self, share: Batch) -> None:
-        """Add the margins that losses which sort need from pairs of other micro-batches and ranks."""
+        """Add columns with the margins of pairs on all ranks and micro-batches, which losses that sort need."""
         logp_T, _ = self.policy.logprobs(share, self.temperature, self.second)
         columns = [self._sums(share, x_T.double()).view(-1, 2) for x_T in (logp_T, share.token["ref_logp"])]
         chosen_P = torch.nonzero(share.seq["sample"] == CHOSEN).flatten()
@@ -74,7 +74,7 @@ class PairObjective(Objective):
                 share.seq[f"matched/{name}"] = of_all[mine].flatten()
 
     def _sums(self, batch: Batch, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum x over the trained tokens of each response, [B]; tokens past the shorter length weigh `tail`."""
+        """Sum x over the trained tokens of each response, [B]; tokens beyond the shorter length weigh `tail`."""
         device = x_T.device
         mask, seq = batch.token["mask"].to(device), batch.seq_index.to(device)
         x_T = torch.where(mask, x_T, torch.zeros_like(x_T))
@@ -91,7 +91,7 @@ class PairObjective(Objective):
         return torch.where(place_T < batch.per_token(shorter_B), 1.0, self.settings.tail).double()
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from logp."""
+        """Implements `Objective.loss`; the first number is logp."""
         device, metrics = first_T.device, Metrics()
         mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
         logp = torch.where(mask, first_T, torch.zeros_like(first_T)).double()
@@ -103,7 +103,7 @@ class PairObjective(Objective):
         pairs = Pairs(*(x_B[side::2] for x_B in (sums_B, ref_B, counts_B) for side in (0, 1)), matched=matched)
         weight_P: Any = 1.0
         if self.settings.weighted:
-            # WPO's weight of a pair: how likely both responses are under the policy.
+            # WPO weights a pair by the likelihood of both responses under the policy.
             aligned = torch.where(mask, logp.detach() - second_T.double().log(), torch.zeros_like(logp))
             likely_B = (sum_per_sequence(aligned, seq, len(counts_B)) / counts_B).exp()
             weight_P = likely_B[0::2] * likely_B[1::2]
@@ -121,7 +121,7 @@ class PairObjective(Objective):
         return LossResult(total, metrics)
 
     def _describe(self, metrics: Metrics, x: Pairs) -> None:
-        """Add the metrics that TRL calls rewards, beta times log-ratio, with accuracy and logp."""
+        """Add metrics: rewards (as in TRL, beta times the log-ratio), accuracy and logp."""
         won, lost = (self.settings.beta * ratio.detach() for ratio in (x.ratio_chosen, x.ratio_rejected))
         for name, value in (
             ("rewards/chosen", won),
@@ -136,18 +136,19 @@ class PairObjective(Objective):
 
 @dataclass
 class LabelledShared(Shared):
-    """The shift of an optimizer step beside its counts, over all ranks."""
+    """`Shared` values of an optimizer step with a reference point of the loss, the same on all ranks."""
 
     shift: float = 0.0
-    """Reference point of the loss: subtracted from the log-ratio (KTO) or from beta times it (BCO)."""
+    """Reference point of the loss, which is subtracted from the log-ratio (KTO) or from beta times the log-ratio
+    (BCO)."""
 
 
 @dataclass
 class LabelledObjective(Objective):
-    """Averages a loss over the responses of a step."""
+    """Averages a loss over the labelled responses of an optimizer step."""
 
     loss_name: str
-    """A name in `algos.preference.LOSSES`."""
+    """Key of the loss in `algos.preference.LOSSES`."""
     settings: PreferenceMethod
     policy: Policy
     peers: Peers
@@ -158,13 +159,15 @@ class LabelledObjective(Objective):
     second = "top"
 
     def prepare(self, share: Batch, index: int) -> LabelledShared:
-        """Implements `prepare` of the contract."""
+        """Implements `Objective.prepare`."""
         trained_B = share.seq["sample"] < MISMATCHED
         responses = float(self.peers.sum(trained_B.double().sum()))
         return LabelledShared(Totals(0.0, responses), trained_B, shift=self._shift(share, index))
 
     def _shift(self, share: Batch, index: int) -> float:
-        """Compute the shift. KTO: mean log-ratio of mismatched responses, at least 0. BCO: mean reward so far."""
+        """Return the reference point: KTO's mean log-ratio of mismatched responses, at least 0, or BCO's mean
+        reward.
+        """
         source = LOSSES[self.loss_name].shift
         if not source:
             return 0.0
@@ -183,12 +186,12 @@ class LabelledObjective(Objective):
         if index == MEASURE:
             return self.settings.beta * _label_mean(self.running if any(self.running) else sums)
         if all(map(math.isfinite, sums)):
-            # A step that is not finite is skipped and must not enter the running mean.
+            # A non-finite step is skipped and must not enter the running mean.
             self.running[:] = [before + more for before, more in zip(self.running, sums, strict=True)]
         return self.settings.beta * _label_mean(self.running)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: LabelledShared) -> LossResult:
-        """Implements `loss` of the contract, from logp."""
+        """Implements `Objective.loss`; the first number is logp."""
         device, metrics = first_T.device, Metrics()
         mask = (micro.token["mask"] & micro.per_token(micro.seq["sample"] < MISMATCHED)).to(device)
         ratio_T = first_T.double() - micro.token["ref_logp"].to(device).double()
@@ -209,6 +212,6 @@ class LabelledObjective(Objective):
 
 
 def _label_mean(sums: list[float]) -> float:
-    """Return the mean of the means of both labels, or the mean of the only label present."""
+    """Return the mean of both labels' means, or the mean of the only label that is present."""
     means = [total / count for total, count in (sums[:2], sums[2:]) if count]
     return sum(means) / len(means) if means else 0.0

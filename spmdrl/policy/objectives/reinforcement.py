@@ -1,6 +1,7 @@
 """Objectives of reinforcement learning: for the policy, a critic and an implicit process reward model.
 
-Selection and normalisation over samples happen in `prepare`, over all ranks; a micro-batch only ever sums (law 2).
+`prepare` does all selection and normalization over samples, over all ranks. Within a micro-batch there are only sums
+(law 2).
 """
 
 from dataclasses import dataclass
@@ -24,28 +25,28 @@ from spmdrl.spmd.seeds import uniform
 from spmdrl.tracking.metrics import Metrics
 
 LOSS_COLUMNS = ("mask", "advantages", "rollout_logp", "old_logp", "ref_logp", "selected")
-"""Token columns of a batch that a policy loss may use."""
+"""Token columns of a batch that a policy's loss may use."""
 OLD_LOGP = {"policy": "old_logp", "rollout": "rollout_logp"}
-"""Column of each kind of `Algorithm.old_logp` but `update`, whose old logp is the current forward's."""
+"""Column for each value of `Algorithm.old_logp`, except `update`, which uses the logp of the current forward."""
 
 
 @dataclass
 class PolicyShared(Shared):
-    """Values of an optimizer step, over all ranks, that a policy loss needs beside its denominators."""
+    """`Shared` values of an optimizer step with those that only a policy's loss needs."""
 
     first: bool = False
-    """True while the weights are those at the start of the update."""
+    """True if the weights have not changed since the start of the update."""
     version: int = 0
-    """Version of the policy."""
+    """Version of the policy's weights."""
     good_tokens: float = 0.0
-    """Tokens of good responses over all ranks, the denominator of their likelihood."""
+    """Number of tokens of good responses over all ranks, the denominator of their likelihood term."""
 
 
 class PolicyObjective(Objective):
     """Trains the policy by an algorithm: ratio loss, KL, entropy bonus, correction for the engine's logp."""
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
-        """peers: data positions. start: the policy's `updates_done` at the start of the update; None: now."""
+        """peers: data positions. start: `updates_done` of the policy at the start of the update; None: now."""
         self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
@@ -53,7 +54,7 @@ class PolicyObjective(Objective):
         self.columns = frozenset(wanted | ({"token/ref_logp"} if "reference" in algo.needs else set()))
 
     def prepare(self, share: Batch, index: int) -> PolicyShared:
-        """Implements `prepare` of the contract. A loss that selects gets `token["selected"]` in the share."""
+        """Implements `Objective.prepare`; add `token["selected"]` to the share if the loss selects tokens."""
         algo, first = self.algo, self.policy.updates_done == self.start
         on_policy = algo.old_logp == "policy" and first
         mask_T, good_T = share.token["mask"], share.per_token(share.seq["reward"] > 0)
@@ -81,7 +82,7 @@ class PolicyObjective(Objective):
         return PolicyShared(Totals(tokens, sequences), active, on_policy, first, self.policy.version, good)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PolicyShared) -> LossResult:
-        """Implements `loss` of the contract, from logp and entropy."""
+        """Implements `Objective.loss`; the two numbers are logp and entropy."""
         algo, logp, entropy = self.algo, first_T, second_T
         x = self.inputs(micro, shared, logp.device)
         loss_T, stats = self.token_losses(shared, logp, entropy, x)
@@ -97,14 +98,14 @@ class PolicyObjective(Objective):
         return LossResult(loss, metrics)
 
     def token_loss(self, micro: Batch, shared: PolicyShared, device: torch.device) -> TokenLoss | None:
-        """Implements `token_loss` of the contract."""
+        """Implements `Objective.token_loss`."""
         if not (self.algo.chunked and self.separable):
             return None
         return partial(self.token_losses, shared), self.inputs(micro, shared, device)
 
     @property
     def separable(self) -> bool:
-        """True if no token's loss, including its correction weight, depends on the logp of another token."""
+        """True if the loss of a token, including its correction weight, does not depend on the logp of other tokens."""
         limits = self.algo.limits
         rejects = limits.reject_low is not None or limits.reject_high is not None
         if self.algo.old_logp != "policy" and (rejects or self.algo.correction.endswith("sequence")):
@@ -112,7 +113,7 @@ class PolicyObjective(Objective):
         return self.algo.separable
 
     def inputs(self, micro: Batch, shared: PolicyShared, device: torch.device) -> dict[str, torch.Tensor]:
-        """Collect the inputs of `token_losses` beside logp and entropy, [T] on the device."""
+        """Return the inputs of `token_losses` other than logp and entropy, [T] on the device."""
         x = {k: micro.token[k].to(device) for k in LOSS_COLUMNS if k in micro.token}
         mask, seq = x["mask"], micro.episode_index.to(device)
         x |= {"seq": seq, "weight": token_weights(self.algo.aggregation, mask, seq, shared.totals, self.algo.horizon)}
@@ -126,16 +127,16 @@ class PolicyObjective(Objective):
     def token_losses(
         self, shared: PolicyShared, logp: torch.Tensor, entropy: torch.Tensor, x: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the weighted loss of each token, fp64, and detached stats; all [n], the rows of x."""
+        """Return the weighted loss of each token in fp64, and detached stats, [n] each. x: columns of the n tokens."""
         algo, terms, mask, current = self.algo, self.algo.settings, x["mask"], logp.detach()
         old_logp = current if algo.old_logp == "update" else x[OLD_LOGP[algo.old_logp]].to(logp.dtype)
         correction = x.get("correction")
         if algo.old_logp != "policy":
-            # No earlier logp is known, so the correction uses that of this forward.
+            # The trainer computed no logp before the update, so the correction uses the logp of this forward.
             correction = self.weights(current, x["rollout_logp"], mask, x["seq"])
         if shared.on_policy:
-            # old_logp equals logp up to rounding, which differs between layouts: the gradient of |logp - old_logp|
-            # would depend on the sign of the rounding error.
+            # old_logp equals logp except for rounding, which differs between layouts. Use logp for both, because the
+            # gradient of |logp - old_logp| would depend on the sign of the rounding error.
             old_logp = current
         inputs = LossInputs(
             logp=logp,
@@ -169,7 +170,7 @@ class PolicyObjective(Objective):
         return loss, stats
 
     def weights(self, trainer_T, rollout_T, mask_T, seq_T) -> torch.Tensor | None:
-        """Return importance weights between trainer and engine, [T]; None if the settings ask for none."""
+        """Return importance weights between trainer and engine, [T]; None if the settings need none."""
         limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":
@@ -185,7 +186,7 @@ class PolicyObjective(Objective):
 
 @dataclass
 class CriticObjective(TokenObjective):
-    """Trains a critic on the returns in one column of a batch, clipped around its values before the update."""
+    """Trains a critic on the returns in one column of a batch, with values clipped around those before the update."""
 
     returns: str
     values: str
@@ -198,7 +199,7 @@ class CriticObjective(TokenObjective):
         self.columns = frozenset({f"token/{self.returns}", f"token/{self.values}"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from the value of each token."""
+        """Implements `Objective.loss`; the first number is the value of each token."""
         mask, target, old = (micro.token[k].to(first_T.device) for k in ("mask", self.returns, self.values))
         per_token, stats = value_loss(first_T, old.to(first_T.dtype), target.to(first_T.dtype), mask, self.clip)
         loss, metrics = (per_token.double() * self.weights(micro, shared, first_T.device)).sum(), Metrics()
@@ -218,7 +219,7 @@ class ProcessObjective(TokenObjective):
     columns = frozenset({"token/process_ref_logp", "seq/reward"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from logp."""
+        """Implements `Objective.loss`; the first number is logp."""
         device, metrics = first_T.device, Metrics()
         mask, reference_T = (micro.token[k].to(device) for k in ("mask", "process_ref_logp"))
         outcome_T = micro.per_token(micro.seq["reward"].clamp(0, 1)).to(device)

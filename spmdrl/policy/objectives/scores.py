@@ -1,6 +1,6 @@
 """Objectives of reward models, and metrics of the quality of their scores.
 
-Pairs of responses have a Bradley-Terry loss, labelled steps a cross-entropy.
+Pairs of responses train by a Bradley-Terry loss, labelled steps by cross-entropy.
 """
 
 import math
@@ -19,21 +19,22 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 PAIR_BINS, STEP_BINS = 5, 10
-"""Bins of calibration: the probability that the chosen response wins, from 0.5 to 1, or that a step is right."""
+"""Number of calibration bins: of the probability that the higher score wins (0.5 to 1), and that a step is right."""
 MOMENTS = ("m", "l", "mm", "ll", "ml")
-"""Means over pairs: chosen minus rejected score, chosen minus rejected length, their squares and their product."""
+"""Names of means over pairs: chosen minus rejected score (m), chosen minus rejected length (l), their squares and their
+product."""
 
 
 @dataclass
 class ScoreObjective(Objective):
-    """Averages the Bradley-Terry loss over the pairs of a step.
+    """Averages the Bradley-Terry loss over the pairs of an optimizer step.
 
-    Both responses of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first. A response's
-    score is the one at its last trained token.
+    The responses of a pair are adjacent in every micro-batch (`seq["unit"]`), the chosen one first. The score of a
+    response is the score at its last trained token.
     """
 
     outputs: tuple[str, ...]
-    """Names of the scores; `seq["output"]` is the number of the score that a pair trains."""
+    """Names of the scores; `seq["output"]` is the index of the score that a pair trains."""
     centre: float
     peers: Peers
     temperature: float = 1.0
@@ -41,11 +42,11 @@ class ScoreObjective(Objective):
     second = "entropy"
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `prepare` of the contract."""
+        """Implements `Objective.prepare`."""
         return Shared(Totals(0.0, float(self.peers.sum((share.seq["sample"] == CHOSEN).double().sum()))))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from scores."""
+        """Implements `Objective.loss`; the first number is the score of each token."""
         device, metrics = first_T.device, Metrics()
         output_B = micro.seq["output"].to(device).long()
         if first_T.dim() == 2:
@@ -65,7 +66,7 @@ class ScoreObjective(Objective):
         return LossResult(loss, metrics)
 
     def _describe(self, metrics: Metrics, micro: Batch, lead: torch.Tensor, output_P: torch.Tensor) -> None:
-        """Add accuracy, also by output, and the sums from which `report` computes calibration and correlation."""
+        """Add accuracy, and the sums from which `report` computes calibration and correlation."""
         right = (lead > 0).double() + 0.5 * (lead == 0)
         add_mean(metrics, "accuracy/mean", right)
         for i, name in enumerate(self.outputs if len(self.outputs) > 1 else ()):
@@ -82,8 +83,8 @@ class ScoreObjective(Objective):
 class StepObjective(TokenObjective):
     """Averages the loss over the labelled steps of an optimizer step (https://arxiv.org/abs/2305.20050).
 
-    The model outputs two logits for a token; the softmax of the second is the probability that the step which ends
-    there is right. The loss of a step is the cross-entropy of its label, which may be a probability (Math-Shepherd,
+    The model outputs two logits for the last token of a step; the softmax of the second is the probability that the
+    step is right. The loss of a step is the cross-entropy with its label, which may be a probability (Math-Shepherd,
     https://arxiv.org/abs/2312.08935).
     """
 
@@ -92,7 +93,7 @@ class StepObjective(TokenObjective):
     columns = frozenset({"token/mask", "token/label"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from two numbers of each token."""
+        """Implements `Objective.loss`; first_T has two logits for each token."""
         device, metrics = first_T.device, Metrics()
         place_n = micro.token["mask"].nonzero().flatten().to(device)
         number_n2 = first_T[place_n].double()
@@ -110,8 +111,8 @@ def describe_steps(
 ) -> None:
     """Add accuracy, calibration and mean score of the probabilities that steps are right.
 
-    right_n: probabilities of labelled steps, in the order of their responses; label_n: their labels; seq_n: the
-    response of each. count: responses.
+    right_n: probabilities of labelled steps, in the order of their responses; label_n: labels of the steps; seq_n:
+    index of the response of each step. count: number of responses.
     """
     predicted, true = (right_n - 0.5).sign(), (label_n - 0.5).sign()
     add_mean(metrics, "accuracy/mean", (predicted * true + 1) / 2)
@@ -126,7 +127,7 @@ def describe_steps(
 
 
 def _first_wrong(sign_n: torch.Tensor, seq_n: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the index in [n] of each response's first step with a sign below 0, [B]; n if it has none."""
+    """Return the index in [n] of each response's first step with a negative sign, [B]; n if there is none."""
     none = len(sign_n)
     place_n = torch.arange(none, device=sign_n.device).masked_fill(sign_n >= 0, none)
     return torch.full((count,), none, device=sign_n.device).scatter_reduce(0, seq_n, place_n, "amin")
@@ -137,7 +138,7 @@ def _add_calibration(
 ) -> None:
     """Add the sums from which `report` computes the calibration error.
 
-    predicted, true: probabilities [n]. place: numbers in [0, 1], [n], by which they are divided into bins.
+    predicted, true: probabilities [n]. place: numbers in [0, 1], [n], that determine the bins.
     """
     bin_n = (place * bins).long().clamp(max=bins - 1)
     for i in range(bins):
@@ -146,7 +147,7 @@ def _add_calibration(
 
 
 def report(values: dict[str, float]) -> dict[str, float]:
-    """Replace the sums in a step's metrics, whose names may start with `eval/`, by the metrics computed from them.
+    """Return a step's metrics with sums replaced by the metrics computed from them; names may start with `eval/`.
 
     `calibration/error`: expected calibration error, over bins of the probability that the higher score wins or that a
     step is right (https://arxiv.org/abs/1706.04599). `length/correlation`: correlation over pairs of the difference in

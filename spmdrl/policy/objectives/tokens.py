@@ -1,4 +1,4 @@
-"""Objectives that average over tokens, and means for the log."""
+"""The base class of objectives that average over tokens, and functions that add means to metrics."""
 
 import torch
 
@@ -15,11 +15,11 @@ class TokenObjective(Objective):
     peers: Peers
 
     def trained_mask(self, batch: Batch) -> torch.Tensor:
-        """Mark the tokens over which the loss is averaged, bool [T]."""
+        """Return a mask, bool [T], of the tokens over which the loss is averaged."""
         return batch.token["mask"]
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `prepare` of the contract."""
+        """Implements `Objective.prepare`."""
         return Shared(totals(share, self.peers, self.trained_mask(share)))
 
     def weights(self, micro: Batch, shared: Shared, device: torch.device, mode: str = "token-mean") -> torch.Tensor:
@@ -29,13 +29,13 @@ class TokenObjective(Objective):
 
 
 def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> Totals:
-    """Count tokens and episodes of one optimizer step over all ranks. mask_T: the loss mask by default. Collective."""
+    """Count tokens and episodes of an optimizer step over all ranks. mask_T: by default the loss mask. Collective."""
     local = count_totals(share.token["mask"] if mask_T is None else mask_T, share.episode_index)
     return Totals(*peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist())
 
 
 def add_token_mean(metrics: Metrics, name: str, x_T: torch.Tensor, mask_T: torch.Tensor) -> None:
-    """Add the numbers under a mask, which may be empty, to a mean; summed in float64."""
+    """Add the numbers under a mask, which may be empty, to a mean; sum in float64."""
     count = mask_T.sum()
     total = torch.where(mask_T, x_T.detach(), torch.zeros_like(x_T)).double().sum()
     metrics.add(name, total / count.clamp(min=1), count)
