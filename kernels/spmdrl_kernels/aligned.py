@@ -1,8 +1,8 @@
 """Distillation over two vocabularies: compares shared tokens directly, and sorted probabilities of all other tokens.
 
-A row is a span of text. Student and teacher each have a scaled distribution for it: the probabilities of the next token
-at one position of the span, times exp(`shift`), the probability of the span's other tokens. Logits exist for one chunk
-of rows at a time, as in `distill.py`.
+Each row of a tensor belongs to one span of text. Student and teacher each have a scaled distribution for it: the
+probabilities of the next token at one position of the span, times exp(`shift`), the probability of the span's other
+tokens. Logits exist for one chunk of rows at a time, as in `distill.py`.
 
 Shapes: C rows; V tokens in the student's vocabulary, U in the teacher's, M in both.
 """

@@ -28,7 +28,7 @@ INVARIANT_ROWS = {"cpu": 64, "gpu": 512}
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of at most `rows` x `columns` over [tokens, vocab]."""
+    """The division of logits [tokens, vocab] into blocks of at most `rows` x `columns`."""
 
     tokens: int
     vocab: int

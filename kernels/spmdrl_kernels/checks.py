@@ -48,7 +48,7 @@ def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
         if temperature.device != device:
             raise ValueError(f"{name} and temperature must share one device, got {device} and {temperature.device}")
         if temperature.requires_grad:
-            raise ValueError("temperature gets no gradient here: detach it")
+            raise ValueError("temperature must not require a gradient: detach it")
     elif not usable(temperature):
         raise ValueError(f"temperature must be positive and finite, and 1 / temperature too: {temperature}")
     if mask_T is not None and (mask_T.shape != (tokens,) or mask_T.dtype != torch.bool or mask_T.device != device):
@@ -83,7 +83,7 @@ def check_values(targets_T, temperature, vocab: int) -> None:
     if low < 0 or high >= vocab:
         raise ValueError(
             f"targets must lie in [0, {vocab}), got values from {int(low)} to {int(high)}: "
-            "leave masked positions out by mask, or give them any valid token"
+            "exclude masked positions by mask, or set them to any valid token"
         )
     if heat and not (usable(heat[0]) and usable(heat[1])):
         raise ValueError(

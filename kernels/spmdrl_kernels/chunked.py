@@ -189,7 +189,7 @@ def _differentiated(caller: _Caller, logp_C, entropy_C, rows: slice, wanted: boo
     gradients = [None, None]
     if wanted:
         if not loss_C.requires_grad:
-            raise ValueError("loss_fn's result depends on neither logp nor entropy: there is no gradient")
+            raise ValueError("the result of loss_fn depends on neither logp nor entropy, so it has no gradient")
         gradients = [*torch.autograd.grad(loss_C.sum(), leaves, allow_unused=True), None]
     return loss_C, extra, gradients
 

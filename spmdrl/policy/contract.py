@@ -59,8 +59,8 @@ class Shared:
 
 
 Second = Literal["entropy", "collision", "top"]
-"""The number that a language model returns in addition to logp: the entropy; the sum of p squared over the vocabulary
-(no gradient); or 1 if the token is the likeliest one, else 0 (no gradient)."""
+"""The number that a language model returns in addition to logp. `entropy`; `collision`: the sum of p squared over the
+vocabulary, without gradient; `top`: 1 if the token is the likeliest one, else 0, without gradient."""
 
 
 MEASURE = -1
@@ -187,7 +187,7 @@ class Policy(Protocol):
         ...
 
     def onload(self) -> None:
-        """Bring everything that was offloaded back to the device."""
+        """Move everything that was offloaded back to the device."""
         ...
 
     def saving(self, copy: bool = False) -> Write:

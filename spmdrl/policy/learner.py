@@ -42,7 +42,7 @@ class SummedLoss:
 
 
 class Learner:
-    """The part of `Policy` (`contract.py`) that backends share; they implement the methods of the last section."""
+    """The part of `Policy` (`contract.py`) that backends share; a backend implements the methods at the end."""
 
     hf_config: Any
     """The transformers configuration with which the model was built."""

@@ -50,7 +50,8 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
                 f"{source}: checkpoints of this model cannot be saved, because transformers cannot write the "
-                f"configuration or tokenizer ({type(error).__name__}: {reason}); correct that folder or use another model"
+                f"configuration or tokenizer ({type(error).__name__}: {reason}); correct that folder "
+                "or use another model"
             ) from error
         files = {p.relative_to(away).as_posix(): p.read_bytes() for p in sorted(away.rglob("*")) if p.is_file()}
     patterns = [*([COPIED] if head == "lm" else []), *(["*.py"] if trust else [])]

@@ -46,7 +46,7 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
     if alone.reason == NOT_FINITE:
         raise ValueError(f"{name}: {family} gives {NOT_FINITE} {kind}")
     if not alone.right:
-        raise ValueError(f"{name}: {family} is not right here: {alone.reason}; take a model of another family")
+        raise ValueError(f"{name}: {family} computes wrong numbers here: {alone.reason}; use another model family")
     # The fastest form comes first.
     forms: list[Form] = [] if policy.form == "apart" else ["tree", "packed"] if policy.share else ["packed"]
     tried = {form: worst_over_ranks(policy, probe(policy, form, expected)) for form in forms}
@@ -72,18 +72,22 @@ def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
         ValueError: this form is wrong too, or a setting needs packed sequences.
     """
     if (sp := policy.world.sp_size) > 1:
-        raise ValueError(f"--parallel.sp {sp}: {name} is wrong over divided tokens: {packed}; set --parallel.sp 1")
+        raise ValueError(
+            f"--parallel.sp {sp}: {name} computes wrong numbers with divided sequences: {packed}; set --parallel.sp 1"
+        )
     if policy.routers:
         raise ValueError(
-            f"--rollout.routing-replay: {name} runs one sequence a forward, where experts cannot be prescribed: packed "
-            f"ones are wrong, {packed}; leave it off"
+            f"--rollout.routing-replay: {name} runs one sequence a forward, which does not support this flag, because "
+            f"packed sequences give wrong results: {packed}; leave out the flag"
         )
     for attention in dict.fromkeys((own_attention(policy.model.hf), "eager")):
         policy.run_as("apart", attention)
         found = worst_over_ranks(policy, probe(policy, "apart", expected))
         if found.right:
             return
-    raise ValueError(f"{name} is not right here: {found.reason}, and packed, {packed}; take a model of another family")
+    raise ValueError(
+        f"{name} computes wrong numbers here: {found.reason}; in packs, {packed}; use another model family"
+    )
 
 
 def check_backend(policy: Any, name: str) -> float:
@@ -110,7 +114,7 @@ def check_backend(policy: Any, name: str) -> float:
     found = worst_over_ranks(policy, found)
     if not found.right:
         raise ValueError(
-            f"{name}: {config.model_type} is not right under --policy.backend {policy.cfg.policy.backend}: "
-            f"{found.reason}; take --policy.backend fsdp"
+            f"{name}: {config.model_type} computes wrong numbers under --policy.backend "
+            f"{policy.cfg.policy.backend}: {found.reason}; use --policy.backend fsdp"
         )
     return found.states

@@ -278,7 +278,7 @@ def broken(world, path: str):
 def test_what_is_right_in_no_form_is_refused_by_name(folders):
     said = run_ranks(broken, 1, folders["llama"])[0]
     for name, why in {"head": "the head's numbers", "later": "later tokens", "raises": "no such kernel"}.items():
-        assert said[name].startswith("--reference.path mine: llama is not right here: ") and why in said[name]
+        assert said[name].startswith("--reference.path mine: llama computes wrong numbers here: ") and why in said[name]
     assert said["off"] == "no self-check of the policy: --model.no-self-check"
 
 

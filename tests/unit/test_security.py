@@ -226,7 +226,7 @@ def test_checkpoint_of_a_stranger_does_not_run_its_index(run_of_one_step, tmp_pa
     elif manifest == "of the bomb":
         write_manifest(step, 1, 1)
         assert problems(step) == []
-    with pytest.raises(RankError, match="MANIFEST|hash|bytes|may be read"):
+    with pytest.raises(RankError, match="MANIFEST|hash|bytes|safe to read"):
         run_ranks(resumed, 1, str(folder))
     assert not place.exists()
 

@@ -123,7 +123,7 @@ def alike(lengths: list[int]) -> list[list[int]]:
 
 
 def grouped(marks: list[int]) -> list[list[int]]:
-    """Group the indices whose marks are equal."""
+    """Group the indices of equal marks."""
     groups: dict[int, list[int]] = {}
     for i, mark in enumerate(marks):
         groups.setdefault(mark, []).append(i)

@@ -169,11 +169,11 @@ def check_config(config: Any, sp: int) -> None:
 
 
 def check_same(batch: Batch, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Assert that all ranks of a sequence-parallel group hold the same sequences. Collective."""
+    """Assert that all ranks of a sequence-parallel group have the same sequences. Collective."""
     if group is None:
         return
     tokens, lengths = batch.token["tokens"], batch.lengths
     sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (tokens, lengths)]
     mine = torch.stack([*sums, lengths.sum(), batch.token["mask"].sum()]).to(device)
     ends = all_reduce(torch.stack([mine, -mine]), "max", group)
-    assert torch.equal(ends[0], -ends[1]), "ranks of one sp group hold different sequences: see data/distribute.py"
+    assert torch.equal(ends[0], -ends[1]), "ranks of one sp group have different sequences: see data/distribute.py"

@@ -63,7 +63,7 @@ class FsdpPolicy(Learner):
             recompute(hf)
         self.share = cfg.policy.share_prompts and head not in SCORES
         trained = is_adapter if adapt and trainable else (lambda name: trainable)
-        # Any: fully_shard adds methods, and the parameters become DTensors.
+        # Typed as Any, because fully_shard adds methods and replaces parameters by DTensors.
         self.model: Any = sharded(hf, cfg, self.world, head, self.compute, self.share, trained)
         if hf.config.get_text_config()._attn_implementation != packed.NAME:
             self.run_as("apart")

@@ -31,7 +31,7 @@ overlap with computation."""
 
 
 def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """Apply fully_shard over `world.shard_mesh` to each decoder layer (not in a small model) and to the model.
+    """Apply fully_shard over `world.shard_mesh` to the model, and in a large model also to each decoder layer.
 
     direct: on gloo, send directly between ranks (`spmd/gloo.py`) instead of around gloo's ring.
     """

@@ -4,10 +4,10 @@ A rank's parameters are described by a list of slots: the name of a checkpoint t
 a view of the parameter for that range. Reading files into the views loads a model; `weights/reshard.py` sends the views
 to engines and writes them to files. Nothing is gathered.
 
-In Megatron, one parameter stores queries, keys and values group by group, [groups, queries of a group + 2, head,
-hidden]. Another one concatenates gate and up projections, each divided over tp. The vocabulary is padded at its end. A
-parameter that is replicated over tp, cp or data has the same range on several ranks, and so has a tied embedding, which
-is on the first and the last stage.
+In Megatron, one parameter stores the projections of queries, keys and values group by group, [groups, queries of a
+group + 2, head, hidden]. Another one concatenates gate and up projections, each divided over tp. The vocabulary is
+padded at its end. A parameter that is replicated over tp, cp or data has the same range on several ranks, and so has a
+tied embedding, which is on the first and the last stage.
 """
 
 import re

@@ -109,7 +109,7 @@ def stages(layout: Layout, layers: int) -> list[int]:
             if even:
                 what = "--parallel.pp may be " + some(even) + (f", or {uneven}" if would else "")
             elif would:
-                what = f"take {uneven}"
+                what = f"use {uneven}"
             raise ValueError(f"--parallel.pp {layout.pp}: the model has {layers} layers; {what}")
         return [layers // layout.pp] * layout.pp
     # If both numbers are set, the message suggests numbers for the last stage.

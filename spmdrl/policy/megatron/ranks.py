@@ -25,8 +25,8 @@ STRATEGIES = "dist_checkpointing.strategies.torch"
 OVER_ALL = ("get_world_size", "barrier", "all_gather_object", "broadcast_object_list")
 """Functions of torch.distributed that these modules call without a group. `get_rank` stays the rank in the job."""
 NAMES = 1_000_000
-"""Group names are numbers. Ranks that create groups without the rest of the job use numbers from a multiple of this on,
-which depends on the first of these ranks."""
+"""Group names are numbers. Ranks that create groups without the job's other ranks use numbers from a multiple of this
+on, which depends on the first of these ranks."""
 _made: dict[int, int] = {}
 _group: dist.ProcessGroup | None = None
 

@@ -71,8 +71,8 @@ class Router(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Megatron calls `get_replay_topk` instead of topk. The object is not a module, or this router would be its own
-        # submodule.
+        # Megatron calls `get_replay_topk` instead of topk. The object must not be a module, or the router would become
+        # a submodule of itself.
         self.router_replay: Any = SimpleNamespace(get_replay_topk=self._choose)
         self.forget()
 

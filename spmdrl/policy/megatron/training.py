@@ -61,7 +61,7 @@ class Trainer:
             with repairs.OneCopy():
                 self.optimizer: Any = get_megatron_optimizer(settings, self.models)
         for group in self.optimizer.param_groups:
-            # Exempt vectors from weight decay, which Megatron's scheduler would do, but it is not used.
+            # `wd_mult` exempts vectors from weight decay. Megatron applies it in its scheduler, which is not used.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
         # Gradients are summed over data positions and never divided by ranks, micro-batches or tokens.
         config.calculate_per_token_loss = True

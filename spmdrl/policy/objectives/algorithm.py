@@ -38,7 +38,7 @@ class Algorithm:
     """True if the loss of a token does not depend on the logp of other tokens."""
     aggregation: str
     horizon: float
-    """Normaliser of `seq-mean-token-sum-norm`: the longest response."""
+    """Normalizer of the aggregation `seq-mean-token-sum-norm`: the length limit of responses."""
     old_logp: str
     """Source of old logp: `update`, the forward of the update; `policy`, a forward before the update; `rollout`, the
     engine."""
