@@ -1,4 +1,4 @@
-"""Distil a teacher into a student on the student's own samples: `torchrun --nproc-per-node 8 -m spmdrl.distill ...`.
+"""Distil a teacher into a student on the student's samples: `torchrun --nproc-per-node 8 -m spmdrl.distill ...`.
 
 The loop is that of `train.py` with another method (`rl/distillation.py`): it uses the teacher's log-probabilities of
 the student's tokens instead of scores, computes no advantages, and moves the student's distributions towards the

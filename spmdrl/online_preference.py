@@ -1,4 +1,4 @@
-"""Learn from preferences between own samples: `torchrun --nproc-per-node 8 -m spmdrl.online_preference ...`.
+"""Learn from preferences between the policy's samples: `torchrun --nproc-per-node 8 -m spmdrl.online_preference ...`.
 
 The loop is that of `train.py` with another method (`rl/online_preference.py`): it compares the best and the worst
 sample of each prompt by their scores, computes no advantages, and updates the policy by a preference loss. This file

@@ -39,7 +39,7 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
         raise ValueError(f"--rollout.quantization {kind}: {name} takes fp8, on a GPU; or take --rollout.engine hf")
     if name != "hf" and cfg.rollout.deterministic and on_cpu:
         raise ValueError(
-            f"--rollout.deterministic: {name}'s batch-invariant kernels need a GPU; take --rollout.engine hf here"
+            f"--rollout.deterministic: {name}'s batch-invariant kernels need a GPU; take --rollout.engine hf"
         )
     temperatures = {"--rollout.temperature": cfg.rollout.temperature, "--eval.temperature": cfg.eval.temperature}
     temperatures |= {f"{file}: temperature": judge.temperature for file, judge in engine_judges(cfg)}
@@ -95,7 +95,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
             "--rollout.engine vllm on a GPU"
         )
     if engine == "vllm" and on_cpu:
-        raise ValueError(f"--rollout.engine vllm: vLLM on a CPU cannot run {model.model_type}; it takes a GPU")
+        raise ValueError(f"--rollout.engine vllm: vLLM on a CPU cannot run {model.model_type}; it needs a GPU")
 
 
 def check_tp(cfg: Config, engine: str) -> None:
@@ -147,7 +147,7 @@ def check_experts(cfg: Config) -> None:
         raise ValueError(f"{flag}: this setting divides experts, and {cfg.model.path} has none; take 1")
     if experts % rollout.ep:
         raise ValueError(
-            f"{flag}: {cfg.model.path} has {experts} experts, which {rollout.ep} ranks cannot hold in equal numbers; "
+            f"{flag}: {cfg.model.path} has {experts} experts, which {rollout.ep} ranks cannot divide equally; "
             "change --rollout.tp or --rollout.dp with it, or take --rollout.ep 1"
         )
 
@@ -208,8 +208,8 @@ def prompt_limit(cfg: Config, folder: Path, setting: str = "rollout.max_new_toke
     context = context_length(folder, cfg.model.trust_remote_code)
     if context <= cfg.rollout.max_new_tokens:
         raise ValueError(
-            f"{flag(setting)} {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} takes "
-            f"{context} tokens in all"
+            f"{flag(setting)} {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} reads at "
+            f"most {context} tokens"
         )
     return min(cfg.rollout.max_prompt_tokens, context - cfg.rollout.max_new_tokens)
 

@@ -230,7 +230,7 @@ def without_quantization(config: Any) -> dict[str, Any]:
 
 
 def tensor_kinds(cfg: Config) -> list[str]:
-    """Return the last parts of the tensor names in the model's folder, such as `weight`."""
+    """Return the distinct last parts of tensor names in the model's folder, such as `weight`."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     return sorted({name.rpartition(".")[2] for _, name in stored(folder)})
 

@@ -115,8 +115,8 @@ class Alignment:
                 aligned = self.pair.align(tokens_L[start:].tolist(), tokens_L[:start].tolist())
                 if (length := len(self.prompts[prompt]) + len(aligned.teacher)) > self.room:
                     raise UnreadableError(
-                        f"the teacher reads {length} tokens, and its context and --policy.max-tokens-per-microbatch "
-                        f"have room for {self.room}"
+                        f"it has {length} tokens for the teacher, whose context and --policy.max-tokens-per-microbatch "
+                        f"allow {self.room}"
                     )
                 out.append(aligned)
             except UnreadableError as why:

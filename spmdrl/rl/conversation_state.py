@@ -41,9 +41,9 @@ class ConversationState:
     finish: str = ""
     """Reason for which the conversation ends; empty until the final reward is requested."""
     responses: int = 0
-    """Responses so far, including those that were cut."""
+    """Number of responses so far, including responses that were cut off."""
     calls: float = 0.0
-    """Calls of tools so far."""
+    """Number of tool calls so far."""
     first_state: str = ""
     """Digest of the state in which the episode began, if the environment names states; else empty."""
     env_state: Any = None
@@ -55,7 +55,7 @@ class ConversationState:
     opening: Opening | None = None
     """The environment that is open or being opened; None between two rollouts."""
     variables: dict = field(default_factory=dict)
-    """Variables of the chat template that the row gives."""
+    """Variables for the chat template, from the row."""
     began: float = 0.0
     """Time at which the episode would have begun if it had never been cut short (time.monotonic())."""
     request: str = ""
@@ -128,7 +128,7 @@ class ConversationState:
         renderer = renderer.of(self.variables)
         seen = renderer.next(before, self.turns[-1].message, self.tools or None, made, ended, reply.messages)
         if seen.fork is None and not seen.tokens:
-            raise ValueError(f"{renderer.name} writes nothing for the answer to a turn")
+            raise ValueError(f"{renderer.name} renders no text for the answer to a turn")
         return (seen.tokens, False) if seen.fork is None else (seen.fork, True)
 
     def state_number(self, key: str) -> int | None:
@@ -179,8 +179,8 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
         # In a table every row has the keys of all rows, with None for keys that it lacks.
         if isinstance(named, dict) and (odd := [k for k, v in named.items() if k not in KEYS and v is not None]):
             raise ValueError(
-                f"row {prompt.index}: the environment in its column {COLUMN!r} has the key {odd[0]!r}, and takes only "
-                f"{' and '.join(KEYS)}"
+                f"row {prompt.index}: the environment in its column {COLUMN!r} has the unknown key {odd[0]!r}; it may "
+                f"have {' and '.join(KEYS)}"
             )
         name, settings = (named.get("name"), named.get("settings") or {}) if isinstance(named, dict) else (named, {})
         if not isinstance(name, str) or not name or not isinstance(settings, dict):

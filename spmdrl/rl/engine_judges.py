@@ -46,8 +46,8 @@ class Voice:
         """True if the template rejects system messages; their text is then put at the start of the user message."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
-                f"{file}: engine {judge.engine}: the tokenizer in {self.folder} has no chat template, which "
-                "renders questions; take a chat model, or a judge at a url"
+                f"{file}: engine {judge.engine}: the tokenizer in {self.folder} has no chat template to render "
+                "questions; take a chat model, or a judge at a url"
             )
         try:
             self.render(PROBE)
@@ -101,7 +101,7 @@ class EngineJudges:
             if judge.max_prompt_tokens + judge.max_new_tokens > longest:
                 raise ValueError(
                     f"{file}: max_prompt_tokens {judge.max_prompt_tokens}, max_new_tokens {judge.max_new_tokens}: "
-                    f"{cfg.model.path} takes {longest} tokens in all; lower them"
+                    f"their sum exceeds the {longest} tokens that {cfg.model.path} can read; lower them"
                 )
         for asker in askers(grader):
             asker.run, asker.quiet = self.answer, world.engine_tp_rank > 0

@@ -42,7 +42,7 @@ class Evaluation:
         self.rows: list[dict] = []
         """Rows of some conversations for samples.jsonl until they are written, on the first rank."""
         self.to_judge: list[Episode] | None = None
-        """Episodes of this rank that the reward model has not scored; None if it need not."""
+        """Episodes of this rank that the reward model still has to score; None if there is no such evaluation."""
         self.keeps_graded = False
 
     def keep_graded(self) -> None:
@@ -102,7 +102,7 @@ class Evaluation:
         return out | {name: plain(value) for name, value in self.numbers.items()}
 
     def show(self, rows: list[dict]) -> None:
-        """Store rows of some conversations. They come from the first rank that samples. Collective under `split`."""
+        """Store rows of some conversations, given by the first rank that samples. Collective under `split`."""
         self.rows = [row | {"evaluation": True} for row in rows]
         if self.world.roles.split:
             texts = all_gather_text(json.dumps(self.rows), self.world.host_group)

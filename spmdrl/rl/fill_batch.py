@@ -146,8 +146,8 @@ class Filling:
         self._check(ungraded, len(reward_N), "a step")
         stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
-            # The mean is over all graded samples, also those that are not learnt from. They are sorted, because their
-            # order of arrival would change the rounding.
+            # The mean is over all graded samples, including dropped ones. They are sorted, because the order of
+            # arrival would change the rounding.
             reward_N = reward_N[~reward_N.isnan()].sort().values
             stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
         if self.cfg.env:

@@ -33,7 +33,7 @@ class Grading:
         warn_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
 
     def ended(self, group: PromptGroup, episode: Episode) -> None:
-        """Submit an episode that ended; if the grader wants groups, submit the whole group once all have ended."""
+        """Submit an ended episode; if the grader needs groups, submit all episodes of a group once all have ended."""
         if not self.grader.wants_groups:
             self.submit(group, episode)
         elif group.done:
@@ -89,7 +89,7 @@ class Grading:
     def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
         """Wait for the rewards of finished groups; return False if the rollout was abandoned meanwhile."""
         # Episodes of a carried group that ended in an earlier step are graded again. Grading is cheap, and checkpoints
-        # then need not store rewards. A grader that wants groups has already received all episodes.
+        # then need not store rewards. A grader that needs groups has already received all episodes.
         for group in groups:
             for episode in group.episodes:
                 if episode.phase != "grading":

@@ -35,7 +35,7 @@ class OnlinePreference(PolicyGradient):
     replays = False
 
     def __init__(self, run: Run):
-        """Read the settings of the run."""
+        """Read the run's settings of preference learning."""
         super().__init__(run)
         self.cfg = cast(OnlinePreferenceConfig, run.cfg)
         self.alone = takes_best_alone(self.cfg)
@@ -49,7 +49,7 @@ class OnlinePreference(PolicyGradient):
             )
         batch.seq["unit"] = batch.seq["position"]
         if not self.cfg.reward.model:
-            # Only the chosen samples cause work; the others of a group are only moved between ranks.
+            # Models process only the chosen samples, so the others count as almost no work for balancing.
             learnt_B = torch.zeros(len(batch), dtype=torch.bool)
             learnt_B[self.extremes(batch, batch.seq["reward"])] = True
             batch.seq["work"] = torch.where(learnt_B, batch.seq["work"], 1)
@@ -102,7 +102,7 @@ class OnlinePreference(PolicyGradient):
             pairs.token["ref_logp"], _ = models.reference.logprobs(pairs, cfg.rollout.temperature)
             finite(pairs, pairs.token["ref_logp"], "the reference")
         if self.alone:
-            # The loss uses temperature 1, so the logp at the sampling temperature needs a forward of its own.
+            # The loss uses temperature 1, so logp at the sampling temperature must be computed separately.
             logp_T, _ = models.policy.logprobs(pairs, cfg.rollout.temperature)
             add_mismatch(metrics, logp_T, *sampled_of(pairs, algo, models.policy.version))
         else:

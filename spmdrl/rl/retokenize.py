@@ -53,7 +53,7 @@ class Rewriter:
     def whole(self, prompt: Prompt, response: str) -> tuple[list[int], int]:
         """Return the tokens of a prompt with its response, and the index of the token at which HF reads the score."""
         tokens = self._tokens(prompt, self._text(prompt, prompt.reply + self.control.sub(BROKEN, response)))
-        # Like transformers: the last token that is not padding, even without a batch; the first if all are padding.
+        # As in transformers, the score is at the last token that is not padding, or at the first if all are padding.
         return tokens, next((i for i in range(len(tokens) - 1, -1, -1) if tokens[i] != self.pad), 0)
 
     def stepwise(self, prompt: Prompt, response: str, ends: list[int]) -> tuple[list[int], list[int]]:

@@ -105,7 +105,7 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
     Raises:
         ValueError: a label has the name of a reward part.
     """
-    assert models.reward_model is not None, "the run builds what the settings name"
+    assert models.reward_model is not None, "the run builds the models that the settings name"
     metrics, first_E = Metrics(), batch.firsts
     n = len(first_E)
     scores = (models.reading or AtLast(steps="scored steps" in algo.needs)).read(batch, models.reward_model)

@@ -119,7 +119,8 @@ class RankState:
         if len(files) == world.size:
             set_generator_states(read(world.rank)["generators"], world.device)
         else:
-            lost.append(_lost(f"{len(files)} ranks made it, this run has {world.size}", ["states of generators"]))
+            why = f"{len(files)} ranks saved it and this run has {world.size}"
+            lost.append(_lost(why, ["states of generators"]))
         before, now = read(min(world.rank, len(files) - 1))["settings"], self._settings()
         changed = [name for name, value in now.items() if before.get(name) != value]
         if changed:

@@ -55,7 +55,7 @@ def teacher_prompts(
         )
     tokens = {prompt.index: prompt.tokens for prompt in found.prompts if prompt.index in wanted}
     if long := sum(len(each) > left for each in tokens.values()):
-        flag = "--distill.teacher-template: with it" if template else "--distill.align: as the teacher reads them"
+        flag = "--distill.teacher-template: with it" if template else "--distill.align: in the teacher's tokens"
         shorten = "shorten it, or leave" if template else "leave"
         raise ValueError(
             f"{flag} {long} of {len(tokens)} prompts of --data.train are longer than the {left} tokens that the "

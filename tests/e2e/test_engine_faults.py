@@ -103,7 +103,7 @@ def test_bad_expert_layout_names_the_experts(engine, tmp_path):
         with pytest.raises(ValueError, match=rf"^{flag}: this setting divides experts, and {tiny} has none; take 1$"):
             check_engine(config(model={"path": tiny}, rollout={"engine": engine} | layout), True)
     folder = tiny_mixture(tmp_path / "mixture")
-    told = rf"^--rollout.ep 3: {folder} has 8 experts, which 3 ranks cannot hold in equal numbers; change --rollout.tp"
+    told = rf"^--rollout.ep 3: {folder} has 8 experts, which 3 ranks cannot divide equally; change --rollout.tp"
     with pytest.raises(ValueError, match=told):
         check_engine(config(model={"path": str(folder)}, rollout={"engine": engine, "dp": 3, "ep": 3}), True)
     check_engine(config(model={"path": str(folder)}, rollout={"engine": engine, "ep": 4, "dp": 2} | tp), True)
@@ -241,7 +241,7 @@ def test_a_model_of_fewer_positions_than_the_settings_samples_inside_of_them(tmp
     (row,) = metrics(tmp_path / "run")
     assert row["response_length/max"] <= 100 and row["logp_diff/mean"] < 1e-4, row
     ended = run([*QUICK, *flags, *argv("--rollout.max_new_tokens 128 --run.dir"), tmp_path / "none"], 100)
-    refused(ended, "--rollout.max-new-tokens 128 leaves no room for a prompt", "takes 128 tokens in all")
+    refused(ended, "--rollout.max-new-tokens 128 leaves no room for a prompt", "reads at most 128 tokens")
 
 
 # ── an engine that dies while it samples ─────────────────────────────────────

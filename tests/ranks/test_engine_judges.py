@@ -350,7 +350,7 @@ def built(world, folder: str, sections: dict) -> None:
         ("other tokens", "its tokenizer gives .* another number"),
         ("absent", "judge.yaml: engine '/absent' is not a folder"),
         ("quantised", "is quantised by gptq: .* \\(.*judge.yaml: engine\\)"),
-        ("too long", "max_prompt_tokens 4090, max_new_tokens 96: .* takes 4096 tokens in all"),
+        ("too long", "max_prompt_tokens 4090, max_new_tokens 96: their sum exceeds the 4096 tokens that"),
     ],
 )
 def test_judges_that_the_engine_cannot_be_are_refused_before_training(case, told, folders, tmp_path):

@@ -650,7 +650,7 @@ NOTHING = (
 def test_an_answer_without_a_token_fails_its_episode_alone(make):
     agents = make("Silent", template="nothing")
     played = Played(agents, [said("x")])
-    assert played.play()[0].finish == "abort" and "writes nothing for the answer to a turn" in played.why[0]
+    assert played.play()[0].finish == "abort" and "renders no text for the answer to a turn" in played.why[0]
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -16,7 +16,7 @@ from tests.ranks.cases import config
 HF = (
     "--rollout.engine hf: transformers has no causal language model for qwen2_5_vl; take --rollout.engine vllm on a GPU"
 )
-VLLM = "--rollout.engine vllm: vLLM on a CPU cannot run qwen2_5_vl; it takes a GPU"
+VLLM = "--rollout.engine vllm: vLLM on a CPU cannot run qwen2_5_vl; it needs a GPU"
 
 
 def with_weights(folder) -> None:

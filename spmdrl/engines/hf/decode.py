@@ -189,7 +189,7 @@ class Decoder:
 
 
 def distance(got_V: torch.Tensor, want_V: torch.Tensor) -> float:
-    """Return the mean |dlogp| of a token, weighted by its probability in `want_V`.
+    """Return the mean |dlogp| over the vocabulary, weighted by the probabilities of `want_V`.
 
     If `want_V` contains nan, the distance is 0; the first training step then raises an error.
     """

@@ -209,7 +209,7 @@ class HFEngine:
                 self.tensors[parameter][index].copy_(part)
         if self.lacking:
             raise ValueError(
-                f"--rollout.engine hf: the trainer brings no tensor for {len(self.lacking)} of the engine's weights "
+                f"--rollout.engine hf: the trainer pushes no tensor for {len(self.lacking)} of the engine's weights "
                 f"({', '.join(sorted(self.lacking)[:3])}), which it does not read from the folder: take another "
                 "--policy.backend or another engine"
             )
@@ -259,7 +259,8 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
     """Draw a token [B] with its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
     greedy = group.temperature == 0
     scaled_BV = logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype)
-    # On a CPU torch sums exponentials in a few float32 accumulators: over 150,000 tokens, logp has an error of 1e-4.
+    # On a CPU torch sums a row's exponentials in a few float32 accumulators. With a vocabulary of 150,000 tokens, logp
+    # would be wrong in the fourth digit.
     logp_BV = torch.log_softmax(scaled_BV.double() if scaled_BV.is_cpu else scaled_BV, -1)
     if bool((group.top_p < 1).any()):
         logp_BV = nucleus(logp_BV, group.top_p)

@@ -121,7 +121,7 @@ class SGLangEngine:
     def submit(self, request: Request) -> None:
         """Implements `Engine.submit`."""
         check_request(request, self.version, self.longest, not self.asleep)
-        # An abort in SGLang affects all requests whose names begin with the given one, so names are not prefixes.
+        # SGLang aborts all requests whose names begin with the given text, so no name may be a prefix of another.
         name = name_of(request.key)
         assert name not in self.running, f"request {request.key} is running already"
         self.running[name] = request.key

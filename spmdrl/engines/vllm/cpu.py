@@ -26,7 +26,7 @@ class Packed:
     """
 
     def __init__(self):
-        """Disable vLLM's own packing; call this before vLLM builds a model."""
+        """Disable vLLM's packing. This must happen before vLLM builds a model."""
         self.linears: dict[tuple[int, torch.Size], Any] = {}
         self.experts: dict[int, torch.Tensor] = {}
         self.widened: set[torch.dtype] = set()

@@ -85,7 +85,7 @@ class VLLMEngine:
 
     @property
     def model(self) -> Any:
-        """vLLM's own model object."""
+        """The model object inside vLLM."""
         return self.runner.model
 
     def submit(self, request: Request) -> None:

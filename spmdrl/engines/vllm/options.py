@@ -182,7 +182,7 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     routed: True if completions must report the experts of their tokens; only on a GPU.
 
     Raises:
-        RuntimeError: vLLM failed to start; the message gives settings to change.
+        RuntimeError: vLLM failed to start; the message suggests settings to change.
     """
     from vllm import LLM
 

@@ -52,7 +52,7 @@ def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
 
 
 def storages(tensors) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors, each once."""
+    """Return the distinct storages of tensors."""
     return list({s.data_ptr() or id(s): s for s in (t.untyped_storage() for t in tensors)}.values())
 
 
