@@ -104,8 +104,9 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
 
 
 def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
-    """Return a column, or for `outer.inner` a key in it; without a name the first usual one, None if there is none.
+    """Return the value of a column; `outer.inner` names a key in a column.
 
+    name: empty for the first of the usual columns that the row has; None is returned if it has none of them.
     Raises RowError if the row has no column of that name.
     """
     if not name:

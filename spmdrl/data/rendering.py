@@ -136,7 +136,9 @@ class Renderer:
                 **(self.tokenizer.special_tokens_map | variables(self.more | dialogue.more) | options),
             )
         except Exception as e:  # jinja and templates raise errors of many types
-            raise TemplateError(f"the chat template refuses it ({type(e).__name__}: {' '.join(str(e).split())})") from e
+            raise TemplateError(
+                f"the chat template refuses the messages ({type(e).__name__}: {' '.join(str(e).split())})"
+            ) from e
         texts, marks = found
         return texts[0], (marks[0] if marks else [])
 

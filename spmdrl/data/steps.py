@@ -63,7 +63,7 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
 
 
 def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> list[int]:
-    """Return the number of characters of a text after each of its tokens; empty if neighbours do not determine it.
+    """Return the number of characters of a text after each of its tokens; empty if that depends on distant tokens.
 
     Each token is decoded after a few before it, so the work is linear in the number of tokens, and not quadratic.
     """

@@ -162,7 +162,7 @@ def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> Wo
 
 
 def twin(world: World, wait: timedelta) -> World:
-    """Return a world with the same ranks and axes on the host and its own groups, for a background thread. Collective.
+    """Return a copy of a world on the host, with its own groups, for a background thread. Collective.
 
     Its meshes are those of `world`: read positions from them, but do not communicate over them.
     """

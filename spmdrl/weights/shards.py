@@ -26,7 +26,7 @@ def shard_box(param: torch.Tensor) -> Box:
 
 @lru_cache(maxsize=4096)
 def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
-    # The last mesh dimension shards; under HSDP the one before it replicates.
+    # Parameters are sharded over the last mesh dimension; under HSDP they are replicated over the one before it.
     rows = shard_rows(shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
     return (rows, *full_box(shape[1:]))
 

@@ -142,7 +142,7 @@ def test_a_dialogue_that_begins_with_the_assistant_is_refused_by_name_where_the_
     )
     tokenizer = tokenizer_for(template)
     with pytest.raises(
-        TemplateError, match="the chat template refuses it.*; the dialogue begins with an assistant's turn: begin it"
+        TemplateError, match="the chat template refuses the messages.*; the dialogue begins with an assistant's turn"
     ):
         sequences_of(Renderer(tokenizer, template), Dialogue([SAID, USER, SAID]))
 
