@@ -114,7 +114,7 @@ class Saver:
     def poll(self) -> dict[str, float]:
         """Return `time/checkpoint_write`, the seconds of a background write, once after it has ended. Not collective.
 
-        Ranks notice the end at different steps. An error of the write is raised here.
+        Ranks notice the end at different steps. If the write failed, this method raises its error.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
@@ -122,7 +122,7 @@ class Saver:
         return numbers
 
     def finish(self) -> None:
-        """Wait until the started checkpoint is published. Collective; an error of the write is raised here."""
+        """Wait until the started checkpoint is published. If the write failed, raise its error. Collective."""
         if self._thread is None:
             return
         while self._thread.is_alive():

@@ -31,7 +31,7 @@ def together(act: Callable[[], Any], world: World) -> list[Any]:
     try:
         value = act()
     except Exception as found:
-        # A user's mistake stays a ValueError, whose message says what to do.
+        # A user's mistake stays a ValueError, whose message has advice.
         error, failure = found, [isinstance(found, ValueError), str(found)]
     reports = [json.loads(text) for text in all_gather_text(json.dumps([value, failure]), world.host_group)]
     if error is not None:
@@ -116,7 +116,7 @@ def _move_aside(folder: Path) -> str:
 def check_still_owned(world: World) -> None:
     """Raise TakenError on every rank if another job has taken the run folder. Collective.
 
-    Nothing more is written there.
+    After that, this job writes nothing to the folder.
     """
     if problem := on_first(lock.problem, world):
         rank_status.folder = None
@@ -155,7 +155,7 @@ def _compared_settings(path: Path, folder: Path, cfg: TrainingConfig, given: Col
     found = differences(path, cfg, given, kinds)
     if found.other:
         raise ValueError(
-            f"{folder} holds a run of {found.other}, which this one cannot resume: take another --run.dir (or "
+            f"{folder} holds a run of {found.other}, which this entry point cannot resume: take another --run.dir (or "
             "--run.name), or --run.fresh (moves that folder aside and starts over)"
         )
     if found.lines and not cfg.run.allow_changes:

@@ -87,7 +87,7 @@ class Lock:
         moved = f"; the files of this run are in {place}" if place != self.folder.resolve() else ""
         return (
             f"{self.folder} was taken by another job, {owner_name(record)}, and this run writes nothing more there"
-            f"{moved}. Give each job a --run.dir of its own"
+            f"{moved}. Give each job a different --run.dir"
         )
 
     def release(self) -> None:
@@ -102,8 +102,8 @@ class Lock:
             if error.errno in HELD:
                 return False
             self.warning = (
-                f"{self.folder} is on a file system without locks ({error.strerror}): another job in it is not kept "
-                "out, only noticed before a checkpoint is published"
+                f"{self.folder} is on a file system without locks ({error.strerror}): another job is not kept out of "
+                "it, only noticed before a checkpoint is published"
             )
         return True
 

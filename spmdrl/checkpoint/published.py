@@ -86,7 +86,7 @@ def best_step(root: Path, steps: list[int], best: str) -> int | None:
 
 
 def prune(root: Path, step: int, keep: Keep) -> None:
-    """Remove checkpoints older than that of `step`, which was verified, except those that `keep` keeps.
+    """Remove checkpoints older than the verified one of `step`, except those that `keep` selects.
 
     Newer folders stay: a resume skipped them as damaged, and the run will write them again.
     """

@@ -63,7 +63,7 @@ def content_of(
 
 
 def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
-    """Write `root/step_<step>`, point `latest` at it and remove the older checkpoints that `keep` does not keep.
+    """Write `root/step_<step>`, point `latest` at it and remove older checkpoints that `keep` does not select.
 
     Collective over the groups of `world`, which may be a twin's.
 
@@ -135,7 +135,7 @@ def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = fil
             return f"!{error}"
 
     sizes = on_first(listed, world)
-    # Files are dealt to the ranks in turn, the largest first, so that all ranks read about the same number of bytes.
+    # Ranks take the files in turn, the largest first, so that all read about the same number of bytes.
     names = sorted(sizes, key=lambda name: (-sizes[name], name))[world.rank :: world.size]
     hashes: dict[str, str] = {}
     for part in together(lambda: {name: hashed(name) for name in names}, world):

@@ -19,8 +19,8 @@ class ClassifierConfig:
     weights: dict[str, float] = field(default_factory=dict)
     """Label -> factor on its score; labels that are not listed count 0. Empty: factor 1, for a model with one label."""
     tokenizer: Literal["auto", "own"] = "auto"
-    """`auto`: the model reads the policy's tokens if both tokenizers number them equally, else the text in its own
-    tokens. `own`: always its own tokens."""
+    """`auto`: the model reads the policy's tokens if both tokenizers number them equally, else the text in the model's
+    tokens. `own`: always the model's tokens."""
     steps: str = ""
     """Separator of reasoning steps; every step is scored at its end. Empty: only the response is scored, at its end."""
     reduce: Literal["min", "mean", "last", "product"] = "min"

@@ -19,12 +19,12 @@ C = TypeVar("C", bound=type)
 class Free:
     """Reasons why a run may resume with another value of a setting: the setting does not change the results."""
 
-    WATCHED = "where a run is, how long it goes on, how it is watched"
-    KEPT = "what is seen and kept of it"
-    LAYOUT = "law 2: which ranks hold what"
-    COMPUTED = "law 2: how a rank computes the same"
-    DRAWN = "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them"
-    LIMIT = "limits: a run that they did not stop is the same run"
+    WATCHED = "place and length of a run, and how it is observed"
+    KEPT = "results that a run shows and keeps"
+    LAYOUT = "law 2: how ranks divide the work"
+    COMPUTED = "law 2: how a rank computes the same numbers"
+    DRAWN = "law 3: draws depend on the data, not on the engine or on other sequences in it"
+    LIMIT = "limits: a run that does not reach them is the same run"
 
 
 class Job:
@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Rule:
-    """The valid values of one setting, independent of other settings; None is valid if the setting's type has it."""
+    """The valid values of one setting, independent of other settings; None is valid if the type includes it."""
 
     valid: Callable[[Any], bool]
     """Function that returns True for a valid value; False for NaN."""

@@ -118,7 +118,7 @@ class DistillationConfig(Config):
 
 
 def check_distillation(config: DistillationConfig, world_size: int, here: bool = True) -> None:
-    """Check all values together. here: as of `run_problems`. Raises ConfigError with every problem."""
+    """Check all values together. here: as in `run_problems`. Raises ConfigError with every problem."""
     refuse(_problems(config) + run_problems(config, world_size, here))
 
 
@@ -202,5 +202,7 @@ def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]
         lines.append(f"teacher  takes {part} every {moves:,} steps")
     if given := distill.given_per_step:
         sampled = config.rollout.prompts_per_step
-        lines.append(f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled")
+        lines.append(
+            f"given    {given:,} responses of the data set a step, in addition to {sampled:,} prompts that are sampled"
+        )
     return lines

@@ -55,7 +55,7 @@ class EnvironmentConfig:
     max_open: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
     """Most episodes of an engine that are open at a time, in complete groups; 0: the engine's share of all episodes."""
     workers: int = setting(1, COUNT, free=Free.LIMIT)
-    """Processes of each engine that run environments."""
+    """Number of processes per engine that run environments."""
     memory_mb: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
     """MiB of memory that a process of environments may use; 0: no limit."""
     python: str = setting("", free=Free.LIMIT)
@@ -88,7 +88,7 @@ def _file_problems(found: EnvironmentConfig, given: Collection[str]) -> list[str
     if not isinstance(found.settings, dict):
         problems.append(f"settings {found.settings!r}: must be names with values, such as {{numbers: 8}}")
     elif found.settings and found.environment == ROWS:
-        problems.append("settings: with environment rows each row has its own; leave them out")
+        problems.append("settings: with environment rows each row has its own settings; leave them out")
     return problems
 
 

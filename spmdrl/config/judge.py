@@ -76,7 +76,7 @@ def read_judge(file: str) -> JudgeConfig:
 
 
 def judges(reward: RewardConfig) -> list[tuple[str, JudgeConfig]]:
-    """Return files and settings of all judges among the rewards. Raises ValueError as `read_judge` and `weighted`."""
+    """Return files and settings of all judges among the rewards. Errors as in `read_judge` and `weighted`."""
     return [(each, read_judge(each)) for each in functions(reward) if is_judge(each)]
 
 
@@ -96,7 +96,7 @@ def judged_tokens(config: Config) -> int:
 
 
 def graded_by(file: str) -> str:
-    """Return a text that changes with the settings that affect a judge's grades. Raises ValueError as `read_judge`."""
+    """Return a text that changes with the settings that affect a judge's grades. Errors as in `read_judge`."""
     judge = read_judge(file)
     decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
     # These settings are added only if they are set, so that files without them keep their hash.

@@ -67,7 +67,7 @@ def begun_with(given: Entries, schema: type) -> Begun:
 
 
 def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tuple[str, ...]]:
-    """Return the defaults of a run that is not the demo, and lines for the user about them, at most one.
+    """Return the defaults of a run that is not the demo, and at most one line for the user about them.
 
     given: entries of all files and flags; the settings that they name get no default. begun: settings of the run
     folder.

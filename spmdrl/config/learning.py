@@ -137,8 +137,8 @@ class FilterConfig:
 
     keep: str = ""
     """Groups that are kept: `mixed` (their rewards differ), `accuracy_range` (their mean lies between `low` and
-    `high`), or path/to/file.py:function. Other prompts are sampled in place of the rest, until prompts_per_step groups
-    are kept. Empty: all."""
+    `high`), or path/to/file.py:function. Further prompts are sampled until prompts_per_step groups are kept. Empty: all
+    groups are kept."""
     metric: str = setting("", only_with=lambda c: c.filter.keep)
     """Reward part that `keep` reads (0 if the grading timed out). Empty: the reward."""
     low: float = setting(0.2, FINITE, only_with=lambda c: c.filter.keep == "accuracy_range")

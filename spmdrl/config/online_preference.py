@@ -68,7 +68,7 @@ def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
 
 
 def check_online_preference(config: OnlinePreferenceConfig, world_size: int, here: bool = True) -> None:
-    """Check all values together. here: as of `run_problems`. Raises ConfigError with every problem."""
+    """Check all values together. here: as in `run_problems`. Raises ConfigError with every problem."""
     try:
         losses = losses_of(config.preference)
     except ValueError as error:

@@ -120,8 +120,8 @@ PRESETS: dict[str, Preset] = {
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
     """Return dotted name -> value of a preset's settings, with another loss or advantage if they are given.
 
-    Values that only a replaced loss or advantage reads are dropped, so that the chosen one has the values of its own
-    paper. With a loss from a user's file the preset's aggregation stays. Raises KeyError for an unknown preset.
+    Values that only a replaced loss or advantage reads are dropped, so that the chosen function has its own defaults.
+    With a loss from a user's file the preset's aggregation stays. Raises KeyError for an unknown preset.
     """
     settings = dict(PRESETS[name].settings)
     gone: set[str] = set()

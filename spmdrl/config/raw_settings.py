@@ -222,7 +222,7 @@ def parse(command: type, tokens: list[str], prog: str, origins: dict[str, str]) 
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            # Comments are no help texts. Without this option tyro reads every source file of the sections at each call.
+            # Comments are not help texts. Without this tyro reads every source file of the sections at each call.
             return tyro.cli(command, args=tokens, prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
     except SystemExit:
         text = re.sub(r"\x1b\[[0-9;]*m", "", report.getvalue())

@@ -88,7 +88,7 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def reward_model_problems(config: Config) -> list[str]:
-    """Return a line for each problem of the file of `--reward.model`, or if a method needs such a file and has none."""
+    """Return a line for each problem of the file that `--reward.model` names, or if it is missing."""
     try:
         found = classifier_of(config.reward.model)
     except ValueError as error:

@@ -41,7 +41,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", free=Free.WATCHED)
     """`auto` takes the GPUs when torch sees one for each local rank."""
     timeout: float = setting(600.0, POSITIVE, free=Free.WATCHED)
-    """Seconds a collective may wait for a missing rank before the whole job ends."""
+    """Seconds that a collective may wait for a missing rank before all ranks are ended."""
     grace: float = setting(60.0, POSITIVE, free=Free.WATCHED)
     """Seconds after SIGUSR1 (or SIGTERM) within which the job finishes or abandons the step, saves and exits."""
     deterministic: bool = setting(False, free=Free.WATCHED)
@@ -278,7 +278,7 @@ class RolloutConfig:
     """Start this many times prompts_per_step prompts, and stop when prompts_per_step groups are complete: the slowest
     are cut. Prompts that no engine has started by then are left for the next step."""
     partial_steps: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Steps for which groups that were cut continue at most; after these the run waits for them. 0: cut groups are
+    """Largest number of steps for which cut groups continue; after these the run waits for them. 0: cut groups are
     dropped, and so are prompts that a static assignment did not start (rollout/unbegun_prompts). Checkpoints include
     unfinished groups."""
     max_sequences: int = setting(64, COUNT, free=Free.DRAWN)
@@ -320,7 +320,7 @@ class RolloutConfig:
     """Run vLLM or SGLang without CUDA graphs."""
     sglang_push: Literal["memory", "broadcast"] = setting("memory", free=Free.DRAWN)
     """How weights reach SGLang's processes: memory they share with the rank, or a broadcast from it (gloo on CPU; NCCL
-    on GPU, for engines that have GPUs of their own)."""
+    on GPU, for engines on separate GPUs)."""
 
 
 @dataclass
@@ -387,7 +387,7 @@ class RewardConfig:
     or the judge failed again and again. They are left out; if there are more, the job ends."""
     model: str = setting("", only_with=lambda c: c.is_evaluated or c.learns_from_rewards)
     """HF sequence classifier with one label whose score is added to the reward, as `--model.path`; or `rm.yaml`, a file
-    about a model with several labels, its own tokens or scores of steps (docs/rewards.md). Empty: none."""
+    that describes a model with several labels, other tokens or scores of steps (docs/rewards.md). Empty: none."""
     model_coef: float = setting(
         1.0, FINITE, only_with=lambda c: c.reward.model and (c.is_evaluated or c.learns_from_rewards)
     )
@@ -409,7 +409,7 @@ class SandboxConfig:
     total_seconds: float = setting(30.0, POSITIVE)
     """Seconds that a program may take for all tests of a sample together; tests that are left then fail."""
     memory_mib: int = setting(512, at_least(64))
-    """Memory of a program in MiB, for all of its processes together."""
+    """Memory that a program may use, over all of its processes, in MiB."""
 
 
 @dataclass
@@ -467,7 +467,7 @@ class TrackingConfig:
     samples: int = setting(4, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Sample completions shown and written to samples.jsonl each step."""
     console: Literal["auto", "live", "plain"] = "auto"
-    """Live panel on a terminal, or one line a step."""
+    """`live`: a panel on a terminal. `plain`: one line for each step. `auto`: a panel if the output is a terminal."""
 
 
 @dataclass
@@ -486,7 +486,7 @@ class TrainingConfig:
 
     @property
     def engine_ranks(self) -> int:
-        """Ranks that share one engine; 1 where there is none."""
+        """Ranks that share one engine; 1 if the job has no engine."""
         return 1
 
 

@@ -94,8 +94,8 @@ class SupervisedDataConfig:
     too_long: Literal["truncate", "drop"] = "truncate"
     """Treatment of a longer sequence: `truncate` removes its end, `drop` leaves its row out; both are counted."""
     max_refused: float = setting(0.05, UNIT, free=Free.LIMIT)
-    """Largest share of rows that may be refused, because a column, a role or the template does not fit. Each is named
-    in the log and left out; if there are more, the job ends."""
+    """Largest share of rows that may be refused, because a column, a role or the template does not fit. Refused rows
+    are named in the log and left out; if there are more, the job ends."""
 
 
 @dataclass

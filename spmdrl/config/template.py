@@ -1,4 +1,4 @@
-"""Variables of the chat template that hold for a whole run: `--data.template-kwargs`."""
+"""Variables of the chat template that apply to all rows of a run: `--data.template-kwargs`."""
 
 from datetime import date
 from typing import Any

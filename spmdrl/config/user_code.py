@@ -29,10 +29,10 @@ def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any
 
 
 def import_file(path: Path, ahead: bool = False) -> ModuleType:
-    """Import a file, once unless it changes; it may import files beside it. Raises ValueError naming file and line.
+    """Import a file, once unless it changes; it may import files in its folder. Raises ValueError naming file and line.
 
-    ahead: files beside it come before installed packages of the same names, which suits a process that only runs user
-    code. A rank that trains imports packages late, and a file in a user's folder must not replace one of them.
+    ahead: files in its folder come before installed packages of the same names, which suits a process that only runs
+    user code. A rank that trains imports packages late, and a file in a user's folder must not replace one of them.
     """
     return _imported(path.resolve(), path.stat().st_mtime_ns, ahead)
 
@@ -46,7 +46,7 @@ def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses in it look themselves up there
+    sys.modules[name] = module  # dataclasses in the module look it up in sys.modules
     try:
         spec.loader.exec_module(module)
     except SyntaxError as e:

@@ -81,7 +81,7 @@ def empty_model(
     and the like) are on the CPU and hold the values that transformers' `from_pretrained` gives them.
 
     Arguments and errors are those of `build_model`; a quantised folder gives a model without quantisation. A family
-    that supports only its own attention is built with that.
+    that supports only its own attention gets that.
     """
     from transformers import AutoConfig
     from transformers.initialization import meta_device_safe_creation_ops

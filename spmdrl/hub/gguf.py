@@ -1,4 +1,4 @@
-"""Converts a GGUF file into a Hugging Face folder, once; the folder is kept in the cache."""
+"""Converts a GGUF file once into a Hugging Face folder, which stays in the cache."""
 
 import logging
 from importlib.util import find_spec

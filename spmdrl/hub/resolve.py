@@ -70,7 +70,7 @@ def from_hub(name: str, trust_remote_code: bool) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
-    except Exception as error:  # the hub client raises its own, requests', httpx's and OSError
+    except Exception as error:  # the hub client raises errors of its own, of requests and of httpx, and OSError
         raise ValueError(
             f"--model.path {name!r} is not a local folder, and downloading it from the model hub failed "
             f"({type(error).__name__}: {_first_line(error)}). Check the name and the network "
@@ -89,7 +89,7 @@ def from_modelscope(path: str, trust_remote_code: bool) -> Path:
         raise ValueError(f"--model.path {path!r} needs the package: pip install modelscope ({error})") from error
     try:
         return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
-    except Exception as error:  # the client raises its own, requests' and OSError
+    except Exception as error:  # the client raises errors of its own and of requests, and OSError
         # A folder of its cache may lack files; the caller checks that it is complete.
         with suppress(Exception):
             return Path(snapshot_download(name, local_files_only=True))

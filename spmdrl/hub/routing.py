@@ -94,7 +94,7 @@ class Routers:
             assert path, f"{name} is in no layer"
             layers.append(int(path[1]))
             router.forward = partial(self._route, place, router, router.forward)
-            # Experts are prescribed in the layer's forward, which activation checkpointing repeats as it is.
+            # The layer's forward prescribes the experts, as activation checkpointing repeats it with its arguments.
             layer = hf.get_submodule(name[: path.end() - 1])
             layer.forward = partial(_prescribe, router, place, layer.forward)
         self.experts = Experts(tuple(layers), found[0][1].top_k)

@@ -32,8 +32,8 @@ SAME_SHAPES = {
 def shipped(path: str) -> Path | None:
     """Return the folder with the shipped config.json of a published model; None if there is none.
 
-    path: `--model.path`, of which the last part counts: `Qwen/Qwen3-30B-A3B-Base`, `models/DeepSeek-V3-bf16`. The
-    folder is for plans only, as it has neither weights nor a tokenizer; callers prefer a real folder at `path`.
+    path: `--model.path`; only its last part counts: `Qwen/Qwen3-30B-A3B-Base`, `models/DeepSeek-V3-bf16`. The folder is
+    for plans only, as it has neither weights nor a tokenizer; callers prefer a real folder at `path`.
     """
     name = Path(path).name
     folder = MODELS / SAME_SHAPES.get(name, name)

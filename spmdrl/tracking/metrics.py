@@ -80,7 +80,7 @@ class Metrics:
         self.merge(other)
 
     def scale_sum(self, name: str, factor: float) -> None:
-        """Multiply a sum so far by a factor, if it was added to."""
+        """Multiply the current value of a sum by a factor; without such a sum, do nothing."""
         if name in self._entries:
             _, total, _ = self._entry(name, "sum", 0.0)
             self._entries[name] = ("sum", total * factor, 0.0)
