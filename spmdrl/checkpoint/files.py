@@ -83,7 +83,7 @@ def check_free_space(root: Path, needed: int) -> None:
 
 @contextmanager
 def explain_full_disk(root: Path, step: int) -> Iterator[None]:
-    """Turn an error of any library that a full disk causes into a DiskFullError with advice."""
+    """Turn an error that a full disk causes in any library into a DiskFullError with advice."""
     try:
         yield
     except BaseException as error:

@@ -63,7 +63,7 @@ class Lock:
         os.fsync(self.handle)
 
     def problem(self) -> str:
-        """Return the reason why this job must not write to the folder any more; empty if it may or is unknown."""
+        """Return the reason why this job must not write to the folder any more; empty without a known reason."""
         path = self.folder / NAME
         try:
             mine, there = os.fstat(self.handle), os.stat(path)

@@ -79,7 +79,7 @@ def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
 
 
 def best_step(root: Path, steps: list[int], best: str) -> int | None:
-    """Return the step whose checkpoint has the best value, the earliest of equal ones; None without values."""
+    """Return the step whose checkpoint has the best value, the earliest of equal ones; None if none has one."""
     sign, metric = (-1.0 if best.startswith("-") else 1.0), best.removeprefix("-")
     known = [(sign * v, -s) for s in steps if (v := measured_value(root, s, metric)) is not None and v == v]
     return -max(known)[1] if known else None

@@ -7,7 +7,7 @@ supervised.py    settings that jobs on given rows share; sft.py, preference.py, 
 online_preference.py  settings of preference learning on own samples
 distillation.py  settings of distillation; divergence.py: those of the divergence
 presets.py       published methods by name, as settings
-builtin.py       the rewards that come with spmdrl, a row each
+builtin.py       a table of the rewards that come with spmdrl
 declare.py       declares a setting's default, valid values and readers, and whether a resume may change it
 fields.py        settings as flat dotted names; ConfigError; lines about settings to change
 load.py          makes one Config from files and flags

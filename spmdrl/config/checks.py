@@ -1,6 +1,6 @@
 """Checks that all settings of a run fit together.
 
-Everything here runs before a model is built. `check` reports all problems at once, each with the flag to change.
+All checks run before a model is built. `check` reports all problems at once, each with the flag to change.
 """
 
 from spmdrl.config.backends import backend_problems

@@ -1,4 +1,4 @@
-"""Facts of a method that follow from its settings: its functions, the inputs that these need, the meaning of `auto`.
+"""Facts of a method that follow from its settings: its functions, the inputs that these need, and values of `auto`.
 
 Tables of functions need torch, so they are imported late, and `--help` works without torch.
 """
@@ -41,7 +41,7 @@ def advantage_alone(cfg: Any) -> bool:
 
 
 def aggregation(cfg: Any) -> str:
-    """Return the aggregation of per-token losses: `--algo.aggregation`, or the one from the paper of the loss."""
+    """Return the aggregation of per-token losses: `--algo.aggregation`, or that of the loss's paper."""
     loss = loss_of(cfg)
     return loss.aggregation if loss.scope == "one per sequence" else cfg.algo.aggregation or loss.aggregation
 

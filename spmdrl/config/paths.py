@@ -18,7 +18,7 @@ WRITTEN = (
     "metrics.jsonl.*",
     "samples.jsonl.*",
 )
-"""Names that a run writes at the top of its folder; `*` stands for any letters."""
+"""Names of files and folders that a run writes in its folder; `*` matches any characters."""
 
 
 def run_folder(cfg: TrainingConfig) -> Path:

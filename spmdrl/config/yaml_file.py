@@ -1,4 +1,4 @@
-"""Reads a YAML file that a flag names, such as a judge's, as the dataclass of its settings, and JSON in a flag."""
+"""Reads a YAML file that a flag names, such as a judge's, into the dataclass of its settings, and JSON from a flag."""
 
 import json
 from collections.abc import Callable, Collection
@@ -20,7 +20,7 @@ KINDS = {
     float: "a number",
     dict: "a list of names with numbers, such as {helpfulness: 0.65}",
 }
-"""Types that settings have, in words; `object` is for any value."""
+"""Type of a setting -> its description in messages. The type `object`, for any value, needs none."""
 
 
 def read_settings(

@@ -21,8 +21,8 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
     """Return the Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
 
     path: `tiny` is the model that comes with spmdrl, `package:<name>` the GGUF file inside an installed package,
-    `*.gguf` a GGUF file, a path of a folder that folder, `ms:<owner>/<model>` a model on ModelScope, and anything else
-    a name on the Hugging Face hub. Hub models are downloaded into the hub's own cache, Python files only under
+    `*.gguf` a GGUF file, a path that exists a folder, `ms:<owner>/<model>` a model on ModelScope, and anything else a
+    name on the Hugging Face hub. Hub models are downloaded into the hub's own cache, Python files only under
     trust_remote_code. Several processes may call this at once. Raises ValueError with advice.
     """
     if path == "tiny":
