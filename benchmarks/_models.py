@@ -1,6 +1,6 @@
-"""Models for benchmarks and tests: small random ones, made on demand, and the sizes of published ones.
+"""Models for benchmarks and tests: small random models, created on demand, and the sizes of published ones.
 
-python -m benchmarks._models FOLDER    makes a mixture of experts in FOLDER, and FOLDER/reward.py for its random text
+python -m benchmarks._models FOLDER    writes a mixture of experts to FOLDER, and a reward for its text to reward.py
 """
 
 import shutil
@@ -14,7 +14,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = sum(a == b for a, b in zip(solution_str, ground_truth))
     return (2 * right - len(solution_str)) / len(ground_truth)
 """
-"""Reward file that scores random text so that different texts get different rewards."""
+"""Source of a reward file that gives different rewards to different random texts."""
 
 QWEN3_MIXTURE = dict(
     family="Qwen3Moe",
@@ -69,23 +69,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
 }
-"""Family in transformers and sizes of published models; their weights are not needed."""
+"""Model class in transformers and sizes of published models. Their weights are not needed."""
 
 
 def config_of(family: str, **settings: Any) -> Any:
-    """The HF config of a family of transformers."""
+    """Return a transformers config of a model family."""
     import transformers
 
     return getattr(transformers, f"{family}Config")(**settings)
 
 
 def published(name: str, **changes: Any) -> Any:
-    """The HF config of one of PUBLISHED."""
+    """Return the transformers config of a model in PUBLISHED."""
     return config_of(**PUBLISHED[name] | changes)
 
 
 def random_model(folder: Path, family: str, seed: int, **settings: Any) -> Path:
-    """A random causal model of a family of transformers, with the tokenizer of `tiny`."""
+    """Write a random causal model of a family, with the tokenizer of the model `tiny`, and return its folder."""
     import torch
     import transformers
 
@@ -107,18 +107,18 @@ TINY_RANDOM: dict[str, Any] = dict(
     max_position_embeddings=128,
     initializer_range=0.15,
 )
-"""Sizes of random models that every engine takes on a CPU, with weights so large that tokens differ in probability."""
+"""Sizes of random models that every engine supports on a CPU. Large weights make token probabilities differ."""
 
 
 def tiny_dense(folder: Path) -> Path:
-    """A random dense Qwen3 of three layers."""
+    """Write a random dense Qwen3 with three layers and return its folder."""
     return random_model(folder, "Qwen3", seed=0, **TINY_RANDOM)
 
 
 def tiny_mixture(folder: Path, dense: tuple[int, ...] = (1,)) -> Path:
-    """A random Qwen3 of three layers with experts, of which those in `dense` have a plain MLP instead.
+    """Write a random Qwen3 mixture of experts with three layers and return its folder.
 
-    SGLang 0.5.23 takes every layer of a Qwen3 for one with experts.
+    dense: indices of layers with a plain MLP in place of experts. SGLang 0.5.23 does not support such layers.
     """
     return random_model(
         folder,

@@ -1,4 +1,4 @@
-"""The parts that benchmarks of jobs on given rows share: one side in turns, both sides measured, table and targets."""
+"""Shared code of the benchmarks that train on given rows: runs both sides in turns, compares them, prints a table."""
 
 import argparse
 import json
@@ -15,33 +15,33 @@ from typing import Any
 from benchmarks._trl import ROOT, Turns, about, seconds_of, take_turns, trl_python
 
 Side = Callable[[Any, Path], None]
-"""(job, folder) -> runs one side of a job, on one rank."""
+"""Function of (job, folder) that runs one side of a job on one rank."""
 
 
 def peak_mib() -> float:
-    """Largest resident set of this process, MiB."""
+    """Return the largest resident set size of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def gsm8k(data: Path | None, count: int) -> list[dict]:
-    """The first rows of GSM8K, for real jobs."""
+    """Return the first rows of GSM8K, for real jobs."""
     if data is None:
         sys.exit("--data: real jobs need GSM8K's train.jsonl (columns question, answer)")
     return [json.loads(line) for line in data.read_text().splitlines()[:count]]
 
 
 def write_rows(rows: list[dict], file: Path) -> None:
-    """Writes rows as JSON lines."""
+    """Write rows as JSON lines."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def ends(log: list[dict], name: str) -> list[float]:
-    """A number of the first step and of the last one; nothing where a side has none of that name."""
+    """Return a number of the first step and of the last one, or an empty list if the log lacks it."""
     return [log[0][name], log[-1][name]] if name in log[0] else []
 
 
 def run_trl(make: Callable[..., Any], folder: Path) -> None:
-    """Trains on TRL's side. make: gives the trainer, with the callbacks that it is called with."""
+    """Train on TRL's side. make: function that returns the trainer, given its callbacks."""
     from transformers import TrainerCallback
 
     turns = Turns(folder, "trl")
@@ -62,7 +62,7 @@ def run_trl(make: Callable[..., Any], folder: Path) -> None:
 
 
 def trl_settings(job: Any, folder: Path) -> dict[str, Any]:
-    """TRL's settings of every job."""
+    """Return the settings of TRL that all jobs share."""
     return dict(
         output_dir=str(folder / "trl"),
         use_cpu=True,
@@ -78,7 +78,7 @@ def trl_settings(job: Any, folder: Path) -> dict[str, Any]:
 
 
 def run_ours(job: Any, folder: Path, kind: Any, more: dict[str, Any]) -> None:
-    """Trains on spmdrl's side. kind: `JOB` of the entry point; more: flags beside those of every job."""
+    """Train on spmdrl's side. kind: `JOB` of the entry point. more: flags in addition to those that all jobs share."""
     from spmdrl.config.load import Loaded, from_command_line
     from spmdrl.session.open import open_run
 
@@ -110,9 +110,10 @@ def run_ours(job: Any, folder: Path, kind: Any, more: dict[str, Any]) -> None:
 
 
 def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path], dict], python: Path) -> dict:
-    """Measures one job: both sides in turns, the medians and their ratio.
+    """Run both sides of a job in turns; return medians of their figures and the ratios.
 
-    encode: (job, folder with rows.jsonl) -> columns of tokens by which TRL trains on exactly ours. python: of TRL.
+    encode: function of (job, folder with rows.jsonl) that returns columns of tokens, so that TRL trains on exactly the
+    same tokens. python: interpreter of TRL's environment.
     """
     from spmdrl.hub.resolve import resolve
 
@@ -149,13 +150,13 @@ def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path
 
 
 def finish(row: dict, tokens: int, same: dict[str, dict[str, tuple[float, float]]]) -> dict:
-    """Return a job's row with tokens a second, once the sides agree.
+    """Check that both sides agree and return the job's row with tokens per second.
 
-    same: dtype -> `losses` or `logp` -> largest relative difference in the first step and in the last one, and of the
-    change between them.
+    same: by dtype and `losses` or `logp`, a pair: the largest relative difference in the first and last step, and that
+    of the change between them.
 
     Raises:
-        RuntimeError: they do not agree.
+        RuntimeError: the sides do not agree.
     """
     for name, (most, of_change) in same[row["dtype"]].items():
         pairs = list(zip(*row[name].values(), strict=True))
@@ -167,9 +168,10 @@ def finish(row: dict, tokens: int, same: dict[str, dict[str, tuple[float, float]
 
 
 def command(doc: str | None, name: str, jobs: dict[str, Any], sides: dict[str, Side], run: Callable[..., dict]) -> None:
-    """Runs the jobs that the command line asks for: prints a table and one line per target, and writes JSON.
+    """Run the jobs that the command line selects, print a table and one line per target, and write JSON.
 
-    doc: of the script. name: begins the names of targets. run: (job, GSM8K's file, TRL's Python) -> row.
+    doc: docstring of the script. name: prefix of the names of targets. run: function of (job, file of GSM8K, Python
+    interpreter of TRL) that returns a row.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny-fp32-1 alone unless --only names others; 4 steps")

@@ -1,8 +1,9 @@
-"""The planner's half of scaling.py: jobs with fixed work and layout of a rank, planned on 8 to 4,096 simulated ranks.
+"""The part of scaling.py that plans jobs with fixed work per rank on 8 to 4,096 simulated ranks.
 
-A plan is `python -m spmdrl.plan` in a process of its own. `ranks_of_axes` in its JSON takes the factor (n - 1) / n out
-of what a rank sends. Beside plans stand the two things that a rank of a real job does for all others: it enters the
-making of every group of the job, and it plans its part of the push from the boxes that all ranks hold and need.
+A plan is made by `python -m spmdrl.plan` in a separate process. `ranks_of_axes` in its JSON is used to remove the
+factor (n - 1) / n from the bytes that a rank sends. Two further costs that grow with the number of ranks are measured:
+every rank takes part in creating all process groups of the job, and every rank plans its part of the weight push from
+the boxes of all ranks.
 """
 
 import json
@@ -21,31 +22,31 @@ from benchmarks import plans, push_plan
 ROOT = Path(__file__).resolve().parents[1]
 PLANNED = (8, 64, 512, 4096)
 FLAT = 1.1
-"""The most by which the bytes that a rank sends may grow from the fewest ranks to the most."""
+"""Maximum factor by which the bytes that a rank sends may grow from the fewest ranks to the most."""
 SLOWER = 2.0
-"""The most by which the planner's seconds may grow."""
+"""Maximum factor by which the seconds of the planner may grow."""
 JOINING, PUSH_SECONDS, PUSH_MIB = 30, 30, 512
-"""The most CPU seconds of a rank to enter all groups and to plan its push, and the most MiB of that plan."""
+"""Limits for a rank: CPU seconds to join all groups, CPU seconds to plan its push, and MiB of that plan."""
 WHOLE = ("broadcast", "reduce", "gather", "scatter")
-"""Collectives whose bytes have no factor (n - 1) / n in a plan. Messages have none either."""
+"""Collectives whose bytes do not have the factor (n - 1) / n in a plan; messages do not have it either."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job whose every rank has the same work in any world."""
+    """A job in which the work of each rank does not depend on the number of ranks."""
 
     name: str
     words: str
-    """Words of its command line; {ranks} and {copies}, which are ranks / 4, are filled in."""
+    """Command line; {ranks} and {copies}, which is ranks / 4, are replaced."""
     layers: int = 0
-    """Layers of the model, for one that is made smaller than its file in configs/models."""
+    """Number of layers to which the model is reduced; 0 to leave it unchanged."""
     model: str = ""
-    """Folder of that file."""
+    """Folder of the model in configs/models, if it is reduced."""
     prompts: int = 1
     """Prompts of a rank in a step."""
 
     def line(self, ranks: int, folder: Path) -> str:
-        """Return the command line for a number of ranks. folder: gets the smaller model."""
+        """Return the command line for a number of ranks. folder: folder to which a reduced model is written."""
         words = self.words.format(ranks=ranks, copies=ranks // 4)
         if self.layers:
             config = json.loads((ROOT / "configs" / "models" / self.model / "config.json").read_text())
@@ -56,11 +57,11 @@ class Job:
 
 
 JOBS = (
-    # FSDP over all ranks would pad each parameter to a multiple of 4,096 rows, and an engine would get a message of
-    # every rank in every bucket of a push: with many ranks one shards over few and keeps copies. Four ranks and not
-    # eight, so that 8 ranks have both axes.
+    # FSDP over all ranks would pad each parameter to a multiple of 4,096 rows, and an engine would receive a message
+    # from every rank in every bucket of a push. Large jobs therefore shard over few ranks and replicate. Shards over
+    # four ranks, not eight, give 8 ranks both axes.
     Job("fsdp", "--config configs/gsm8k_grpo.yaml --parallel.dp-shard 4 --parallel.dp-replicate {copies}", prompts=4),
-    # Two of each, so that 8 ranks have every axis that 4,096 have: dp 2, and 2 ranks that hold the same experts.
+    # Axes of size two give 8 ranks the same axes as 4,096 ranks: dp is 2, and two ranks have the same experts.
     Job(
         "megatron",
         "--config configs/qwen3_30b_a3b.yaml --parallel.tp 2 --parallel.pp 2 --parallel.ep 2 "
@@ -72,7 +73,7 @@ JOBS = (
 
 
 def planned(job: Job, ranks: int) -> dict[str, Any]:
-    """Plan one job. Returns its row: what planning took, and figures of one step of one rank.
+    """Plan one job; return the cost of planning, and figures of one step of one rank.
 
     Raises:
         RuntimeError: the plan was refused, with its reason.
@@ -89,9 +90,9 @@ def planned(job: Job, ranks: int) -> dict[str, Any]:
 
 
 def figures(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return collectives and bytes of one rank's step by a plan's JSON: the mean over ranks.
+    """Return the collectives and bytes of a step from a plan's JSON, as the mean over ranks.
 
-    `all_collectives` and `all_ring` have one figure for each kind of ranks.
+    `all_collectives` and `all_ring` have a figure for each kind of rank.
     """
     kinds = [figures_of(kind) for kind in facts["kinds"]]
     counts = [kind["kind"]["ranks"] for kind in facts["kinds"]]
@@ -105,7 +106,7 @@ def figures(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures_of(kind: dict[str, Any]) -> dict[str, float]:
-    """Return the figures of one kind of ranks: its collectives, and the bytes of these and of its messages."""
+    """Return the figures of one kind of rank: its collectives, and the bytes of collectives and messages."""
     found = dict.fromkeys(("collectives", "sent", "ring"), 0.0)
     sizes = kind["ranks_of_axes"]
     for phase, counts in kind["collectives"].items():
@@ -122,12 +123,12 @@ def figures_of(kind: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-# ── what a rank of a real job does for all others ────────────────────────────
+# ── costs that grow with the number of ranks ─────────────────────────────────
 
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Yield a list that holds the number of groups that this process entered, as a member or not."""
+    """Yield a list with the number of process groups that this process helped to create, as a member or not."""
     from torch.distributed import distributed_c10d
 
     made, make = [0], distributed_c10d._new_process_group_helper
@@ -144,9 +145,9 @@ def counted() -> Iterator[list[int]]:
 
 
 def joined(job: Job, ranks: int) -> dict[str, Any]:
-    """Make the groups of rank 0 of a job, over a fake store: how many it enters, CPU seconds and MiB of that.
+    """Create the process groups of a job as rank 0, over a fake store; return their number, CPU seconds and MiB.
 
-    Groups of meshes are made one by one, as over gloo. For a process of its own.
+    Groups of meshes are created one by one, as over gloo. Call it in a fresh process.
     """
     import shlex
     import warnings
@@ -174,9 +175,10 @@ def joined(job: Job, ranks: int) -> dict[str, Any]:
 
 
 def pushed(layouts: tuple[str, ...], worlds: tuple[int, ...], layers: int | None = None) -> list[dict[str, Any]]:
-    """Plan the push of rank 5 from boxes of Qwen3-30B-A3B: CPU seconds, MiB, and the bytes that say all boxes.
+    """Plan the push of rank 5 for Qwen3-30B-A3B; return CPU seconds, MiB, and the bytes that describe all boxes.
 
-    layouts: `fsdp` (four shards) and `megatron` (tp 2, pp 2, ep 2); engines are vLLM with tp 4. layers: of the model.
+    layouts: `fsdp` (four shards) and `megatron` (tp 2, pp 2, ep 2); engines are vLLM with tp 4. worlds: numbers of
+    ranks. layers: number of layers of the model.
     """
     import numpy as np
 
@@ -235,7 +237,7 @@ def run_pushes(worlds: tuple[int, ...] = PLANNED, layers: int | None = None) -> 
 
 
 def targets(rows: list[dict[str, Any]], pushes: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
-    """(name, value, goal, met) of each target: of each job the most ranks against the fewest."""
+    """Return (name, value, goal, met) of each target, which compare the most ranks with the fewest."""
     found = []
     for name in dict.fromkeys(row["job"] for row in rows):
         mine = [row for row in rows if row["job"] == name]
@@ -249,7 +251,7 @@ def targets(rows: list[dict[str, Any]], pushes: list[dict[str, Any]]) -> list[tu
             (f"plan-{name}-collectives-spread", spread, "0", spread == 0),
             (f"plan-{name}-bytes-over-{first['ranks']}-ranks", sent, f"<={FLAT}", sent <= FLAT),
             (f"plan-{name}-seconds-over-{first['ranks']}-ranks", slower, f"<={SLOWER}", slower <= SLOWER),
-            # Other programs on the machine lengthen those, and these much less.
+            # CPU seconds are compared because other programs on the machine affect them less than wall-clock seconds.
             (f"plan-{name}-cpu-s-over-{first['ranks']}-ranks", more, f"<={SLOWER}", more <= SLOWER),
             (f"plan-{name}-joining-cpu-s", joining, f"<={JOINING}", joining <= JOINING),
         ]

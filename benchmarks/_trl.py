@@ -1,4 +1,4 @@
-"""Two sides of a comparison with TRL: they take turns at the machine step by step, each in its own environment."""
+"""Comparison with TRL: runs two sides in separate Python environments, which take turns step by step."""
 
 import os
 import platform
@@ -13,19 +13,19 @@ PINS = ["trl==1.16.0", "accelerate==1.15.0"]
 
 
 class Turns:
-    """A rank's turn at the machine: it reports its arrival, and waits until its side may make the next step."""
+    """A rank's side of taking turns: it reports the end of a step and waits until it may run the next one."""
 
     def __init__(self, folder: Path, side: str):
         self.folder, self.side, self.step, self.began = folder, side, 0, time.perf_counter()
         self.file = folder / f"{side}.{os.environ.get('RANK', '0')}.seconds"
 
     def arrive(self) -> None:
-        """Writes the time that the step took (in the first line, the time of the start)."""
+        """Append the seconds of the step to the rank's file; the first line has the seconds of the start."""
         with open(self.file, "a") as file:
             file.write(f"{time.perf_counter() - self.began}\n")
 
     def wait(self) -> None:
-        """Arrives, and sleeps until the next step may begin."""
+        """Report the end of a step, and sleep until the next step may begin."""
         self.arrive()
         go = self.folder / f"{self.side}.go.{self.step}"
         while not go.exists():
@@ -34,7 +34,7 @@ class Turns:
 
 
 def environment() -> dict[str, str]:
-    """Environment of a side: one thread a rank, no network, the project importable."""
+    """Return the environment variables of a side: one thread per rank, no network, and the project importable."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 
 def trl_python(venv: Path) -> Path:
-    """Python of the TRL environment, made on first use on top of this one's packages."""
+    """Return the Python interpreter of TRL's environment; create it if it is missing, on top of this one's packages."""
     python = venv / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
@@ -59,7 +59,7 @@ def trl_python(venv: Path) -> Path:
 
 
 def start(script: Path, side: str, python: Path, ranks: int, folder: Path) -> subprocess.Popen:
-    """Starts the ranks of one side: `script --side SIDE FOLDER`."""
+    """Start the ranks of one side: `script --side SIDE FOLDER`."""
     world = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [str(python), *(world if ranks > 1 else []), str(script), "--side", side, str(folder)]
     with open(folder / f"{side}.log", "w") as log:
@@ -67,19 +67,19 @@ def start(script: Path, side: str, python: Path, ranks: int, folder: Path) -> su
 
 
 def seconds_of(folder: Path, side: str, ranks: int) -> list[float]:
-    """Seconds of the steps that all ranks of a side have done, each by its slowest rank; the start comes first."""
+    """Return the seconds of the steps that all ranks of a side have finished: the maximum over ranks, start first."""
     files = [folder / f"{side}.{rank}.seconds" for rank in range(ranks)]
     if not all(file.exists() for file in files):
         return []
-    # A line that is being written has no end.
+    # Drop the last line, which may be incomplete.
     lines = [[float(x) for x in file.read_text().split("\n")[:-1]] for file in files]
     return [max(each) for each in zip(*lines, strict=False)]
 
 
 def take_turns(script: Path, sides: dict[str, Path], ranks: int, steps: int, folder: Path) -> None:
-    """Runs both sides to their ends, so that one makes a step while the other one sleeps; which is first alternates.
+    """Run both sides to their ends, so that one runs a step while the other one sleeps, in alternating order.
 
-    sides: name and Python of each.
+    sides: Python interpreter of each side by its name.
     """
     running = {side: start(script, side, python, ranks, folder) for side, python in sides.items()}
 
@@ -106,7 +106,7 @@ def take_turns(script: Path, sides: dict[str, Path], ranks: int, steps: int, fol
 
 
 def about() -> dict:
-    """Describes the machine, the versions and the date."""
+    """Describe the machine, the versions and the date."""
     from importlib.metadata import PackageNotFoundError, version
 
     def installed(package: str) -> str | None:

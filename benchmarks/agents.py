@@ -1,25 +1,24 @@
-"""Conversations with slow tools: how full the engine stays, against lockstep turns, and training on their trees.
+"""Measures conversations with slow tools: utilisation of the engine, speed against lockstep, training on trees.
 
     python benchmarks/agents.py [--quick] [--json FILE]
 
-*Rollout*: the program's own rollout, environments and processes with the HF engine and a random model, 256 episodes of
-4 responses. After each response but the last a tool sleeps. Its times are drawn by episode and turn, so that all sides
-get the same ones: they are log-normal, half of them up to 50 ms, one in a hundred above 0.5 s. Lengths are imposed, for
-a random policy ends at lengths that nobody can choose: each response has the same number of tokens, and a stop token
-ends nothing.
+*Rollout* runs the program's rollout, environments and processes with the HF engine and a random model: 256 episodes of
+4 responses. After each response except the last, a tool sleeps. Its time depends on episode and turn, so that all sides
+have the same times. They are log-normal with a median of 50 ms, and one in a hundred is above 0.5 s. All responses have
+the same fixed length, and stop tokens are ignored, because a random policy would end responses at arbitrary lengths.
 
-The engine is busy inside `engine.poll`. *Lockstep* is the same rollout with a barrier in it: no tool begins before all
-episodes have responded, and no episode goes on before all tools have answered. The tools of a barrier run side by side,
-or one after another as synchronous tools do in TRL 1.16 (`GRPOTrainer._tool_call_loop`); TRL itself does not run here.
-The sides take turns on one engine. No order of the work can take less than the longer of two times: what the engine
-takes for full batches, which is its time under lockstep, and what the slowest episode's own sampling and tools take.
+The engine counts as busy inside `engine.poll`. *Lockstep* is the same rollout with a barrier: no tool begins before all
+episodes have responded, and no episode continues before all tools have answered. The tools run in parallel, or one
+after another as synchronous tools do in TRL 1.16 (`GRPOTrainer._tool_call_loop`); TRL itself is not run. The sides take
+turns on one engine. Any schedule takes at least the longer of two times: the engine's time for full batches, which is
+its time under lockstep, and the time of the slowest episode for its sampling and its tools.
 
-*Slowest episode*: 64 episodes at once, against the episode among them whose own sampling (the engine's steps in which
-it had a row) and tools took longest in that run; that episode is also run alone.
+*Slowest episode* compares the time of 64 concurrent episodes with that of the slowest episode among them, which is the
+sum of its tools and of the engine's steps in which it had a row. That episode is also run alone.
 
-*Tree*: forward and backward of episodes whose chat template drops earlier thoughts, so that each turn begins a branch
-(`Episode.fork`). The paths are run one by one and as a tree, in turns; prompts are not shared between episodes. The
-random model is that of the rollout.
+*Tree* runs forward and backward passes of episodes whose chat template drops earlier thoughts, so that each turn begins
+a branch (`Episode.fork`). The paths are run separately and as a tree, in turns. Prompts are not shared between
+episodes. The model is the random model of the rollout.
 """
 
 import argparse
@@ -46,17 +45,17 @@ from benchmarks._models import random_model  # noqa: E402
 MEDIAN = 0.05
 """Median seconds of a tool."""
 BUSY, LOCKSTEP, SLOWEST, TREE, SAME = 0.90, 2.0, 1.3, 2.0, 1e-5
-"""Targets: share in which the engine is busy, speed against lockstep, time against the slowest episode, fewer tokens of
-a tree; and the largest relative difference of gradients."""
+"""Targets: busy share of the engine, speed relative to lockstep, time relative to the slowest episode, factor of tokens
+saved by a tree. SAME is the maximum relative difference of gradients."""
 PROMPT, THOUGHT, ANSWER, SEEN = 256, 48, 16, 48
-"""Tokens of the tree's episodes: the first prompt, and in each turn the thought, the answer, and what is observed."""
+"""Tokens of the tree's episodes: in the first prompt, and in the thought, answer and observation of each turn."""
 
 
 # ── trees ────────────────────────────────────────────────────────────────────
 
 
 def branching(index: int, turns: int, vocabulary: int):
-    """An episode whose earlier thoughts are dropped from the history that a turn sees."""
+    """Return a random episode in which the history of each turn lacks earlier thoughts."""
     from spmdrl.data.episode import Episode, prompt_segment
 
     rng = random.Random(index)
@@ -74,7 +73,7 @@ def branching(index: int, turns: int, vocabulary: int):
 
 
 def trees(args: argparse.Namespace) -> dict[str, float]:
-    """Tokens, seconds and gradients of episodes as flat paths and as trees."""
+    """Return the tokens, seconds and gradient differences of episodes as flat paths and as trees."""
     import torch
 
     from spmdrl.data.pack import from_episodes
@@ -157,12 +156,12 @@ def show(found: dict) -> None:
 
 
 def against(value: float, goal: float) -> tuple[float, float, bool]:
-    """Return a figure that must reach its goal, the goal, and whether it does."""
+    """Return the value, its goal, and whether the value reaches the goal."""
     return value, goal, value >= goal
 
 
 def arguments() -> argparse.Namespace:
-    """Words of the command line, with the sizes of `--quick` or of a full run."""
+    """Return the parsed command line, with the sizes of `--quick` or of a full run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few episodes, short tools")
     parser.add_argument("--json", type=Path)
@@ -174,7 +173,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints figures and targets; writes JSON."""
+    """Print figures and targets; write JSON."""
     args = arguments()
     import torch
 

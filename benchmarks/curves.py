@@ -1,4 +1,4 @@
-"""Learning curves of finished runs: one picture, and a small JSON line file for each run, to keep in docs/results.
+"""Plots learning curves of finished runs, and writes a small JSON lines file for each run, for docs/results.
 
 python benchmarks/curves.py --out docs/results/smollm2_addition runs/seed0 runs/seed1 runs/seed2
 """
@@ -28,7 +28,7 @@ KEPT = (
 
 
 def installed(name: str) -> str | None:
-    """Returns the version of a package, None without it."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -36,7 +36,7 @@ def installed(name: str) -> str | None:
 
 
 def read(run: Path) -> list[dict]:
-    """The kept columns of a run's metrics.jsonl, with seconds of training so far."""
+    """Return selected columns of a run's metrics.jsonl, and the cumulative seconds of training."""
     rows, clock = [], 0.0
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -46,7 +46,7 @@ def read(run: Path) -> list[dict]:
 
 
 def summary(name: str, rows: list[dict]) -> dict:
-    """First and last accuracy, when 0.9 was first seen, and the share of time outside engine and model compute."""
+    """Return a run's first and last accuracy, when it first reached 0.9, and the share of time outside of compute."""
     evals = [(r["step"], r["training_s"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
     reached = next(((s, t) for s, t, a in evals if a >= 0.9), (None, None))
     whole = sum(r["time/step"] for r in rows[1:])
@@ -63,7 +63,7 @@ def summary(name: str, rows: list[dict]) -> dict:
 
 
 def main() -> None:
-    """Writes <out>/<run>.jsonl, <out>/summary.json and <out>/curves.png; prints the summary."""
+    """Write <out>/<run>.jsonl, <out>/summary.json and <out>/curves.png; print the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)

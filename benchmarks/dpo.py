@@ -1,19 +1,19 @@
-"""Tokens a second of preference learning: spmdrl and TRL's DPOTrainer on the same pairs, model and cores.
+"""Compares spmdrl and TRL's DPOTrainer in tokens per second on the same pairs, model and cores.
 
     python benchmarks/dpo.py [--quick] [--json FILE] [--only tiny-fp32-1 ...] [--data gsm8k/train.jsonl]
 
 Toy jobs train the 0.74M policy that ships here on 64 pairs: a prompt of 20 to 90 letters with two responses of 5 to 12.
 Real jobs train SmolLM2-135M on 8 pairs of GSM8K: a question with its answer and with the answer to another question, in
-its chat template. Each step takes all pairs of the job. The reference is the starting model, and both sides run it in
-every step. TRL pads the sides of `batch` pairs to the longest; spmdrl has micro-batches of as many tokens as are
-stated, in which a pair's prompt runs once. Both have one thread per rank and no activation checkpointing. Log p of
-the chosen sides and the loss must agree in the first and in the last step, and in how far they move (SAME); in bfloat16
-the learning rate is larger, so that the loss moves further than rounding.
+its chat template. Each step uses all pairs of the job. The reference is the starting model, and both programs run it in
+every step. TRL pads the sequences of `batch` pairs to the longest; spmdrl has micro-batches of `length` tokens, in
+which a pair's prompt is run once. Both have one thread per rank and no activation checkpointing. The loss and the log p
+of chosen responses must agree in the first and in the last step, and in their change (SAME). In bfloat16 the learning
+rate is larger, so that the loss changes by more than rounding errors.
 
-The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; steps count after
-the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use). Peak memory is the largest resident
-set of a rank. Tokens are those of prompts and responses, both sides of a pair counted whole. With `--json`, jobs are
-added to those in the file.
+The two programs run at the same time and take turns step by step, while the other one sleeps. Steps of the warm-up are
+not counted. TRL runs in a separate environment (`--trl-venv`, created on first use). Peak memory is the largest
+resident set of a rank. Tokens are those of prompts and responses; a prompt counts for both responses. With `--json`,
+jobs are added to those in the file.
 """
 
 import json
@@ -32,26 +32,26 @@ SAME = {
     "float32": {"losses": (1e-4, 0.01), "logp": (1e-4, 0.01)},
     "bfloat16": {"losses": (0.1, 0.2), "logp": (5e-3, math.inf)},
 }
-"""Largest relative difference of the losses and of log p of the chosen sides, in the first and in the last step, and
-of their change between them. In bfloat16 log p of one side moves too little for that: what is trained is the loss.
+"""Maximum relative difference of the losses and of log p of the chosen responses in the first and last step, and of
+their change between these steps. In bfloat16 only the losses are compared, as log p changes too little.
 """
 BETA = 0.1
 
 
 @dataclass
 class Job:
-    """A step on both sides."""
+    """A training job that both programs run."""
 
     ranks: int
     goal: float | None
-    """Least ratio of tokens a second, ours to TRL's."""
+    """Minimum ratio of spmdrl's tokens per second to TRL's."""
     model: str = "tiny"
     dtype: str = "float32"
     pairs: int = 64
     batch: int = 4
-    """Pairs of TRL's micro-batches."""
+    """Number of pairs in a micro-batch of TRL."""
     length: int = 1024
-    """Tokens of ours."""
+    """Maximum tokens in a micro-batch of spmdrl."""
     warm: int = 2
     steps: int = 12
     lr: float = 1e-6
@@ -71,7 +71,7 @@ JOBS = {
 
 
 def rows_of(job: Job, data: Path | None) -> list[dict]:
-    """The pairs of a job. data: GSM8K's file."""
+    """Return the pairs of a job. data: file of GSM8K."""
     if job.model == "tiny":
         draw = random.Random(0)
         word = lambda low, high: "".join(draw.choice("abcdefghij") for _ in range(draw.randint(low, high)))  # noqa: E731
@@ -88,7 +88,7 @@ def rows_of(job: Job, data: Path | None) -> list[dict]:
 
 
 def trl(job: Job, folder: Path) -> None:
-    """Runs TRL's side of a job, on one rank."""
+    """Run TRL's side of a job, on one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def trl(job: Job, folder: Path) -> None:
 
 
 def ours(job: Job, folder: Path) -> None:
-    """Runs spmdrl's side of a job, on one rank."""
+    """Run spmdrl's side of a job, on one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -129,7 +129,7 @@ def ours(job: Job, folder: Path) -> None:
 
 
 def encode(job: Job, folder: Path) -> dict[str, list]:
-    """Tokens of the pairs, by which TRL trains on exactly our prompts and responses."""
+    """Return the tokens of the pairs, so that TRL trains on exactly the same prompts and responses."""
     from spmdrl.config.preference import PreferenceDataConfig
     from spmdrl.data.tree import prompt_lengths
     from spmdrl.hub.resolve import resolve
@@ -151,7 +151,7 @@ def encode(job: Job, folder: Path) -> dict[str, list]:
 
 
 def run(job: Job, data: Path | None, python: Path) -> dict:
-    """Measures one job."""
+    """Run one job on both sides and return its row."""
     row = _rows.measure(__file__, job, rows_of(job, data), encode, python)
     held = row.pop("encoded")
     prompts, chosen, rejected = (sum(map(len, held[f"{name}_ids"])) for name in ("prompt", "chosen", "rejected"))

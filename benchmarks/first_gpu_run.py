@@ -1,14 +1,14 @@
-"""A first run on a machine's GPUs in half an hour: stages that continue after a failure, and one report.
+"""A first run on a machine's GPUs, which takes half an hour, continues after failed stages, and writes a report.
 
-    ./benchmarks/gpu.sh [options]                 this program with the project's interpreter and the wheels it lacks
+    ./benchmarks/gpu.sh [options]                 this program with the project's interpreter and missing wheels
     python benchmarks/first_gpu_run.py [options]
 
-`--dry-run` and `_gpu_stages.py` list the stages with their needs and proofs. If the machine lacks the needs of a stage,
-the stage is skipped with the reason; if a stage fails, hangs or leaves processes behind, the others still run. A
-training stage runs the program and judges its metrics and logs (`_gpu_judge.py`). The report is written after every
-stage. Exit code: 0 if no stage failed, 1 if one did, 2 without a GPU.
+`--dry-run` prints the stages of `_gpu_stages.py` with their requirements and what each proves. If the machine does not
+meet the requirements of a stage, the stage is skipped with the reason. If a stage fails, hangs or leaves processes
+behind, the others still run. A training stage trains a model and checks its metrics and logs (`_gpu_judge.py`). The
+report is written after every stage. The exit code is 0 if no stage failed, 1 if one did, and 2 without a GPU.
 
-This program uses the standard library only; programs that import torch run as processes of their own.
+This program only needs the standard library; programs that import torch run in separate processes.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from benchmarks._gpu_judge import judge  # noqa: E402
 from benchmarks._gpu_stages import FACTS, ROOT, STEPS, Command, Form, Stage, Training, chosen, example  # noqa: E402
 
 GRACE = 5.0
-"""Seconds of a limit that remain to a program after the signal to end."""
+"""Seconds before the limit at which a program is signalled to end."""
 MARK = "SPMDRL_STAGE"
-"""Variable in the environment of every process of a stage: torchrun puts its ranks into sessions of their own."""
+"""Environment variable that marks all processes of a stage, since torchrun starts its ranks in separate sessions."""
 SLOWER = 4
-"""Factor by which a stage may take longer on a CPU."""
+"""Factor by which time limits are longer on a CPU."""
 TAIL = 40
-"""Last lines of a log that failed, in the report."""
+"""Number of last lines of the log of a failed program in the report."""
 RESULTS = {False: Path("benchmarks/results"), True: Path("runs/first_run_cpu")}
-"""Folder of the report, in the repository, by --small. The report of --small is of no interest to others: git ignores
-its folder, and the recorded figures of a CPU stay as they are."""
+"""Folder of the report in the repository, by the value of --small. The folder for --small is ignored by git, so that
+the recorded figures are not overwritten."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Result:
     proves: str = ""
     commands: list[str] = field(default_factory=list)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Run -> name -> figure."""
+    """Figures by run and by name."""
     targets: list[str] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class Result:
 
 
 def family(root: int, mark: str) -> list[int]:
-    """Living processes that a stage started: by its mark, or as children of those (a title may hide the mark)."""
+    """Return the running processes of a stage: those with its mark, and children, whose mark a title may hide."""
     parents, found = {}, {root}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -92,7 +92,7 @@ def end(pids: list[int], number: int) -> None:
 
 
 def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Runs a program; returns what was wrong with its end, or an empty text. At the limit its whole family ends."""
+    """Run a program and kill it with all of its processes at the limit; return why it failed, or an empty text."""
     mark = secrets.token_hex(8)
     deadline = time.monotonic() + seconds
     with open(log, "a") as file:
@@ -113,7 +113,7 @@ def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]
             wrong = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             wrong = f"stopped after {seconds:.0f} s"
-            # Python programs, torchrun's agent among them, leave in order; a benchmark has written its results so far.
+            # SIGINT lets Python programs, including torchrun's agent, exit in order.
             end([process.pid], signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.5, deadline - time.monotonic()))
@@ -133,7 +133,7 @@ def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]
 
 
 def run_stage(stage: Stage, form: Form, limit: float, gib: float = 1e9) -> Result:
-    """Runs a stage, or says why it cannot run. gib: memory of the smallest GPU."""
+    """Run a stage and return its result, which is the reason if it cannot run. gib: memory of the smallest GPU."""
     result = Result(stage.name, limit=limit, proves=stage.proves)
     if reason := stage.lacks(form, gib):
         result.status, result.reason = "skipped", reason
@@ -164,22 +164,22 @@ def run_stage(stage: Stage, form: Form, limit: float, gib: float = 1e9) -> Resul
 
 
 def judged(stage: Stage, part: Training, form: Form) -> tuple[list[str], dict[str, float]]:
-    """Calls `judge`."""
+    """Check the metrics and logs of a training stage; return its problems and its figures."""
     folder, device = part.folder(stage.name, form), "cpu" if form.small else "cuda"
     return judge(folder, STEPS, part.samplers(form), part.engine, device, part.limit)
 
 
 def share(stages: list[Stage], i: int, spare: float) -> float:
-    """Seconds of stage i: its limit, and for a benchmark its part of what the stages before it have left over."""
+    """Return the time limit of stage i. For a benchmark it includes a share of the time that earlier stages saved."""
     later = sum(stage.benchmark for stage in stages[i:])
     return stages[i].limit + (max(0.0, spare) / later if stages[i].benchmark else 0.0)
 
 
 def look(python: str, work: Path) -> dict:
-    """Looks up the facts of the machine in a process that imports torch.
+    """Return the facts about the machine, collected by a process that imports torch.
 
     Raises:
-        SystemExit: with the reason, where that fails.
+        SystemExit: the process failed; the message has the reason.
     """
     log = work / "facts.log"
     wrong = run([python, "-m", "benchmarks._gpu_facts", str(work / "facts.json")], log, FACTS, {})
@@ -192,7 +192,7 @@ def look(python: str, work: Path) -> dict:
 
 
 def write(base: Path, results: list[Result], facts: dict, began: datetime, seconds: float) -> None:
-    """Writes the report so far, for programs and for people."""
+    """Write the report so far as JSON and as Markdown."""
     report = {"date": began.isoformat(timespec="seconds"), "seconds": round(seconds), "machine": facts}
     report["stages"] = [asdict(result) for result in results]
     base.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
@@ -230,7 +230,7 @@ def markdown(report: dict, facts: dict) -> str:
 
 
 def show(stages: list[Stage], form: Form) -> None:
-    """Prints the stages for --dry-run."""
+    """Print the stages for --dry-run."""
     for stage in stages:
         for part in stage.runs:
             print(f"{stage.name}: {shlex.join(part.words(stage.name, form))}")
@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if args.small:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
-    # tests/gpu is to see them, whatever this was started from.
+    # Tests hide the GPUs from subprocesses by this variable; tests/gpu needs to see them.
     os.environ.pop("SPMDRL_TESTS_GIVEN", None)
     work = Path(tempfile.mkdtemp(prefix="spmdrl_first_run_"))
     began, clock, results = datetime.now(UTC), time.monotonic(), []

@@ -1,13 +1,13 @@
-"""Memory of a rank while it loads a model: no rank may hold much more than the part that it keeps.
+"""Measures the memory of a rank while it loads a model, which must not exceed the rank's final share by much.
 
     python benchmarks/load.py [--quick] [--json FILE] [--only KIND ...] [--ranks N ...]
 
 A random Llama of 1.24B parameters in bfloat16 (quick: 135M) is loaded on 2 and 4 ranks of this machine (quick: 2) as a
 trained model, a frozen one, a critic, a model with adapters, and by Megatron under layouts that use all ranks. The
-share of a rank is what it holds when its model is built: parameters, and what the optimizer keeps from the start
-(Megatron's float32 weights and its buffers of gradients). The peak is the most anonymous and shared memory that the
-process had meanwhile, less what it had before: pages of the mapped files are not counted, because the system takes them
-back when it likes.
+share of a rank is its memory after the model is built: parameters, and buffers that the optimizer allocates at the
+start (Megatron's float32 weights and gradient buffers). The peak is the maximum of the process's anonymous and shared
+memory during loading, minus that before. Pages of memory-mapped files are not counted, because the system can reclaim
+them at any time.
 """
 
 import argparse
@@ -25,18 +25,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# In place of this folder, whose megatron.py would hide the package.
+# Replace this folder in the path, because its megatron.py would hide the package `megatron`.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 MIB = 1 << 20
 BEYOND = 512.0
-"""MiB that a rank may use beyond its share."""
+"""Maximum MiB that a rank may use in addition to its share."""
 SHAPES = {
     # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
     "1B": (2048, 8192, 16, 32, 8, 128256),
-    # SmolLM2-135M, with numbers of heads that two ranks divide.
+    # SmolLM2-135M, with numbers of heads that are divisible by two.
     "135M": (576, 1536, 30, 8, 4, 49152),
 }
-"""Sizes, in the order of `NAMES`."""
+"""Sizes of models, in the order of `NAMES`."""
 NAMES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "vocab_size"),
@@ -53,12 +53,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def kinds_on(ranks: int) -> list[str]:
-    """The kinds to measure on so many ranks: Megatron's layouts use each of them."""
+    """Return the kinds of models to measure on a number of ranks, with Megatron layouts that use all of them."""
     return [kind for kind in KINDS if "axes" not in KINDS[kind] or math.prod(KINDS[kind]["axes"].values()) == ranks]
 
 
 def make_folder(folder: Path, size: str, **more: Any) -> str:
-    """Writes a random Llama as a HF folder, one layer at a time."""
+    """Write a random Llama as a HF folder, one layer at a time."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -83,16 +83,16 @@ def make_folder(folder: Path, size: str, **more: Any) -> str:
 
 
 def resident() -> int:
-    """Anonymous and shared bytes of this process, without pages of files."""
+    """Return the bytes of anonymous and shared memory of this process, without pages of files."""
     with open("/proc/self/status") as file:
         lines = dict(line.split(":", 1) for line in file)
     return sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem")) << 10
 
 
 class Peak:
-    """The most bytes that were resident inside a context, beyond those before it, by a thread that looks all the time.
+    """A context manager that measures the growth of resident memory to its peak, by a thread that samples constantly.
 
-    A kernel's high-water mark would count the files' pages.
+    The kernel's high-water mark cannot be used because it includes pages of files.
     """
 
     def __enter__(self):
@@ -115,7 +115,7 @@ class Peak:
 
 
 def settings(folder: str, kind: str) -> Any:
-    """The run's settings of a kind."""
+    """Return the settings of a run for a kind of model."""
     from spmdrl.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
 
     backend = "megatron" if "axes" in KINDS[kind] else "fsdp"
@@ -128,7 +128,7 @@ def settings(folder: str, kind: str) -> Any:
 
 
 def loaded(world: Any, folder: str, kind: str) -> dict:
-    """Builds one model; returns bytes: this rank's share, and its peak. Collective."""
+    """Build one model; return this rank's share and peak in bytes. Collective."""
     from spmdrl.policy.models import backend
 
     cfg, options = settings(folder, kind), {k: v for k, v in KINDS[kind].items() if k != "axes"}
@@ -145,7 +145,7 @@ def loaded(world: Any, folder: str, kind: str) -> dict:
 
 
 def rank_main(rank: int, ranks: int, store: str, folder: str, kind: str, out: str) -> None:
-    """One rank of a measurement."""
+    """Run one rank of a measurement."""
     import torch
     import torch.distributed as dist
 
@@ -154,7 +154,7 @@ def rank_main(rank: int, ranks: int, store: str, folder: str, kind: str, out: st
 
     try:
         torch.set_num_threads(1)
-        keep_freed_memory()  # as a run on CPUs does
+        keep_freed_memory()  # as in a run on CPUs
         limit = timedelta(minutes=10)
         dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
         parallel = settings(folder, kind).parallel
@@ -168,10 +168,10 @@ def rank_main(rank: int, ranks: int, store: str, folder: str, kind: str, out: st
 
 
 def measure(folder: str, kind: str, ranks: int, scratch: Path) -> dict:
-    """A row of the table: the rank with the largest peak beyond its share.
+    """Measure a kind on all ranks; return the row of the rank whose peak exceeds its share most.
 
     Raises:
-        RuntimeError: a rank that failed, with its traceback.
+        RuntimeError: a rank failed; the message has its traceback.
     """
     name = f"{kind.replace(' ', '_')}_{ranks}"
     out, store = str(scratch / name), str(scratch / f"{name}.store")
@@ -194,7 +194,7 @@ def measure(folder: str, kind: str, ranks: int, scratch: Path) -> dict:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Run the measurements, print a table and the targets, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="135M parameters, 2 ranks")
     parser.add_argument("--json", type=Path, help="file for the results")

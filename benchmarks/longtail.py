@@ -1,23 +1,24 @@
-"""A step with a long tail of response lengths: fixed assignment against the queue, over-sampling and partial rollouts.
+"""Compares fixed assignment, queue, over-sampling and partial rollouts for response lengths with a long tail.
 
     python benchmarks/longtail.py [--quick] [--json FILE] [--engine vllm] [--ranks 2] [--settings static partial]
 
-The program itself trains (`spmdrl.train.train`, one engine per rank, real updates and pushes). Only the length of each
-response is imposed, because a random policy ends at lengths that nobody can choose: a stop token ends nothing, and
-sample s of the p-th prompt has up to `length(p, s)` tokens, over as many steps as it takes. So every setting gets the
-same prompts with the same lengths. They are log-normal: their natural logarithm has standard deviation `--spread`, half
-of the variance comes from the prompt and half from the sample, and the median is a twelfth of `max_new_tokens`. Most
-responses are short, and a few are cut at the limit, as some of DAPO's are at 20,480 tokens
+It runs real training (`spmdrl.train.train`, one engine per rank, real updates and pushes). Only the length of each
+response is fixed in advance, because a random policy would end responses at arbitrary lengths. Stop tokens are ignored,
+and sample s of the p-th prompt has `length(p, s)` tokens, over as many steps as needed. So every setting has the same
+prompts with the same lengths. The lengths are log-normal: their natural logarithm has standard deviation `--spread`,
+half of the variance comes from the prompt and half from the sample, and the median is a twelfth of `max_new_tokens`.
+Most responses are short, and a few are cut at the limit, as in DAPO, where the limit is 20,480 tokens
 (https://arxiv.org/abs/2503.14476).
 
-All settings run in one call, one after the other on the same engine and policy, in turns over `--rounds`. The first
-steps of a setting fill the carried samples, and are not counted. Short responses end first, so over-sampling alone
-trains on shorter ones; the figure to compare is therefore trained tokens per second, shown beside the step's time. vLLM
-batches continuously; the HF engine samples one prompt length at a time, so carried responses wait in line.
+All settings run in one process on the same engine and policy, and take turns over `--rounds`. The first steps of a
+setting, in which no samples are carried over from earlier ones, are not counted. Short responses end first, so
+over-sampling trains on shorter ones. The figure to compare is therefore trained tokens per second, which is printed
+together with the time of a step. vLLM batches continuously. The HF engine samples one prompt length at a time, so
+carried responses have to wait.
 
-The seconds of an engine's step are fitted as a + b n over the n sequences that ran in it. A training step whose engines
-stayed full to the end would take tokens / sequences x (a + b sequences), besides the time that is not sampling. The
-time of `static` over that time bounds the gain of any order of the same work.
+The seconds of an engine's step are fitted as a + b n, where n is the number of its running sequences. A training step
+with full engines to its end would take tokens / sequences x (a + b sequences), plus the time that is not sampling. The
+time of `static` divided by this time is an upper bound of the speedup by any schedule of the same work.
 """
 
 import argparse
@@ -44,8 +45,8 @@ SETTINGS = {
 TITLES = {"oversample": "queue, oversample 1.5", "partial": "queue, oversample 2, partial 3"}
 GOAL = 1.5
 SPREAD, OWN, MEDIAN = 1.0, 0.5, 1 / 12
-"""Standard deviation of the log of a length, the share of its variance that is the sample's own, and the median as a
-share of the longest."""
+"""Standard deviation of the log of a length, share of its variance that comes from the sample, and median length as a
+share of the maximum."""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return solution_str.count("a") / (1 + len(solution_str))
@@ -53,14 +54,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def length(position: int, sample: int, longest: int, spread: float) -> int:
-    """Tokens of a response, drawn by its prompt and sample and not by the place where it runs."""
+    """Return the number of tokens of a response, which depends only on its prompt and sample."""
     prompt, own = (random.Random(key).gauss(0, 1) for key in (f"{position}", f"{position}.{sample}"))
     exponent = spread * (math.sqrt(1 - OWN) * prompt + math.sqrt(OWN) * own)
     return max(1, min(longest, round(MEDIAN * longest * math.exp(exponent))))
 
 
 def random_model(folder: Path) -> Path:
-    """The tiny policy's shape, random, with room for longer responses."""
+    """Write a random model with the shape of the tiny policy and a longer context, and return its folder."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -76,17 +77,17 @@ def random_model(folder: Path) -> Path:
 
 
 class Watched:
-    """An engine whose requests have the length drawn for them; it records the work of each step."""
+    """Wrapper of an engine that sets the length of each request and records the work of each step."""
 
     def __init__(self, engine, longest: int, spread: float):
         self.engine, self.longest, self.spread, self.tokens, self.running = engine, longest, spread, 0, 0
         self.polls: list[tuple[int, float]] = []
-        """(sequences submitted and not done, seconds) of every step of the engine."""
+        """For every step of the engine: number of unfinished sequences, and seconds."""
         self.submit_, self.poll_, self.abort_ = engine.submit, engine.poll, engine.abort
         engine.submit, engine.poll, engine.abort = self.submit, self.poll, self.abort
 
     def submit(self, request) -> None:
-        """Submits a request with its drawn length, less the tokens that a continued response has already."""
+        """Submit a request for the remaining tokens of its fixed length."""
         before = self.longest - request.max_new_tokens
         request.max_new_tokens = length(*request.key[:2], self.longest, self.spread) - before
         assert request.max_new_tokens > 0, "a complete response is not requested again"
@@ -94,14 +95,14 @@ class Watched:
         self.submit_(request)
 
     def poll(self) -> list:
-        """Polls the engine and notes the time of its step."""
+        """Poll the engine and record the time of its step."""
         began, running = time.perf_counter(), self.running
         done = self.poll_()
         self.polls.append((running, time.perf_counter() - began))
         return self._count(done)
 
     def abort(self, keys) -> list:
-        """Aborts requests and counts their tokens."""
+        """Abort requests and count their tokens."""
         return self._count(self.abort_(keys))
 
     def _count(self, done: list) -> list:
@@ -111,7 +112,7 @@ class Watched:
 
 
 def side(folder: Path, args) -> None:
-    """One rank: runs every setting in turns and writes the work of its engine."""
+    """Run every setting in turns on one rank, and write the work of its engine."""
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR"}
     import torch
 
@@ -123,7 +124,7 @@ def side(folder: Path, args) -> None:
     flags = {
         "run.dir": folder / "run",
         "model.path": folder / "model",
-        # Its requests would count as work of the engine.
+        # The self check is off because its requests would count as work of the engine.
         "model.self_check": "false",
         "reward.function": folder / "reward.py",
         "rollout.engine": args.engine,
@@ -138,7 +139,7 @@ def side(folder: Path, args) -> None:
         "tracking.samples": 0,
         "tracking.trackers": "jsonl",
         "tracking.console": "plain",
-        # Versions move, as they do in a run; the policy need not.
+        # Weights only have to get new versions, as in a real run; the policy does not have to learn.
         "optimizer.lr": 1e-6,
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
@@ -160,7 +161,7 @@ def side(folder: Path, args) -> None:
             setting = SETTINGS[args.settings[turn % len(args.settings)]]
             for name, value in setting.items():
                 setattr(run.cfg.rollout, name, value)
-            # Each turn draws the same prompts from the first on; its steps have numbers of their own.
+            # Each turn uses the same prompts from the first one on, but different step numbers.
             first, last = turn * args.steps, (turn + 1) * args.steps
             run.checkpoints.start_step, run.cfg.run.steps, run.state.draws = first, last, 0
             run.sampler.start_step = run.sampler.step = first
@@ -171,12 +172,12 @@ def side(folder: Path, args) -> None:
 
 
 def median_ms(polls: list[tuple[int, float]], low: float, high: float) -> float:
-    """Median milliseconds of an engine's step with so many sequences running."""
+    """Return the median milliseconds of engine steps with `low` to `high` running sequences."""
     return 1000 * statistics.median([s for n, s in polls if low < n <= high] or [math.nan])
 
 
 def fit(polls: list[tuple[int, float]]) -> tuple[float, float]:
-    """(a, b) of seconds = a + b n: least squares through the median of every n, weighted by how often it was seen."""
+    """Return (a, b) of the fit seconds = a + b n: least squares over the median of every n, weighted by its count."""
     seen: dict[int, list[float]] = {}
     for n, seconds in polls:
         seen.setdefault(n, []).append(seconds)
@@ -189,7 +190,7 @@ def fit(polls: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def bound(static: dict, model: tuple[float, float], args) -> dict:
-    """Step time of the static setting's work if engines were full to the end, and its ratio to the measured one."""
+    """Return the step time of the setting `static` with always full engines, and the ratio to the measured time."""
     a, b = model
     tokens = static["mean_length"] * args.prompts * args.samples / args.ranks
     sampling = tokens / args.sequences * (a + b * args.sequences)
@@ -198,13 +199,13 @@ def bound(static: dict, model: tuple[float, float], args) -> dict:
 
 
 def summary(name: str, lines: list[dict], ranks: list[list[dict]], args) -> dict:
-    """Figures of one setting. lines: its steps in metrics.jsonl; ranks: records of engines; a turn is `args.steps`."""
+    """Return the figures of one setting. lines: its steps in metrics.jsonl. ranks: records of the engines."""
     counted = [i for i in range(len(lines)) if i % args.steps >= args.skip]
     kept, sequences = [lines[i] for i in counted], args.prompts * args.samples
     trained = sum(row["response_length/mean"] * sequences for row in kept)
     seconds = sum(row["time/step"] for row in kept)
     carried = [sum(rank[i]["carried"] for rank in ranks) for i in range(len(lines))]
-    # Tokens that were carried into a step and out of it were not sampled for nothing.
+    # Tokens that are carried over to the next step are not dropped.
     dropped = sum(
         sum(rank[i]["sampled"] for rank in ranks)
         + (carried[i - 1] if i % args.steps else 0)
@@ -234,19 +235,19 @@ def summary(name: str, lines: list[dict], ranks: list[list[dict]], args) -> dict
 
 
 def engine_of(wanted: str) -> str:
-    """Resolves `auto` as the program does."""
+    """Resolve `auto` as the program does."""
     return ("vllm" if find_spec("vllm") else "hf") if wanted == "auto" else wanted
 
 
 def default_ranks() -> int:
-    """Returns two on a CPU, otherwise one for each GPU."""
+    """Return the default number of ranks: two on a CPU, otherwise one per GPU."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def measure(args) -> dict[str, dict]:
-    """Starts the ranks and reads what they wrote."""
+    """Start the ranks and read what they wrote."""
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         random_model(folder / "model")
@@ -276,7 +277,7 @@ NUMBERS = ("ranks", "prompts", "samples", "sequences", "longest", "steps", "skip
 
 
 def arguments() -> argparse.Namespace:
-    """Words of the command line, with the defaults of `--quick` or of a full run filled in."""
+    """Return the parsed command line, with the defaults of `--quick` or of a full run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="responses of up to 256 tokens, one turn of 8 steps")
     parser.add_argument("--json", type=Path)
@@ -300,7 +301,7 @@ def arguments() -> argparse.Namespace:
 
 
 def show_lengths(args: argparse.Namespace) -> dict[int, int]:
-    """Prints the job and its lengths; returns percentile -> tokens."""
+    """Print the job and its response lengths; return the length in tokens by percentile."""
     drawn = sorted(
         length(p, s, args.longest, args.spread) for p in range(args.prompts * args.steps) for s in range(args.samples)
     )
@@ -315,7 +316,7 @@ def show_lengths(args: argparse.Namespace) -> dict[int, int]:
 
 
 def show(rows: dict[str, dict]) -> None:
-    """Prints the table of the settings."""
+    """Print the table of the settings."""
     print(
         f"{'setting':<33}{'step s':>8}{'rollout s':>10}{'update s':>9}{'tokens/s':>9}{'length':>8}{'stale':>7}"
         f"{'dropped':>9}{'engine steps':>13}{'ms few/full':>13}"
@@ -330,7 +331,7 @@ def show(rows: dict[str, dict]) -> None:
 
 
 def show_ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
-    """Prints every setting against `static`; returns the ratios."""
+    """Print the ratios of every setting to `static` and return them."""
     ratios = {}
     for name in [name for name in rows if name != "static"] if "static" in rows else []:
         ratios[name] = {
@@ -345,7 +346,7 @@ def show_ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Prints a table and the target; writes JSON."""
+    """Print a table and the target; write JSON."""
     args = arguments()
     sys.path[:0] = [str(ROOT)]
     if args.side:

@@ -1,13 +1,13 @@
-"""The Megatron policy on a CPU: speed against the FSDP policy, and bytes sent on each axis against a formula.
+"""Compares the Megatron policy on a CPU with the FSDP policy in speed, and its communication with a formula.
 
     python benchmarks/megatron.py [--quick] [--json FILE] [--only speed bytes]
 
 *Speed* trains a random Qwen2 in float32 by GRPO (with an entropy bonus, so that the loss is not 0) on one synthetic
 batch of ragged lengths, with one thread per rank. On one rank both policies are in one process and take turns; the
-figures are medians of the CPU seconds of the process, so that a busy machine gives the same figures. Before anything is
-timed, logp and two updates of both must agree. Neither shares prompts, which Megatron cannot do; a separate row shows
-the gain of FSDP with shared prompts. Figures on two ranks are for information: one layout after the other in the same
-processes, by the clock. *Bytes* counts the bytes that one update sends per rank, see `_axis_bytes.py`.
+figures are medians of the CPU seconds of the process, which do not depend on other load. Before the timing, logp and
+two updates of both must agree. Neither policy shares prompts, which Megatron cannot do; a separate row shows the gain
+of FSDP with shared prompts. Figures on two ranks have no target: layouts run one after the other in the same processes
+and are measured in wall-clock time. *Bytes* counts the bytes that one update sends per rank; see `_axis_bytes.py`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
-# This folder is left out: the file's own name is that of the package `megatron`.
+# Remove this folder from the path, because this file has the same name as the package `megatron`.
 others = [p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks"]
 sys.path[:] = [str(ROOT), *others]
 
@@ -39,13 +39,13 @@ SIZES = {
     "tiny": dict(hidden_size=64, intermediate_size=176, num_hidden_layers=4, vocab_size=4096, heads=4),
 }
 BATCHES = {"30M": (4, 4, 48, 160), "5M": (4, 4, 16, 64), "bytes": (16, 2, 8, 56)}
-"""Prompts, samples, tokens of a prompt, longest reply."""
+"""Number of prompts, samples per prompt, tokens of a prompt, and maximum tokens of a reply."""
 TOKENS = 4096
-"""Tokens of the vocabulary that occur."""
+"""Number of different tokens in the batches."""
 BUDGET = 512
 GOAL = 0.8
 LIMITS = {"logp": 1e-5, "loss": 1e-5, "grad_norm": 1e-5}
-"""Largest relative differences. Megatron squares gradients in float32: its norm is off by 3e-5 at 5M parameters."""
+"""Maximum relative differences. Megatron squares gradients in float32, so its norm is off by 3e-5 at 5M parameters."""
 TWO_RANKS = {
     "fsdp 2": ("fsdp", {}),
     "megatron dp2": ("megatron", {}),
@@ -72,7 +72,7 @@ LAYOUTS = {
 
 
 def make_model(folder: Path, size: str, mixture: bool = False) -> str:
-    """A random model as a HF folder."""
+    """Write a random model to a HF folder and return its path."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -88,18 +88,18 @@ def make_model(folder: Path, size: str, mixture: bool = False) -> str:
 
 
 def open_group(rank: int, ranks: int, folder: str) -> None:
-    """Joins the other forked ranks over gloo."""
+    """Join the other forked ranks over gloo."""
     from spmdrl.session.environ import keep_freed_memory, prepare
 
     prepare()
-    keep_freed_memory()  # as a run on CPUs does
+    keep_freed_memory()  # as in a run on CPUs
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
 
 
 def open_policy(kind: str, model: str, axes: dict, share: bool = False):
-    """Returns (config, world of these axes, policy) and makes Megatron's groups anew. Collective."""
+    """Create Megatron's groups again and return the config, the world with these axes, and the policy. Collective."""
     from spmdrl.config.presets import with_preset
     from spmdrl.config.schema import Config, ParallelConfig
     from spmdrl.policy.models import backend
@@ -124,7 +124,7 @@ def open_policy(kind: str, model: str, axes: dict, share: bool = False):
 
 
 def episodes(batch: str) -> list:
-    """Random tokens with ragged replies and a different reward for every sample."""
+    """Return episodes of random tokens, with replies of different lengths and a different reward for every sample."""
     from spmdrl.data.episode import episode_of
     from spmdrl.spmd.seeds import generator_for
 
@@ -144,10 +144,10 @@ def episodes(batch: str) -> list:
 
 
 class Side:
-    """A policy with its share of the batch, scored, whose actions are timed."""
+    """A policy with a scored share of the batch, whose actions can be timed."""
 
     def __init__(self, kind: str, model: str, axes: dict, batch: str, share: bool = False):
-        """Opens the policy and scores its share. batch: one of BATCHES. Collective; see `open_policy`."""
+        """Open the policy and score its share of the batch. batch: key of BATCHES. Collective."""
         from spmdrl.data.distribute import assign_updates, balance
         from spmdrl.data.pack import from_episodes
         from spmdrl.policy.models import Models
@@ -165,11 +165,11 @@ class Side:
         self.batch = self.algo.advantages(mine, self.world.data_peers)
 
     def logprobs(self) -> torch.Tensor:
-        """Log-probabilities [T] of this rank's share."""
+        """Return the log-probabilities [T] of this rank's share."""
         return self.policy.logprobs(self.batch, 1.0)[0]
 
     def update(self) -> dict[str, float]:
-        """Makes one update; returns its metrics, alike on every rank."""
+        """Run one update; return its metrics, which are the same on every rank."""
         from spmdrl.rl.update import update
         from spmdrl.spmd.exchange import all_reduce
 
@@ -177,7 +177,7 @@ class Side:
         return stats.reduce(lambda x, op: all_reduce(x, op, self.world.data_group), self.world.device)
 
     def time(self, action) -> float:
-        """Seconds of an action: CPU time of this process on one rank, else by the clock between two barriers."""
+        """Return the seconds of an action: CPU time on one rank, otherwise wall-clock time between two barriers."""
         clock = time.process_time if self.world.size == 1 else time.perf_counter
         dist.barrier()
         began = clock()
@@ -187,7 +187,7 @@ class Side:
 
 
 def agree(one: Side, other: Side) -> dict[str, float]:
-    """Checks that two updates of each policy agree, and logp before, between and after.
+    """Check that two updates of both policies agree, and that logp agrees before and after each update.
 
     Raises:
         RuntimeError: they differ by more than LIMITS.
@@ -201,12 +201,12 @@ def agree(one: Side, other: Side) -> dict[str, float]:
             for name in ("loss", "grad_norm"):
                 worst[name] = max(worst[name], abs(a[name] - b[name]) / max(abs(a[name]), 1e-2))
     if any(worst[name] > limit for name, limit in LIMITS.items()):
-        raise RuntimeError(f"the two policies are not the same: {worst} with limits {LIMITS}")
+        raise RuntimeError(f"the two policies differ: {worst} with limits {LIMITS}")
     return worst
 
 
 def one_rank(rank: int, ranks: int, models: dict, size: str, times: int, folder: str) -> None:
-    """Times both policies in turns; writes the medians."""
+    """Time both policies in turns; write the medians."""
     open_group(rank, ranks, folder)
     sides = {
         "fsdp": Side("fsdp", models[size], {}, size),
@@ -229,7 +229,7 @@ def one_rank(rank: int, ranks: int, models: dict, size: str, times: int, folder:
 
 
 def two_ranks(rank: int, ranks: int, models: dict, size: str, times: int, folder: str) -> None:
-    """Times one layout after the other; writes the medians."""
+    """Time one layout after the other; write the medians."""
     open_group(rank, ranks, folder)
     rows = []
     for name, (kind, axes) in TWO_RANKS.items():
@@ -242,13 +242,13 @@ def two_ranks(rank: int, ranks: int, models: dict, size: str, times: int, folder
 
 
 def count(rank: int, ranks: int, models: dict, layouts: dict, folder: str) -> None:
-    """Counts the bytes of one update in every layout, also by the formula; writes this rank's."""
+    """Count the bytes of one update in every layout, compute them by the formula, and write both for this rank."""
     open_group(rank, ranks, folder)
     write(folder, rank, {name: bytes_of(models[kind], axes) for name, (kind, axes) in layouts.items()})
 
 
 def bytes_of(model: str, axes: dict) -> dict:
-    """Bytes that this rank sends in one update, by axis: {"sent": ..., "formula": ..., "calls": ...}. Collective."""
+    """Return the bytes that this rank sends in one update by axis, as counted and by the formula. Collective."""
     from megatron.core import parallel_state
 
     from benchmarks._axis_bytes import Counter, Shapes, Work, formula
@@ -274,22 +274,22 @@ def bytes_of(model: str, axes: dict) -> dict:
 
 
 def write(folder: str, rank: int, result: dict) -> None:
-    """Writes a rank's results for the process that forked it, and ends the rank."""
+    """Write a rank's results for the process that forked it, and exit."""
     Path(f"{folder}/{rank}.json").write_text(json.dumps(result))
     dist.barrier()
-    # Destructors of a group wait for ranks that may be gone.
+    # Skip the destructors of process groups, which would wait for ranks that may have exited.
     os._exit(0)
 
 
 def ranks_of(function, ranks: int, *args) -> list[dict]:
-    """Runs a function on forked ranks and reads the results that each wrote."""
+    """Run a function on forked ranks and return the results that they wrote."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(function, (ranks, *args, folder), ranks, start_method="fork")
         return [json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(ranks)]
 
 
 def speed(models: dict, sizes: list[str], times: int) -> tuple[list, list]:
-    """(rows, targets) of the first part; prints its table."""
+    """Measure speed, print the table, and return its rows and targets."""
     rows, targets = [], []
     print(f"{'model':6} {'ranks':>5} {'side':22} {'update s':>9} {'tokens/s':>9} {'logprobs s':>10} {'to fsdp':>8}")
     for size in sizes:
@@ -315,7 +315,7 @@ def speed(models: dict, sizes: list[str], times: int) -> tuple[list, list]:
 
 
 def traffic(models: dict, ranks: list[int]) -> tuple[list, list]:
-    """(rows, targets) of the second part; prints its table."""
+    """Measure bytes, print the table, and return its rows and targets."""
     from benchmarks._axis_bytes import AXES
 
     rows, targets = [], []
@@ -345,7 +345,7 @@ def traffic(models: dict, ranks: list[int]) -> tuple[list, list]:
 
 
 def main() -> None:
-    """Prints tables and one line per target; writes JSON."""
+    """Print tables and one line per target; write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="5M parameters, fewer repetitions, two ranks at most")
     parser.add_argument("--json", type=Path)

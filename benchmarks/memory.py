@@ -1,11 +1,12 @@
-"""Bytes by owner in each phase, and the bytes that the system really gets back, for one rank, every engine and level.
+"""Measures memory by owner and phase on one rank, and the memory that sleep returns, for every engine and sleep level.
 
     python benchmarks/memory.py [--quick] [--json FILE] [--engines hf vllm sglang]
 
 The models are a random Qwen2-shaped policy of 315M parameters (quick: 75M) with float32 masters and AdamW, and a
-bfloat16 engine. Trainer and engine take turns as in a run: offload goes to a file on a CPU, to pinned host memory on a
-GPU. The measured memory is the resident memory of the process on a CPU, and the device's own count on a GPU. Each
-engine runs in one process. SGLang's CPU build has a process of its own, whose memory is not in the figures.
+bfloat16 engine. Trainer and engine take turns as in a run. Offload goes to a file on a CPU and to pinned host memory on
+a GPU. The measured memory is the resident memory of the process on a CPU, and the used memory that the driver reports
+on a GPU. Each engine is measured in a separate process. SGLang's CPU build runs in a child process, whose memory is not
+in the figures.
 """
 
 import argparse
@@ -32,7 +33,7 @@ MIB = 1 << 20
 
 
 def make_model(folder: Path, quick: bool) -> str:
-    """A random model as a HF folder."""
+    """Write a random model to a HF folder and return its path."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -46,12 +47,12 @@ def make_model(folder: Path, quick: bool) -> str:
 
 
 def changed(cfg, **sections: dict):
-    """The settings with some of their sections changed."""
+    """Return the settings with some of their sections changed."""
     return dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
 
 
 def cycle(memory, level: int) -> None:
-    """Makes one step: begins eight samples, then updates by a gradient of ones."""
+    """Run one step, which begins eight samples and then updates the model by a gradient of ones."""
     import torch
 
     from spmdrl.engines.engine import Request
@@ -65,7 +66,7 @@ def cycle(memory, level: int) -> None:
             engine.submit(Request((i, 0, 0), prompt, i, policy.version, 8))
         for _ in range(4):
             engine.poll()
-        # Memory that the allocator only keeps for later has no owner, and sleep must not claim it.
+        # Return memory cached by the allocator, which would otherwise be attributed to sleep.
         give_back(device, WORTH_TRIMMING)
     with memory.training_phase():
         for p in policy.shards:
@@ -77,7 +78,7 @@ def cycle(memory, level: int) -> None:
 
 
 def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
-    """Runs one engine: two cycles at each level, the second of which counts; writes its phases as JSON."""
+    """Run one engine with two cycles at each sleep level, and write the phases of the second ones as JSON."""
     import torch
 
     from spmdrl.config.schema import Config
@@ -107,7 +108,7 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
     memory = Memory(cfg, Models(policy), engine, Timer(), world)
     rows, seconds = {}, {}
     for level in (1, 2):
-        # The second follows a sleep at its own level.
+        # The second cycle is preceded by a sleep at the same level.
         cycle(memory, level)
         timer = memory.timer = Timer()
         cycle(memory, level)
@@ -134,25 +135,25 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
     }
     out.write_text(json.dumps({"about": about, "levels": rows, "seconds": seconds, "offload": cfg.policy.offload}))
     sys.stdout.flush()
-    # vLLM's shutdown takes the process group with it.
+    # Skip vLLM's shutdown, which would kill the process group.
     os._exit(0)
 
 
 def held(row: dict, owner: str) -> int:
-    """Bytes of an owner on the device."""
+    """Return the bytes of an owner on the device."""
     return sum(r["bytes"] for r in row["table"] if r["owner"] == owner and r["place"] == "device")
 
 
 def targets(engine: str, result: dict) -> list[tuple[str, float]]:
-    """(name, measured share of what the table says) for what sleeps and leaves."""
+    """Return (name, measured bytes / expected bytes) for memory that sleep and offload return."""
     out = []
-    # SGLang's memory is not this process's on a CPU.
+    # On a CPU, SGLang's memory belongs to another process.
     outside = engine == "sglang" and result["offload"] == "disk"
     for level, rows in {}.items() if outside else result["levels"].items():
         before, after = rows["sampled"], rows["engine asleep"]
         freed = before["measured"] - after["measured"]
         cache, weights = (held(before, owner) - held(after, owner) for owner in ("KV cache", "engine weights"))
-        # Transformers has a cache while it samples only, and at this length a small one.
+        # The HF engine only has a cache while it samples, which is small at this length.
         if level == "1" and cache > 64 * MIB:
             out.append((f"kv_back_level_1_{engine}", (freed - weights) / cache))
         if level == "2":
@@ -164,7 +165,7 @@ def targets(engine: str, result: dict) -> list[tuple[str, float]]:
 
 
 def show(engine: str, result: dict) -> None:
-    """Prints MiB by owner and phase, measured and peak."""
+    """Print MiB by owner and phase, measured and peak."""
     for level, rows in result["levels"].items():
         print(f"\n{engine}, sleep level {level}, offload {result['offload']}: MiB on the device")
         print(f"{'phase':<18}" + "".join(f"{name.removeprefix('policy '):>15}" for name in OWNERS), end="")
@@ -182,7 +183,7 @@ def show(engine: str, result: dict) -> None:
 
 
 def main() -> None:
-    """Prints a table per engine and level and one line per target, and writes JSON."""
+    """Print a table per engine and level and one line per target, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="75M parameters instead of 315M, engines hf and vllm")
     parser.add_argument("--json", type=Path)
@@ -235,7 +236,7 @@ def main() -> None:
 
 
 def any_distribution(name: str) -> bool:
-    """True if a package of that name is installed."""
+    """Return whether a package is installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,20 +1,20 @@
-"""Model flops utilization of forward and backward: our policies, and plain HF + FSDP2, on the same sequences.
+"""Measures model flops utilization of forward and backward passes for spmdrl's policies and plain HF with FSDP2.
 
     python benchmarks/mfu.py [--quick] [--json FILE] [--only fsdp megatron plain] [--tokens N] [--length N]
 
 The script uses one device: a GPU with a random Qwen2 of Qwen2.5-1.5B's shapes in bfloat16 over float32 masters
 (Megatron: bfloat16 with float32 gradients), or a CPU with a small one in float32. `fsdp` and `megatron` are the
-policies as a run has them: packed sequences, logp and entropy without logits. `plain` is the usual code with
-transformers and FSDP2: padded rows, logits, `F.cross_entropy`. All sides take turns on `--tokens` tokens of two kinds:
-sequences of one length, and ragged ones, for which padding costs time. Their losses must agree before anything is
-timed. A side that does not fit is named and left out.
+policies as in a run: packed sequences, logp and entropy without logits. `plain` is the usual code with transformers and
+FSDP2: padded rows, logits, `F.cross_entropy`. All sides take turns on the same `--tokens` tokens in two forms:
+sequences of equal length, and sequences of different lengths, for which padding costs time. Their losses must agree
+before the timing. A side that does not fit into memory is reported and left out.
 
 The flops of a step follow PaLM (https://arxiv.org/abs/2204.02311, appendix B, with the causal half of attention): 6 N T
 for the matrices, with N parameters without the input embedding and T real tokens, and 12 L H d sum(s^2) / 2 for
 attention, with L layers, H heads of width d, and s the length of each sequence. Padded or recomputed tokens do not
-count. The peak is the best of some matmuls in the same run, and the maker's figure if it is known. On a CPU the time is
-that of the process on one thread, so that a busy machine gives the same figures. GiB is the memory that a step takes on
-the device above the memory that all sides hold.
+count. Utilization is relative to the fastest of several matmuls in the same run, and to the vendor's peak if it is
+known. On a CPU, times are CPU seconds of the process on one thread, which do not depend on other load. GiB is the
+memory that a step needs on the device in addition to the models of all sides.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
-# This folder is left out: `megatron.py` in it has the name of a package.
+# Remove this folder from the path, because its megatron.py would hide the package `megatron`.
 others = [p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks"]
 sys.path[:] = [str(ROOT), *others]
 
@@ -48,16 +48,16 @@ MODELS = {
     "20M": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, heads=(6, 2), vocab_size=8192),
     "2M": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, heads=(3, 1), vocab_size=2048),
 }
-"""Shapes of Qwen2.5-1.5B and 0.5B, and small ones."""
+"""Shapes of Qwen2.5-1.5B and 0.5B, and of small models."""
 MAKERS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "A100": 312e12}
-"""Dense bfloat16 flops a second, from data sheets, by a part of torch's name of the device."""
+"""Dense bfloat16 flops per second from data sheets, by a part of the device name in torch."""
 SIDES = ("fsdp", "megatron", "plain")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Largest relative difference of losses."""
+"""Maximum relative difference of losses."""
 
 
 def make_model(folder: Path, name: str, longest: int) -> Any:
-    """Makes a random model as a HF folder; returns its config."""
+    """Write a random model to a HF folder; return its config."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def make_model(folder: Path, name: str, longest: int) -> Any:
 
 
 def flops(config: Any, lengths: list[int]) -> float:
-    """Flops of forward and backward, as described above."""
+    """Return the flops of forward and backward, by the formula in the module's docstring."""
     width = config.hidden_size // config.num_attention_heads
     attention = 2 * config.hidden_size * width * (config.num_attention_heads + config.num_key_value_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
@@ -79,7 +79,7 @@ def flops(config: Any, lengths: list[int]) -> float:
 
 
 def lengths_of(tokens: int, longest: int) -> dict[str, list[int]]:
-    """Two ways to fill about so many tokens: the kind -> lengths of sequences."""
+    """Return lengths of sequences with about `tokens` tokens in total, by kind: equal lengths and ragged ones."""
     from spmdrl.spmd.seeds import generator_for
 
     rng, ragged = generator_for(2), []
@@ -90,7 +90,7 @@ def lengths_of(tokens: int, longest: int) -> dict[str, list[int]]:
 
 
 def sequences(config: Any, lengths: list[int]) -> list[torch.Tensor]:
-    """Random tokens."""
+    """Return random tokens [length] for each sequence."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, config.vocab_size, (n,), generator=generator) for n in lengths]
 
@@ -122,7 +122,7 @@ class Ours:
         self.policy = backend(kind)(self.cfg, world, 1)
 
     def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
-        """Prepares a step on these sequences; its loss is the mean of -log p of all tokens but the first ones."""
+        """Return a function that runs a step and returns its loss, the mean of -log p of all but the first tokens."""
         from spmdrl.data.batch import Batch
         from spmdrl.policy.contract import LossResult, Objective, Shared
         from spmdrl.tracking.metrics import Metrics
@@ -155,7 +155,7 @@ class Ours:
 
 
 class Plain:
-    """transformers and FSDP2: rows padded to the longest of a micro-batch, which has as many as the budget holds."""
+    """transformers with FSDP2. Rows are padded to the longest of a micro-batch, which is filled to a token budget."""
 
     def __init__(self, folder: str, dtype: str, world: Any, budget: int, recompute: bool):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -171,7 +171,7 @@ class Plain:
             fully_shard(module, mesh=world.shard_mesh, mp_policy=mixed)
 
     def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
-        """Does the same as `Ours.prepare`."""
+        """Return a step with the same loss as `Ours.prepare`."""
         rows = max(1, self.budget // max(map(len, tokens)))
         micros = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
         count = sum(len(x) - 1 for x in tokens)
@@ -184,7 +184,7 @@ class Plain:
                 padded = torch.nn.utils.rnn.pad_sequence(micro, batch_first=True).to(self.device)
                 seen = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in micro], batch_first=True)
                 seen = seen.to(self.device)
-                # With every token seen there is no mask to give, and the causal kernel without one is the faster.
+                # Without padding no mask is needed, and the causal kernel is faster without one.
                 even = len({len(x) for x in micro}) == 1
                 logits = self.model(padded, attention_mask=None if even else seen, use_cache=False).logits
                 labels = padded.masked_fill(seen == 0, -100)[:, 1:]
@@ -198,13 +198,13 @@ class Plain:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device."""
+    """Wait for the work queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds(action: Callable, device: torch.device) -> float:
-    """Seconds of an action, with the work that it leaves on the device."""
+    """Return the seconds of an action, including its work on the device."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     synchronize(device)
     began = clock()
@@ -214,7 +214,7 @@ def seconds(action: Callable, device: torch.device) -> float:
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Flops a second of a square matmul: the best of several."""
+    """Return the flops per second of the fastest of several square matmuls."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(3):
@@ -225,7 +225,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def build(name: str, args: tuple) -> Any:
-    """Builds a side by its name; returns None with a line that says why not."""
+    """Build a side by its name; if that fails, print the reason and return None."""
     if name == "megatron" and find_spec("megatron") is None:
         print("megatron: megatron-core is not installed")
         return None
@@ -237,7 +237,7 @@ def build(name: str, args: tuple) -> Any:
 
 
 def measure(sides: dict[str, Any], config: Any, lengths: list[int], times: int, device, dtype) -> list[dict]:
-    """A row for each side that can: median seconds in turns, and the peak of the device's memory."""
+    """Run all sides in turns; return a row with median seconds and peak memory for each side that fits."""
     tokens, steps, rows = sequences(config, lengths), {}, {}
     for name, side in sides.items():
         try:
@@ -257,7 +257,7 @@ def measure(sides: dict[str, Any], config: Any, lengths: list[int], times: int, 
         rows[name] = {"side": name, "loss": loss, "step_gib": taken / 2**30, "seconds_all": []}
     losses = [row["loss"] for row in rows.values()]
     if losses and max(losses) - min(losses) > LIMITS[dtype] * max(map(abs, losses)):
-        raise RuntimeError(f"the sides do not compute the same: losses {dict(zip(rows, losses, strict=True))}")
+        raise RuntimeError(f"the losses of the sides differ: {dict(zip(rows, losses, strict=True))}")
     for _ in range(times):
         for name, step in steps.items():
             rows[name]["seconds_all"].append(seconds(step, device))
@@ -269,7 +269,7 @@ def measure(sides: dict[str, Any], config: Any, lengths: list[int], times: int, 
 
 
 def arguments() -> argparse.Namespace:
-    """Words of the command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model, two repetitions")
     parser.add_argument("--json", type=Path)
@@ -283,7 +283,7 @@ def arguments() -> argparse.Namespace:
 
 
 def show(case: str, row: dict) -> None:
-    """Prints one line of the table."""
+    """Print one line of the table."""
     cells = [f"{row[k]:.2f}" if row[k] else "-" for k in ("mfu_maker", "ratio")]
     print(
         f"{case:7} {row['side']:9} {row['seconds']:9.3f} {row['tokens_per_s']:9.0f} "
@@ -293,7 +293,7 @@ def show(case: str, row: dict) -> None:
 
 
 def main() -> None:
-    """Prints the table and one line per target; writes JSON."""
+    """Print the table and one line per target; write JSON."""
     args = arguments()
     from transformers.utils.logging import disable_progress_bar
 
@@ -348,12 +348,12 @@ def main() -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
     sys.stdout.flush()
-    # Destructors of a group wait for ranks that may be gone.
+    # Skip the destructors of process groups, which may wait forever.
     os._exit(0)
 
 
 def installed(package: str) -> str | None:
-    """Version of a package."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

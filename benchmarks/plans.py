@@ -1,12 +1,12 @@
-"""Plans of jobs from 1 to 1,024 GPUs and of layouts that others published: what they hold, and what planning takes.
+"""Plans jobs from 1 to 1,024 GPUs and published layouts, and measures the time and memory of planning.
 
     python benchmarks/plans.py [--quick] [--only NAME ...] [--json FILE] [--docs]
 
-The jobs stand in the first table of docs/scale.md, the published layouts in tests/golden/plan/anchors.json. Each plan
-is a process of its own, `python -m spmdrl.plan`, whose seconds and memory are measured with those of its processes
-(the sum of their resident memory, every tenth of a second; pages that they share count once for each). `--docs` fills
-the tables of docs/scale.md; cells of plans that were not made stay as they are. `--quick` plans two small jobs.
-A job that cannot be planned is named with its reason, and the exit code is 1 then.
+The jobs are in the first table of docs/scale.md, and the published layouts in tests/golden/plan/anchors.json. Each plan
+runs in a separate process, `python -m spmdrl.plan`. Its seconds and memory include its child processes: the sum of
+their resident memory is sampled every tenth of a second, and shared pages count for each process. `--docs` updates the
+tables of docs/scale.md; cells of other plans stay unchanged. `--quick` plans two small jobs. If a job cannot be
+planned, the reason is printed, and the exit code is 1.
 """
 
 import argparse
@@ -35,13 +35,13 @@ QUICK = (
 )
 TARGET = "--config configs/dapo_671b.yaml --world 512 --gpu h100"
 SECONDS, MEMORY_GIB = 60.0, 4.0
-"""Targets of the plan of 671 G parameters on 512 GPUs."""
+"""Maximum time and memory to plan 671 G parameters on 512 GPUs."""
 LIMIT = 900.0
 GIB = 1 << 30
 
 
 def tables(text: str) -> dict[str, list[list[str]]]:
-    """Return the cells of the tables between the markers of a page, without their heads."""
+    """Return the cells of the tables between the markers of a page, without header rows."""
     found = {}
     for name, body in re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", text, re.S):
         rows = [line.strip().strip("|").split(" | ") for line in body.strip().splitlines()[2:]]
@@ -50,7 +50,7 @@ def tables(text: str) -> dict[str, list[list[str]]]:
 
 
 def jobs() -> dict[str, str]:
-    """Return the words of each plan by its name: jobs of the page by their flags, layouts by their names."""
+    """Return the command-line words of each plan by its name: jobs by their flags, layouts by their names."""
     made = {flags: flags for row in tables(DOCS.read_text())["jobs"] if (flags := row[2].strip("`"))}
     for anchor in json.loads(ANCHORS.read_text())["anchors"]:
         words = ["--config", anchor["config"], "--world", str(anchor["gpus"]), "--gpu", anchor["gpu"]]
@@ -59,7 +59,7 @@ def jobs() -> dict[str, str]:
 
 
 def planned(words: str) -> dict[str, Any]:
-    """Plan a job. Returns its facts with `seconds` and `memory_gib` of planning it, or `skipped` with a reason."""
+    """Plan a job; return its facts with `seconds` and `memory_gib` of planning, or with the reason in `skipped`."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "plan.json", Path(folder) / "log"
         command = [sys.executable, "-m", "spmdrl.plan", *shlex.split(words), "--json", str(out), "--no-nearest"]
@@ -77,7 +77,7 @@ def planned(words: str) -> dict[str, Any]:
             while process.poll() is None:
                 most = max(most, resident(process.pid))
                 if time.monotonic() - began > LIMIT:
-                    # With the processes that it started.
+                    # Kill the process and its children.
                     os.killpg(process.pid, signal.SIGKILL)
                 time.sleep(0.1)
         seconds = time.monotonic() - began
@@ -88,7 +88,7 @@ def planned(words: str) -> dict[str, Any]:
 
 
 def resident(pid: int) -> int:
-    """Return the bytes of resident memory of a process and all that it started."""
+    """Return the bytes of resident memory of a process and its descendants."""
     total, waiting = 0, [pid]
     while waiting:
         one = waiting.pop()
@@ -102,12 +102,12 @@ def resident(pid: int) -> int:
 
 
 def device_bytes(facts: dict[str, Any]) -> int:
-    """Return the most that the worst rank holds on its device at once."""
+    """Return the peak bytes on the device of the rank with the highest peak."""
     return max(sum(rows.values()) for kind in facts["kinds"] for rows in kind["device_bytes"].values())
 
 
 def cells(facts: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Return GiB of the device, GiB to spare, bytes of the host, and seconds of a step, as the tables show them."""
+    """Return cells of the tables: GiB on the device, free GiB, bytes on the host, and seconds of a step."""
     step = facts["least_seconds"]
     return (
         f"{device_bytes(facts) / GIB:.1f}",
@@ -118,7 +118,7 @@ def cells(facts: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def filled(text: str, found: dict[str, dict[str, Any]]) -> str:
-    """Return the page with the cells of the plans that were made."""
+    """Return the text of the page with updated cells of the plans in `found`."""
 
     def row(line: str) -> str:
         parts = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
@@ -139,7 +139,7 @@ def filled(text: str, found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Plan, print the table and the targets, and write the requested files."""
+    """Plan the jobs, print the table and the targets, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two small jobs")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="words that a plan's name holds")

@@ -1,13 +1,13 @@
-"""Planning a push among hundreds of ranks: memory and CPU seconds of one rank's plan, its messages and digests.
+"""Measures the planning of a weight push among hundreds of ranks: memory, CPU seconds, messages and digests of a rank.
 
     python benchmarks/push_plan.py [--quick] [--ranks 512] [--json FILE]
 
-Only this process exists, and no weights. Names and shapes are those of a HF model on the meta device; the boxes that
-each rank holds and needs are derived from the layouts, in the form in which a plan gets them from the other ranks:
-*fsdp* has rows of every parameter, and the experts as `weights/experts.py` cuts them; *megatron* has tp 4, pp 8, ep 16
-as in `policy/megatron/convert.py`; engines are vLLM with tp 8 and, with *ep*, whole experts. The plan is the program's
-own (`weights/plan.py`), for two ranks: if there are many ranks, one of the two holds experts and one does not. Memory
-counts the allocations of Python and numpy (tracemalloc), including the boxes of all ranks.
+It simulates all ranks in one process, without weights. Names and shapes come from a HF model on the meta device. The
+boxes (parts of tensors) that each rank has and needs are derived from the layouts, in the form in which ranks exchange
+them. *fsdp* has rows of every parameter, with experts divided as in `weights/experts.py`. *megatron* has tp 4, pp 8,
+ep 16 as in `policy/megatron/convert.py`. Engines are vLLM with tp 8 and, for *ep*, complete experts. `weights/plan.py`
+makes the plan for two ranks; in large jobs, one of them has experts and the other has none. Memory counts the
+allocations of Python and NumPy (tracemalloc), including the boxes of all ranks.
 """
 
 import argparse
@@ -34,18 +34,18 @@ BUCKET = 256 << 20
 
 @dataclass
 class Checkpoint:
-    """Tensors of a checkpoint, and the parameters that hold them."""
+    """Tensors of a checkpoint, and the model parameters that contain them."""
 
     entries: list
-    """`weights.boxes.Entry` of each."""
+    """`weights.boxes.Entry` of each tensor."""
     parameters: list[tuple[int, list[int]]]
-    """Rows of each parameter, and the tensors in it: one, or those of all experts in the order of the rows."""
+    """For each parameter, its number of rows and the indices of its tensors: one, or one per expert in row order."""
     config: Any
-    """Config of the HF model."""
+    """Config of the model in transformers."""
 
 
 def checkpoint_of(model: str, layers: int | None = None) -> Checkpoint:
-    """A model on the meta device. layers: instead of its own number."""
+    """Return the tensors of a model on the meta device. layers: replaces the model's number of layers."""
     from transformers import AutoModelForCausalLM
 
     from benchmarks._models import published
@@ -65,7 +65,7 @@ def checkpoint_of(model: str, layers: int | None = None) -> Checkpoint:
 
 
 def to_row(i: int, shape: tuple[int, ...], dim: int | None = None, part: tuple[int, int] = (0, 0)) -> list[int]:
-    """One tensor as a row of a plan, whole or a part of one dimension; all have one dimension or two."""
+    """Return a tensor (one or two dimensions), or its range `part` of dimension `dim`, as a row of a plan."""
     first, last = [0, 0], [*shape, 1][:2]
     if dim is not None:
         first[dim], last[dim] = part
@@ -73,7 +73,7 @@ def to_row(i: int, shape: tuple[int, ...], dim: int | None = None, part: tuple[i
 
 
 def sets_of(rows: list[list[list[int]]], of: list[int]):
-    """`weights.plan.Sets` from the rows of each set."""
+    """Return a `weights.plan.Sets` made from the rows of each set."""
     from spmdrl.weights.boxes import runs
     from spmdrl.weights.plan import Sets
 
@@ -82,14 +82,14 @@ def sets_of(rows: list[list[list[int]]], of: list[int]):
 
 
 def fsdp(model: Checkpoint, ranks: int):
-    """Boxes that ranks hold under FSDP2: rows of every parameter."""
+    """Return the boxes of all ranks under FSDP2: rows of every parameter."""
     from spmdrl.weights.shards import shard_rows
 
     held: list[list[list[int]]] = [[] for _ in range(ranks)]
     for rows, tensors in model.parameters:
         for rank in range(ranks):
             a, b = shard_rows(rows, ranks, rank)
-            if len(tensors) > 1:  # an expert, or several, whole
+            if len(tensors) > 1:  # one or several complete experts
                 each = len(tensors) // rows
                 held[rank] += [to_row(i, model.entries[i].shape) for i in tensors[a * each : b * each]]
             elif a < b:
@@ -98,7 +98,7 @@ def fsdp(model: Checkpoint, ranks: int):
 
 
 def shared(name: str, shape: tuple[int, ...], parts: int, part: int, config) -> tuple[int | None, tuple[int, int]]:
-    """The dimension that tensor parallelism divides, and a rank's range of it; None for a whole tensor."""
+    """Return the dimension that tensor parallelism divides and a rank's range of it; None for an undivided tensor."""
     kind = name.split(".")[-2]
     dim = 0 if kind in ROWS else 1 if kind in COLUMNS else None
     if dim is None:
@@ -112,13 +112,13 @@ def shared(name: str, shape: tuple[int, ...], parts: int, part: int, config) -> 
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a tensor belongs to."""
+    """Return the number of the expert that a tensor belongs to."""
     words = name.split(".")
     return int(words[words.index("experts") + 1]) if "experts" in words else None
 
 
 def megatron(model: Checkpoint, ranks: int, tp: int = 4, pp: int = 8, ep: int = 16):
-    """Boxes that ranks hold under Megatron: a stage's layers, a part of each tensor, some experts whole; replicated."""
+    """Return the boxes of all ranks under Megatron: parts of tensors of a stage, and complete experts; replicated."""
     layers, stage_ranks = model.config.num_hidden_layers, ranks // pp
     assert stage_ranks * pp == ranks and ep % tp == 0 and stage_ranks % ep == 0
     experts = 1 + max(expert_of(e.name) or 0 for e in model.entries)
@@ -139,7 +139,7 @@ def megatron(model: Checkpoint, ranks: int, tp: int = 4, pp: int = 8, ep: int = 
 
 
 def vllm(model: Checkpoint, ranks: int, tp: int = 8, ep: bool = False):
-    """Boxes that ranks of engines need. ep: an engine's ranks divide the experts, and not the matrices of each."""
+    """Return the boxes that ranks of engines need. ep: an engine's ranks have complete experts, not parts of each."""
     experts = 1 + max(expert_of(e.name) or 0 for e in model.entries)
     needed = [[] for _ in range(tp)]
     for i, entry in enumerate(model.entries):
@@ -153,7 +153,7 @@ def vllm(model: Checkpoint, ranks: int, tp: int = 8, ep: bool = False):
 
 
 def plan(model: Checkpoint, held, wanted, rank: int):
-    """The program's plan for one rank, bfloat16, and the bucket of each tensor."""
+    """Return the plan of one rank for a push in bfloat16, and the bucket of each tensor."""
     from spmdrl.weights.plan import Routes
     from spmdrl.weights.reshard import bucket_places
 
@@ -163,7 +163,7 @@ def plan(model: Checkpoint, held, wanted, rank: int):
 
 
 def exchanged(sets):
-    """Copies of sets in the form in which a plan gets them from the other ranks: one block of rows."""
+    """Return copies of sets in the form in which ranks exchange them: one block of rows."""
     from spmdrl.weights.plan import Sets
 
     rows = np.concatenate(sets.rows)
@@ -171,7 +171,7 @@ def exchanged(sets):
 
 
 def traffic(model: Checkpoint, held, routes, buckets: int, rank: int) -> dict:
-    """Messages, regions, digests and bytes of one push on one rank, and what a digest for each region would make."""
+    """Return messages, regions, digests and bytes of a push on one rank, and the digests with one per region."""
     from spmdrl.weights.boxes import to_boxes
     from spmdrl.weights.reshard import message_bytes
 
@@ -185,7 +185,7 @@ def traffic(model: Checkpoint, held, routes, buckets: int, rank: int) -> dict:
             out["regions_out"] += len(places) * len(regions)
             out["digests"] += 1
             different |= {(mine[n][0], box) for n, box in regions}
-        out["region_digests"] += len(different)  # each once for all receivers
+        out["region_digests"] += len(different)  # a region counts once for all receivers
         for regions in bucket.receive.values():
             nbytes = message_bytes((torch.bfloat16, box) for _, box in regions)
             out["messages_in"] += 1
@@ -198,7 +198,7 @@ def traffic(model: Checkpoint, held, routes, buckets: int, rank: int) -> dict:
 
 
 def measured(model: Checkpoint, held, wanted, rank: int) -> dict:
-    """CPU seconds of a plan, then, of a second one, its peak and remaining MiB of allocations; and its traffic."""
+    """Plan twice; return CPU seconds of the first plan, peak and final MiB of the second one, and its traffic."""
     clock = time.process_time()
     plan(model, exchanged(held), exchanged(wanted), rank)
     seconds = time.process_time() - clock
@@ -211,7 +211,7 @@ def measured(model: Checkpoint, held, wanted, rank: int) -> dict:
 
 
 def main() -> None:
-    """Runs the cases, prints the table and writes JSON."""
+    """Run the cases, print the table and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smallest model alone, 64 ranks")
     parser.add_argument("--ranks", type=int, default=None)
@@ -220,7 +220,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks, rows = args.ranks or (64 if args.quick else 512), []
     print(f"{ranks} ranks, bfloat16, buckets of {BUCKET >> 20} MiB; one push of one rank")
-    # (region): what a digest for each region would make.
+    # (region): numbers with one digest per region.
     print(
         f"{'':42} {'peak':>5} {'lasts':>5} {'CPU':>5}  {'messages':>13}  {'regions':>13}  {'digests':>15} {'gets':>7}\n"
         f"{'case':37} {'rank':>4} {'MiB':>5} {'MiB':>5} {'s':>5}  {'in':>6} {'out':>6}  {'in':>6} {'out':>6}  "

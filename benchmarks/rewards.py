@@ -1,12 +1,12 @@
-"""Answers that one rank grades in a second: built-in rewards in its own process, and through the pool.
+"""Measures how many answers a rank grades per second, in its own process and through the pool of processes.
 
     python benchmarks/rewards.py [--quick] [--json FILE]
 
-The answers are made up: 80 words of work and `#### n`, as GSM8K's are, and a sixth of them wrong. They are
-submitted in steps of 256, with a poll after each answer as a rollout has, and drained. Each row is the best of three
-rounds, and the time of a grading beside it is 1 second over the rate. `auto` and `verl file` go through the pool, the
-latter as a user's file with verl's signature. `auto, symbolic` needs math-verify for each answer, in one round of 128,
-since it remembers what it has read. Times are of wall clocks, so other work on the machine lowers the rates.
+The answers are synthetic: 80 words of work and `#### n` as in GSM8K, and a sixth of them are wrong. They are submitted
+in steps of 256, with a poll after each answer as in a rollout, and then drained. Each row is the best of three rounds.
+The printed time per answer is 1 second divided by the rate. `auto` and `verl file` go through the pool; the latter is a
+user's file with verl's signature. `auto, symbolic` needs math-verify for each answer. It has one round of 128 answers,
+since parsed answers are cached. Times are wall-clock times, so other load on the machine lowers the rates.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 STEP = 256
 TARGET = 1000.0
-"""Answers a second of one rank with one worker."""
+"""Minimum answers per second of one rank with one worker."""
 USER_FILE = """
 import re
 
@@ -40,7 +40,7 @@ WORDS = (
 
 
 def answers(count: int, source: str, symbolic: bool = False) -> list[tuple[Any, float]]:
-    """Made-up responses with the score that each must get."""
+    """Return synthetic responses, each with its expected score."""
     from spmdrl.rewards.base import RewardInput
 
     draw, made = random.Random(7), []
@@ -48,14 +48,14 @@ def answers(count: int, source: str, symbolic: bool = False) -> list[tuple[Any, 
         truth, right = draw.randrange(10_000), i % 6 != 0
         work = " ".join(draw.choice(WORDS) if draw.random() < 0.8 else str(draw.randrange(100)) for _ in range(80))
         number = truth if right else truth + 1
-        # Neither the text nor a number tells that these are equal, so math-verify has to.
+        # These answers differ as text and are not numbers, so only math-verify can compare them.
         end, answer = (rf"\boxed{{{number}x+{truth}}}", f"{truth}(x+1)") if symbolic else (f"#### {number}", str(truth))
         made.append((RewardInput(source, f"{work}\n{end}", answer, {"index": i, "split": "train"}), float(right)))
     return made
 
 
 def rate(grader: Any, rows: list[tuple[Any, float]]) -> float:
-    """Answers a second, after a check of every score."""
+    """Grade the rows, check every score, and return the answers per second."""
     got: list[tuple[Any, Any]] = []
     begun = time.perf_counter()
     for start in range(0, len(rows), STEP):
@@ -70,7 +70,7 @@ def rate(grader: Any, rows: list[tuple[Any, float]]) -> float:
 
 
 def main() -> None:
-    """Measure, print, and write the file."""
+    """Run the measurements, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer answers, one round")
     parser.add_argument("--json", metavar="FILE")
@@ -82,7 +82,7 @@ def main() -> None:
     count, rounds = (2 * STEP, 1) if args.quick else (8 * STEP, 3)
     gsm8k, few = answers(count, "openai/gsm8k"), answers(8 + 128, "numina_cn_k12", symbolic=True)
     rows: list[dict[str, Any]] = []
-    load = os.getloadavg()[0]  # other work on the machine, which lowers the rates
+    load = os.getloadavg()[0]  # load by other programs, which lowers the rates
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.py"
         file.write_text(USER_FILE)
@@ -96,7 +96,7 @@ def main() -> None:
             settings = RewardConfig(function=function, workers=max(1, workers), timeout=60.0)
             grader = load_reward(settings, SandboxConfig())
             try:
-                rate(grader, items[: 8 if items is few else STEP])  # loads what the rows need
+                rate(grader, items[: 8 if items is few else STEP])  # loads the rewards of the rows
                 timed = items[8:] if items is few else items
                 best = max(rate(grader, timed) for _ in range(1 if items is few else rounds))
             finally:

@@ -1,13 +1,13 @@
-"""Programs per second in the sandbox, and whether the grading of a step is hidden behind its sampling.
+"""Measures programs per second in the sandbox, and whether grading overlaps with the sampling of a step.
 
     python benchmarks/sandbox.py [--quick] [--json FILE]
 
-*Cold*: a sandbox is opened, runs one program and is closed. *Warm*: one sandbox runs programs one after another, each
-in processes and files of its own (`tests/sandbox/test_attacks.py` shows that they share nothing). Beside them stands
-`python -c` without any sandbox. *Step*: a real job samples 64 responses from a random model with the layers of
-SmolLM2-135M and the tiny tokenizer (quick: the tiny model, fewer tests), and each is graded by 20 programs on standard
-input. Its reward grades the same right program whatever the model writes, so that all tests run. What the job waits for
-rewards once sampling is done is `time/reward`.
+*Cold*: a sandbox is opened, runs one program and is closed. *Warm*: one sandbox runs programs one after another, which
+share neither processes nor files (`tests/sandbox/test_attacks.py`). The table also has `python -c` without a sandbox.
+*Step*: a real job samples 64 responses from a random model with the layers of SmolLM2-135M and the tiny tokenizer
+(quick: the tiny model, fewer tests), and grades each by 20 runs on standard input. Its reward always grades the same
+right program in place of the response, so that all tests run. `time/reward` is the time that the job waits for rewards
+after sampling.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from spmdrl_sandbox.warm import Warm  # noqa: E402
 TRIVIAL = "print(int(input()) + 1)"
 LIMITS = Limits(seconds=5.0)
 COLD, WARM, WAITS = 20.0, 100.0, 0.05
-"""Targets: programs per second and core cold, programs per second warm, share of a step spent waiting for rewards."""
+"""Targets: cold programs per second and core, warm programs per second, share of a step spent waiting for rewards."""
 REWARD = """
 from spmdrl.config.schema import SandboxConfig
 from spmdrl.rewards.base import RewardInput
@@ -48,7 +48,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def per_second(run: Callable[[], None], seconds: float) -> float:
-    """Calls per second, over so many seconds."""
+    """Call a function for some seconds and return the calls per second."""
     run()
     began, calls = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
@@ -58,26 +58,26 @@ def per_second(run: Callable[[], None], seconds: float) -> float:
 
 
 def plain() -> None:
-    """Runs the program without a sandbox."""
+    """Run the program without a sandbox."""
     done = subprocess.run([sys.executable, "-c", TRIVIAL], input=b"41", capture_output=True, check=True)
     assert done.stdout == b"42\n"
 
 
 def once(warm: Warm) -> None:
-    """Runs the program in a sandbox."""
+    """Run the program in a sandbox."""
     ended = warm.run(Program(TRIVIAL, stdin="41"), LIMITS)
     assert (ended.verdict, ended.stdout) == ("ok", "42\n"), ended
 
 
 def cold(command: list[str]) -> None:
-    """Opens a sandbox for one program."""
+    """Open a sandbox, run one program in it and close it."""
     warm = Warm(command)
     once(warm)
     warm.close()
 
 
 def rates(seconds: float) -> dict[str, float]:
-    """Programs per second, on one core."""
+    """Return programs per second on one core, by case."""
     found = bubblewrap.find()
     assert found, "bubblewrap is missing"
     command = bubblewrap.command(found)
@@ -94,7 +94,7 @@ def rates(seconds: float) -> dict[str, float]:
 
 
 def step(quick: bool) -> dict[str, float]:
-    """Times of a job's steps, the first left out."""
+    """Run a job and return the times of its steps, without the first step."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model = str(TINY)

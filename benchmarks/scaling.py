@@ -1,24 +1,24 @@
-"""Communication of one training step on 1, 2, 4 and 8 ranks, and plans of 8 to 4,096, with the same work for each rank.
+"""Measures communication of a step on 1 to 8 ranks, and plans 8 to 4,096 ranks, with the same work for each rank.
 
     python benchmarks/scaling.py [--quick] [--only ranks|plans] [--json FILE] [--plot FILE]
 
-Each world is a number of gloo processes of this machine that train the tiny model for a few steps: the whole step
-(GRPO, the HF engine, FSDP2 over all ranks), four prompts of four samples for each rank. A mode of torch's dispatcher
-sees every operation of torch.distributed. Counted for a step of one rank, as the mean over ranks and steps after the
-first:
+A world of n ranks is n gloo processes on this machine, which train the tiny model for a few complete steps (GRPO, the
+HF engine, FSDP2 over all ranks) with four prompts of four samples for each rank. A dispatch mode of torch intercepts
+all operations of torch.distributed. The figures are for one step of one rank, as the mean over ranks and over all steps
+except the first:
 
-- *collectives*: they must be as many in every world of several ranks.
-- *messages*: sends to one other rank. FSDP2's gathers are made of these over gloo (`spmdrl/spmd/gloo.py`), one to each
-  other rank, so their number grows; under NCCL each such gather is one collective.
-- *sent*: bytes that a bandwidth-optimal algorithm sends from the rank (`_axis_bytes.py` has the rules).
-- *ring*: sent x n / (n - 1) on groups of n ranks. Of a tensor of S bytes a ring sends S (n - 1) / n from each rank,
-  which comes near S as n grows; the factor takes that out, so that the figure is flat where the tensors are the same.
-- *requests*: of the step to the rendezvous store, without those of the heartbeat's thread.
+- *collectives*: the number must be equal in all worlds with several ranks.
+- *messages*: sends to another rank. Over gloo, a gather of FSDP2 consists of a message to each other rank
+  (`spmdrl/spmd/gloo.py`), so the number grows with the world. Under NCCL such a gather is one collective.
+- *sent*: bytes that the rank sends under a bandwidth-optimal algorithm (`_axis_bytes.py` has the rules).
+- *ring*: sent x n / (n - 1) on groups of n ranks. For a tensor of S bytes, each rank of a ring sends S (n - 1) / n. The
+  factor removes the dependence on n, so that the figure is constant if the tensors are the same.
+- *requests*: requests to the rendezvous store, without those of the heartbeat thread.
 
 Times are not measured: the ranks share the cores of one machine.
 
-More ranks than a machine can run are planned (`python -m spmdrl.plan`), unless with --quick: an FSDP job and a Megatron
-job, whose rows have the same figures of a step, and what planning takes (`_scaling_plan.py`).
+Without --quick, worlds with more ranks than a machine can run are planned (`python -m spmdrl.plan`). Rows of an FSDP
+job and a Megatron job have the same figures of a step, and the time and memory of planning (`_scaling_plan.py`).
 """
 
 import argparse
@@ -39,7 +39,7 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
-# Without this folder: its megatron.py would stand in for the package.
+# Remove this folder from the path, because its megatron.py would hide the package `megatron`.
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
 
 from benchmarks import _scaling_plan  # noqa: E402
@@ -48,15 +48,15 @@ from benchmarks._axis_bytes import sent  # noqa: E402
 MESSAGES = ("send", "recv_", "recv_any_source_")
 WORLDS = (1, 2, 4, 8)
 PROMPTS, SAMPLES, TOKENS = 4, 4, 8
-"""Prompts of a rank in a step, samples of each, and the most tokens of a sample."""
+"""Prompts of a rank in a step, samples per prompt, and maximum tokens of a sample."""
 STEPS = 4
 FLAT = 1.1
-"""The most by which the bytes of the largest world may exceed those of the smallest of several ranks."""
+"""Maximum factor from the bytes of the smallest world with several ranks to those of the largest world."""
 LABELS = {"cpu_s": "CPU seconds of planning", "peak_gib": "GiB of planning"}
 
 
 class Traffic(TorchDispatchMode):
-    """A context manager in which `now` adds up what this rank communicates."""
+    """A context manager that adds up the communication of this rank in `now`."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class Traffic(TorchDispatchMode):
             return
         size = sent(operation, args, ranks)
         self.now["sent"] += size
-        # Sends to all others of a group make up a gather, and count as one.
+        # Sends to all other ranks of a group are one gather, whose factor is applied to each of them.
         self.now["ring"] += size * ranks / (ranks - 1)
         if operation in MESSAGES:
             self.now["messages"] += operation == "send"
@@ -84,7 +84,7 @@ class Traffic(TorchDispatchMode):
 
 
 def group_of(args: tuple) -> dist.ProcessGroup | None:
-    """The process group among the arguments of an operation."""
+    """Return the process group in the arguments of an operation, or None."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
@@ -95,7 +95,7 @@ def group_of(args: tuple) -> dist.ProcessGroup | None:
 
 
 class CountingStore:
-    """The rendezvous store, whose requests are counted in `now`."""
+    """Wrapper of the rendezvous store that counts its requests in `now`."""
 
     def __init__(self, store: dist.Store, now: Counter):
         self.store, self.now = store, now
@@ -111,7 +111,7 @@ class CountingStore:
 
 
 def settings(folder: str, ranks: int, steps: int):
-    """Settings of a run with the same work for each rank."""
+    """Return the settings of a run with the same work for each rank."""
     import dataclasses
 
     from spmdrl.config.presets import with_preset
@@ -136,7 +136,7 @@ def settings(folder: str, ranks: int, steps: int):
 
 
 def one_rank(rank: int, ranks: int, steps: int, folder: str) -> None:
-    """Trains on one rank, and writes what each of its steps communicated to FOLDER/<ranks>_<rank>.json."""
+    """Train on one rank and write the communication of its steps to FOLDER/<ranks>_<rank>.json."""
     from transformers.utils.logging import disable_progress_bar
 
     from spmdrl.config.schema import ParallelConfig
@@ -169,11 +169,11 @@ def one_rank(rank: int, ranks: int, steps: int, folder: str) -> None:
         train(run)
     Path(folder, f"{ranks}_{rank}.json").write_text(json.dumps(traffic_of_steps))
     dist.barrier()
-    os._exit(0)  # Destructors of a group wait for ranks that may be gone.
+    os._exit(0)  # skip destructors of process groups, which would wait for ranks that may have exited
 
 
 def measured(ranks: int, steps: int = STEPS) -> dict[str, Any]:
-    """The row of one world: figures of one step of one rank, the mean over ranks and over steps after the first."""
+    """Return the row of one world: the mean figures of a step of a rank, without the first step."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(one_rank, (ranks, steps, folder), ranks, start_method="fork")
         of_ranks = [json.loads(Path(folder, f"{ranks}_{r}.json").read_text()) for r in range(ranks)]
@@ -185,7 +185,7 @@ def measured(ranks: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
-    """(name, value, goal, met) of each target."""
+    """Return (name, value, goal, met) of each target."""
     several = [row for row in rows if row["ranks"] > 1]
     if len(several) < 2:
         return []
@@ -201,7 +201,7 @@ def targets(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
 
 
 def plot(rows: list[dict[str, Any]], plans: list[dict[str, Any]], file: Path) -> None:
-    """Draws figures of a rank over the number of ranks, relative to the fewest: of ranks that ran, and of plans."""
+    """Plot figures of a rank over the number of ranks, relative to the smallest number, for runs and for plans."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -255,7 +255,7 @@ def main() -> None:
         print(f"target {name} {value:.2f} {goal} {'ok' if met else 'miss'}")
     if args.json:
         facts = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-        # Seconds of a plan are those of the wall: other programs on the machine lengthen them.
+        # Record the load, because seconds of a plan are wall-clock times, which other programs lengthen.
         facts |= {"date": time.strftime("%Y-%m-%d"), "load_before_and_after": [began, os.getloadavg()]}
         args.json.write_text(json.dumps(facts | {"rows": rows, "plans": plans, "pushes": pushes}, indent=1) + "\n")
     if args.plot:

@@ -1,18 +1,18 @@
-"""Tokens a second of supervised fine-tuning: spmdrl and TRL's SFTTrainer on the same rows, model and cores.
+"""Compares spmdrl and TRL's SFTTrainer in tokens per second on the same rows, model and cores.
 
     python benchmarks/sft.py [--quick] [--json FILE] [--only tiny-fp32-1 ...] [--data gsm8k/train.jsonl]
 
-Toy jobs train the 0.74M policy that ships here on 64 rows of 8 to 48 letters; real jobs SmolLM2-135M on 16 rows of
-GSM8K, question and answer in its chat template, the loss on the answer. Each step takes all rows of the job, so that
-both sides train on the same tokens, on one thread per rank. TRL packs them by best-fit decreasing (its `bfd`) into
-sequences of the length that is stated, without padding, and takes one at a time: attention over a packed sequence
-costs the square of its length there, so that several at once take longer. spmdrl takes `ours` tokens at a time. The
-losses of the first and of the last step must agree, and in how far they fall (SAME); in bfloat16 the real model's
-learning rate is larger, so that they fall further than rounding.
+Toy jobs train the 0.74M policy of this project on 64 rows of 8 to 48 letters. Real jobs train SmolLM2-135M on 16 rows
+of GSM8K, question and answer in its chat template, with the loss on the answer. Each step uses all rows of the job, so
+that both programs train on the same tokens, with one thread per rank. TRL packs them by best-fit decreasing (its `bfd`)
+into sequences of `length` tokens, without padding. It runs one sequence at a time, because its attention costs the
+square of the length of a packed sequence, so larger micro-batches are slower. spmdrl runs `ours` tokens at a time. The
+losses of the first and of the last step must agree, and so must their change (SAME). In bfloat16 the learning rate of
+the real model is larger, so that the losses change by more than rounding errors.
 
-The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; steps count after
-the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use). Peak memory is the largest resident
-set of a rank. With `--json`, jobs are added to those in the file.
+The two programs run at the same time and take turns step by step, while the other one sleeps. Steps of the warm-up are
+not counted. TRL runs in a separate environment (`--trl-venv`, created on first use). Peak memory is the largest
+resident set of a rank. With `--json`, jobs are added to those in the file.
 """
 
 import json
@@ -27,23 +27,23 @@ sys.path[:0] = [str(ROOT)]
 from benchmarks import _rows  # noqa: E402
 
 SAME = {"float32": {"losses": (1e-4, 0.01)}, "bfloat16": {"losses": (2e-2, 0.2)}}
-"""Largest relative difference of the losses of the first and of the last step, and of the change between them."""
+"""Maximum relative difference of the losses of the first and last step, and of the change between these steps."""
 
 
 @dataclass
 class Job:
-    """A step on both sides."""
+    """A training job that both programs run."""
 
     ranks: int
     goal: float | None
-    """Least ratio of tokens a second, ours to TRL's."""
+    """Minimum ratio of spmdrl's tokens per second to TRL's."""
     model: str = "tiny"
     dtype: str = "float32"
     rows: int = 64
     length: int = 512
-    """Tokens of TRL's packed sequences, and most of a row."""
+    """Tokens of TRL's packed sequences, and maximum tokens of a row."""
     ours: int = 8192
-    """Tokens of our micro-batches; 8192 by default."""
+    """Maximum tokens in a micro-batch of spmdrl."""
     warm: int = 2
     steps: int = 16
     lr: float = 1e-6
@@ -63,7 +63,7 @@ JOBS = {
 
 
 def rows_of(job: Job, data: Path | None) -> list[dict]:
-    """The rows of a job. data: GSM8K's file."""
+    """Return the rows of a job. data: file of GSM8K."""
     if job.model == "tiny":
         draw, rows = random.Random(0), []
         for _ in range(job.rows):
@@ -76,7 +76,7 @@ def rows_of(job: Job, data: Path | None) -> list[dict]:
 
 
 def trl(job: Job, folder: Path) -> None:
-    """Runs TRL's side of a job, on one rank."""
+    """Run TRL's side of a job, on one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -98,7 +98,7 @@ def trl(job: Job, folder: Path) -> None:
     def make(callbacks):
         model = (folder / "model").read_text()
         trainer = SFTTrainer(model=model, args=config, train_dataset=rows, callbacks=callbacks)
-        # All packed sequences of the rows make one step.
+        # A step consists of all packed sequences.
         trainer.args.gradient_accumulation_steps = -(-len(trainer.train_dataset) // job.ranks)
         return trainer
 
@@ -106,7 +106,7 @@ def trl(job: Job, folder: Path) -> None:
 
 
 def ours(job: Job, folder: Path) -> None:
-    """Runs spmdrl's side of a job, on one rank."""
+    """Run spmdrl's side of a job, on one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -117,7 +117,7 @@ def ours(job: Job, folder: Path) -> None:
 
 
 def encode(job: Job, folder: Path) -> dict[str, list]:
-    """Tokens and labels of the rows, by which TRL trains on exactly our tokens and mask."""
+    """Return the tokens and labels of the rows, so that TRL trains on exactly the same tokens and mask."""
     from spmdrl.config.sft import SFTConfig
     from spmdrl.hub.resolve import resolve
     from spmdrl.hub.tokenizer import load_tokenizer
@@ -132,7 +132,7 @@ def encode(job: Job, folder: Path) -> dict[str, list]:
 
 
 def run(job: Job, data: Path | None, python: Path) -> dict:
-    """Measures one job."""
+    """Run one job on both sides and return its row."""
     row = _rows.measure(__file__, job, rows_of(job, data), encode, python)
     lengths = list(map(len, row.pop("encoded")["tokens"]))
     return _rows.finish(row | {"longest": max(lengths)}, sum(lengths), SAME)

@@ -1,4 +1,4 @@
-"""Forward and backward of a group whose prompt is run once, against the plain packing.
+"""Compares forward and backward passes of a group with its prompt run once and with its prompt run for each sample.
 
     python benchmarks/shared_prompt.py [--quick] [--json FILE] [--model FOLDER_OR_NAME] [--dtype float32]
 
@@ -27,13 +27,13 @@ from spmdrl.policy.attention import packed as attention  # noqa: E402
 from spmdrl.policy.heads import PackedLM  # noqa: E402
 
 RATIOS = {"4:1": (256, 64), "1:1": (128, 128), "1:4": (64, 256)}
-"""Prompt and response tokens."""
+"""Numbers of prompt and response tokens by their ratio."""
 GOALS = {"4:1": 2.0, "1:1": 1.4, "1:4": 1.1}
 GROUPS = (8, 16)
 
 
 def random_llama(folder: Path) -> Path:
-    """A random Llama of 12 million parameters."""
+    """Write a random Llama with 12 million parameters and return its folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def random_llama(folder: Path) -> Path:
 
 
 def one_pass(model: PackedLM, tokens, lengths, mask, sync) -> float:
-    """Seconds of one forward and backward."""
+    """Return the seconds of one forward and backward pass."""
     model.zero_grad(set_to_none=True)
     began = time.perf_counter()
     logp, entropy = model(tokens, lengths, mask, 1.0)
@@ -62,7 +62,7 @@ def one_pass(model: PackedLM, tokens, lengths, mask, sync) -> float:
 
 
 def measure(hf, group: int, prompt: int, response: int, repeats: int, device: torch.device) -> dict:
-    """Median seconds of both sides, and the distance of their logp."""
+    """Return the median seconds of both sides, and the maximum difference of their logp."""
     rng = torch.Generator().manual_seed(group + prompt)
     vocab = hf.config.vocab_size
     head = torch.randint(vocab, (prompt,), generator=rng)
@@ -92,7 +92,7 @@ def measure(hf, group: int, prompt: int, response: int, repeats: int, device: to
 
 
 def main() -> None:
-    """Prints a table and one line per target; writes JSON."""
+    """Print a table and one line per target; write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="groups of 8 alone, once")
     parser.add_argument("--json", type=Path)

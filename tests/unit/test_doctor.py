@@ -432,7 +432,7 @@ def test_a_sandbox_that_keeps_nothing_in_is_found(monkeypatch, no_sandlock):
     monkeypatch.setattr(bubblewrap, "find", lambda: "bwrap")
     monkeypatch.setattr(bubblewrap, "command", lambda _: plain().words)
     found = doctor_machine.sandbox()
-    reached = "reached ['file', 'network', 'processes', 'sockets']; no sandlock here"
+    reached = "reached ['file', 'network', 'processes', 'sockets']; sandlock, which would isolate"
     assert found.level == "warn" and reached in found.state
 
 
