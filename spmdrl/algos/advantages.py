@@ -193,9 +193,10 @@ def win_rate(x: Samples) -> Result:
 
     Source: https://arxiv.org/abs/2405.00675
 
-        A = share of the other samples of the group with a lower reward, ties half, - 1/2            in [-1/2, 1/2]
+        A = (lower + equal / 2) / (size of the group - 1) - 1/2            in [-1/2, 1/2]
 
-    The score of a judge of pairs (docs/judge.md#pairs) is already that share: use `dr_grpo` with it.
+    `lower` and `equal` are the numbers of other samples of the group with a lower and with an equal reward. The score
+    of a judge of pairs (docs/judge.md#pairs) is already a win rate: use `dr_grpo` with it.
 
     Group of one: A is 0. Equal rewards: A is 0.
     """

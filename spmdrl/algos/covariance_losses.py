@@ -118,7 +118,7 @@ class Selecting:
     seq: torch.Tensor
     """The fields from `logp` to `seq` are [T], as in `LossInputs`."""
     sequences: int
-    """B."""
+    """Number of sequences, B."""
     draw: torch.Tensor | None = None
     """[T]: a uniform number in [0, 1) for each token, keyed by the data and not by the rank. Used by clip_cov."""
     gather: Gather = alone

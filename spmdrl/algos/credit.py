@@ -120,8 +120,7 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
     rewards adds nothing. Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file)
     the process rewards are its scores of steps, and the implicit model is not built.
 
-    Group of one: the baseline is 0 and the outcome is raw. Equal rewards: the outcome term is 0, the process term
-    remains.
+    Group of one: the baselines of both terms are 0. Equal rewards: the outcome term is 0, the process term remains.
     """
     in_range("gamma", gamma, 0, 1)
     process_T = x.need("process")

@@ -20,11 +20,11 @@ Result = tuple[torch.Tensor, torch.Tensor]
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 WHOLE = 2**53
-"""fp64 represents integers exactly up to here."""
+"""fp64 represents integers exactly up to this number."""
 
 
 def _given(shape: str, dtype: str = "floats", about: str = "", **more: Any) -> Any:
-    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. about: for errors."""
+    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. about: meaning."""
     return field(**more, metadata={"shape": shape, "dtype": dtype, "about": about})
 
 
@@ -202,7 +202,7 @@ def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> to
     bad = ~(value.abs() <= LARGEST)  # True for nan
     bad = x.seq[x.mask & bad].unique() if per_token else bad.nonzero().flatten()
     if len(bad):
-        source = "the reward function" if name == "rewards" else "what computes them"
+        source = "the reward function" if name == "rewards" else "the code that computes them"
         raise ValueError(f"{name} of sequences {bad[:8].tolist()} are not finite (or beyond 1e290): check {source}")
     return value.detach().double()
 
@@ -229,7 +229,7 @@ def check(x: Samples) -> None:
         if value.is_floating_point() or value.dtype == torch.bool:
             raise ValueError(f"{name} must hold integers, got {value.dtype}")
         if len(value) and not -WHOLE <= int(value.min()) <= int(value.max()) <= WHOLE:
-            raise ValueError(f"{name} must stay within 2^53, so that it survives as fp64: renumber it")
+            raise ValueError(f"{name} must be within +-2^53, so that fp64 can represent it: renumber it")
     if len(x.seq) and (bool((x.seq.diff() < 0).any()) or int(x.seq[0]) < 0 or int(x.seq[-1]) >= len(x.group)):
         raise ValueError(f"seq must ascend within 0 .. {len(x.group) - 1}: sort the tokens by their sequence")
     finite(x, "rewards", x.rewards, per_token=True)

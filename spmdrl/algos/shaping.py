@@ -211,7 +211,7 @@ def token_rewards(
 def _under_mask(name: str, look: str, x_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor) -> torch.Tensor:
     """Return x in fp64, 0 where the mask is False.
 
-    name: of x, for errors. look: the place to look at, for the error if a number is not finite.
+    name: of x, for errors. look: advice for the error if a number is not finite.
     """
     if x_T.shape != mask_T.shape:
         raise ValueError(f"{name} and the mask must both be [T], got {list(x_T.shape)} and {list(mask_T.shape)}")

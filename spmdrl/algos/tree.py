@@ -35,11 +35,11 @@ class Turns:
         if x.parent is not None:
             return _tree(x)
         place_S, seq_S = x.mask.nonzero().flatten(), x.seq[x.mask]
-        turn_S = x.turn[x.mask] if x.turn is not None else place_S - torch.arange(len(place_S))  # grows at every gap
+        turn_S = x.turn[x.mask] if x.turn is not None else place_S - torch.arange(len(place_S))  # rises at every gap
         same_S = chain(seq_S) >= 0
         step_S = torch.zeros_like(turn_S)
         step_S[1:] = turn_S.diff()
-        _refuse(seq_S, same_S & (step_S < 0), "without parent, turn must not fall within a sequence, as it does")
+        _refuse(seq_S, same_S & (step_S < 0), "without parent, turn must not decrease within a sequence, as it does")
         starts_S = ~same_S | (step_S != 0)
         return Turns(torch.cumsum(starts_S, 0) - 1, seq_S[starts_S], chain(seq_S[starts_S]))
 
@@ -59,7 +59,7 @@ class Turns:
         name: of the numbers, for the message. ValueError: the numbers of a turn differ.
         """
         x_n = x_S[self.first_n]
-        _refuse(self.seq_n[self.of_S], x_n[self.of_S] != x_S, f"all tokens of a turn must have the same {name}, not as")
+        _refuse(self.seq_n[self.of_S], x_n[self.of_S] != x_S, f"all tokens of a turn must have the same {name}, unlike")
         return x_n
 
 
@@ -142,10 +142,10 @@ def _tree(x: Samples) -> Turns:
     """Return the turns of sequences with `x.parent`."""
     assert x.parent is not None
     if x.turn is None:
-        raise ValueError("parent names turns by their number: give turn, too")
+        raise ValueError("parent has numbers of turns: give turn, too")
     seq_S, turn_S, parent_S = (column_T[x.mask] for column_T in (x.seq, x.turn, x.parent))
     early_S = (turn_S < 0) | (parent_S < -1) | (parent_S >= turn_S)
-    _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, not as")
+    _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, unlike")
     # A turn without a sampled token is skipped: its children follow its parent, which its other tokens give.
     number_t, turn_T = torch.unique(x.turn, return_inverse=True)
     key_m, row_T = torch.unique(x.seq * (len(number_t) + 1) + turn_T, return_inverse=True)
@@ -155,12 +155,12 @@ def _tree(x: Samples) -> Turns:
     earlier_T = torch.where(x.parent < x.turn, x.parent, -1)
     parent_m = torch.full_like(key_m, -1).scatter_reduce_(0, row_T, earlier_T, "amax")
     parent_m.scatter_reduce_(0, row_S, parent_S, "amax", include_self=False)
-    _refuse(seq_S, parent_m[row_S] != parent_S, "all tokens of a turn must have the same parent, not as")
+    _refuse(seq_S, parent_m[row_S] != parent_S, "all tokens of a turn must have the same parent, unlike")
     parent_t = torch.searchsorted(number_t, parent_m).clamp(max=max(0, len(number_t) - 1))
     wanted_m = seq_m * (len(number_t) + 1) + parent_t
     up_m = torch.searchsorted(key_m, wanted_m).clamp(max=max(0, len(key_m) - 1))
     found_m = (parent_m >= 0) & (number_t[parent_t] == parent_m) & (key_m[up_m] == wanted_m)
-    _refuse(seq_m, sampled_m & (parent_m >= 0) & ~found_m, "parent must name a turn of the same sequence, not as")
+    _refuse(seq_m, sampled_m & (parent_m >= 0) & ~found_m, "parent must name a turn of the same sequence, unlike")
     up_m = torch.where(found_m, up_m, -1)
     while bool((through_m := (up_m >= 0) & ~sampled_m[up_m]).any()):
         up_m = torch.where(through_m, up_m[up_m], up_m)

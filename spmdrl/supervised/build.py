@@ -69,9 +69,9 @@ def frozen(
 ) -> Any:
     """Build a frozen language model. Collective.
 
-    path: of the model; empty: `--model.path`. flag: the setting of the path, for messages. learning: the policy. If it
-    has LoRA adapters and started from this model, the result is the policy without its adapters, not a second copy.
-    average: the model will be updated as a moving average of the policy's weights.
+    path: path of the model; empty: `--model.path`. flag: name of the setting with the path, for messages. learning: the
+    policy. If the policy has LoRA adapters and started from this model, the result is the policy without its adapters,
+    not a second copy. average: whether the model will be updated as a moving average of the policy's weights.
 
     Raises:
         ValueError: the tokenizer of the model differs from the policy's.

@@ -146,6 +146,6 @@ class Encoder:
             if bool(sequence.mask.any()):
                 kept.append(sequence)
         if not kept and not out.notes["dropped"]:
-            raise RowError(f"no trained token is left of it within {longest} tokens (--data.max-tokens)")
+            raise RowError(f"none of its trained tokens is within the first {longest} tokens (--data.max-tokens)")
         out.sequences = kept
         return out

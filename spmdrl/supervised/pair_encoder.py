@@ -58,7 +58,7 @@ class PairEncoder:
             return Encoded(notes=out.notes)
         if len(out.sequences) == 2 and torch.equal(out.sequences[CHOSEN].tokens, out.sequences[REJECTED].tokens):
             within = f" within {self.encoder.longest} (--data.max-tokens)" if out.notes["truncated"] else ""
-            raise RowError(f"its chosen and rejected sides are the same tokens{within}")
+            raise RowError(f"its chosen and rejected sides have the same tokens{within}")
         if found.margin is not None:
             for sequence in out.sequences:
                 sequence.numbers["margin"] = found.margin

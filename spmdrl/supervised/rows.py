@@ -24,7 +24,7 @@ from spmdrl.supervised.encoder import Encoded
 log = logging.getLogger("spmdrl")
 
 Placed = list[tuple[int, int, Masked]]
-"""(place of the row in the step, number of the sequence in the row, tokens)."""
+"""(index of the row in the step, number of the sequence in the row, sequence)."""
 
 STRIDE = 0x9E3779B1
 """Factor between the noise seeds of neighbouring tokens."""
@@ -51,7 +51,7 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
         if hasattr(source, "rows"):
             if data.limit:
                 raise ValueError(
-                    f"--data.limit {data.limit}: {spec} is a stream, whose number of rows is set by --run.steps"
+                    f"--data.limit {data.limit}: {spec} is a stream; limit its rows with --run.steps instead"
                 )
             parts.append(Blocks(source, seed + number, data.shuffle))
             continue

@@ -100,9 +100,9 @@ class StepEncoder:
         ends = step_ends(text, self.chosen.separator) if text else []
         if len(ends) != len(found.labels):
             raise RowError(
-                f"its {len(found.labels)} steps are {len(ends)} in the text of its tokens, because the chat template "
-                "or the tokenizer changes its response: give another template (--data.chat-template), or leave the "
-                "row out"
+                f"its {len(found.labels)} steps become {len(ends)} in the text of its tokens, because the chat "
+                "template or the tokenizer changes its response: give another template (--data.chat-template), or "
+                "leave the row out"
             )
         return ends
 

@@ -4,7 +4,7 @@ A folder has safetensors files, and a manifest that lists them and is written la
 sequences one after another, and a mask that is True at the tokens with numbers. A sequence is looked up by its tokens,
 so the order of the rows, the names of their sources and the number of ranks do not matter.
 
-T tokens of a file, N sequences, M tokens with numbers; L tokens of one sequence.
+T: tokens of a file; N: sequences of a file; M: tokens of a file with numbers; L: tokens of one sequence.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Reads a teacher's most likely tokens from files, instead of running the teacher.
 
-T tokens of a batch, L of a sequence, M of them trained; K most likely tokens at each position.
+T: tokens of a batch; L: tokens of a sequence; M: trained tokens of a sequence; K: most likely tokens at each position.
 """
 
 import math
@@ -26,7 +26,7 @@ from spmdrl.supervised.teacher import NEEDED, identity, weights_digest
 from spmdrl_kernels.divergence import LEAST_REST, log_of_rest
 
 SUM = 1e-2
-"""Largest log of a sum of K probabilities. It is above 0 because of the rounding of bfloat16."""
+"""Largest accepted log of the sum of K probabilities. It is above 0 because of the rounding of bfloat16."""
 
 
 class StoredTeacher:

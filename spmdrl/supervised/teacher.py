@@ -32,7 +32,7 @@ NOT_OF_ROWS = (
 """Settings of `--data` that are not compared: they do not change the tokens of a row. The text of the chat template is
 compared instead of its setting."""
 PART = 2**12
-"""Number of bytes that are hashed at the beginning and in the middle of each tensor, each."""
+"""Number of bytes that are hashed at the beginning of each tensor, and again in its middle."""
 
 
 @dataclass

@@ -797,7 +797,7 @@ def test_advantages_refuse_what_is_broken():
         ADVANTAGES["gdpo"].function(replace(x, parts={"right": torch.full_like(x.baseline, math.nan)}))
     with pytest.raises(ValueError, match="part of the reward is named 'score'"):
         ADVANTAGES["gdpo"].function(replace(x, parts={"score": x.baseline}))
-    with pytest.raises(ValueError, match="must not fall"):
+    with pytest.raises(ValueError, match="must not decrease"):
         ADVANTAGES["gigpo"].function(replace(x, turn=-torch.arange(len(x.mask))))
     with pytest.raises(ValueError, match="same state"):
         ADVANTAGES["gigpo"].function(replace(x, turn=torch.zeros_like(x.seq), state=torch.arange(len(x.mask))))

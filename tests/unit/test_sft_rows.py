@@ -105,7 +105,7 @@ def test_rows_that_are_too_long_keep_their_mask_or_are_dropped():
     assert found.notes["truncated"] == 1 and len(found.sequences[0]) == longest
     assert torch.equal(found.sequences[0].tokens, whole.tokens[:longest])
     assert torch.equal(found.sequences[0].mask, whole.mask[:longest])
-    with pytest.raises(RowError, match="no trained token is left of it within"):
+    with pytest.raises(RowError, match="none of its trained tokens is within"):
         encoder(data={"max_tokens": longest - 1})({"messages": TALK})
     dropped = encoder(data={"max_tokens": longest, "too_long": "drop"})({"messages": TALK})
     assert not dropped.sequences and dropped.notes["dropped"] == 1

@@ -296,7 +296,7 @@ def test_what_is_too_long_keeps_the_labels_of_what_is_left():
     (cut,) = found.sequences
     assert len(cut) == last and cut.mask.nonzero().flatten().tolist() == [first]
     assert torch.equal(cut.columns["label"], whole.columns["label"][:last])
-    with pytest.raises(RowError, match=f"no trained token is left of it within {first} tokens"):
+    with pytest.raises(RowError, match=f"none of its trained tokens is within the first {first} tokens"):
         encoder(longest=first)(ROW)
     dropped = encoder({"too_long": "drop"}, longest=last)(ROW)
     assert not dropped.sequences and dropped.notes["dropped"] == 1

@@ -662,8 +662,8 @@ def test_a_turn_without_a_sampled_token_is_passed_over():
     ("changes", "message"),
     [
         ({"turn": None}, "give turn, too"),
-        ({"parent": torch.tensor([-1, 0, 0, 2, -1])}, r"an earlier turn, not as in sequences \[0\]"),
-        ({"parent": torch.tensor([-1, 0, 0, 0, -2])}, r"an earlier turn, not as in sequences \[1\]"),
+        ({"parent": torch.tensor([-1, 0, 0, 2, -1])}, r"an earlier turn, unlike in sequences \[0\]"),
+        ({"parent": torch.tensor([-1, 0, 0, 0, -2])}, r"an earlier turn, unlike in sequences \[1\]"),
         ({"turn": torch.tensor([0, 1, 1, -1, 0])}, r"turn must be 0 or more .* in sequences \[0\]"),
         (
             {"turn": torch.tensor([0, 1, 1, 4, 0]), "parent": torch.tensor([-1, 0, 0, 3, -1])},
@@ -671,17 +671,17 @@ def test_a_turn_without_a_sampled_token_is_passed_over():
         ),
         (
             {"turn": torch.tensor([0, 0, 0, 1, 9]), "parent": torch.tensor([-1, -1, -1, 0, 1])},
-            r"same sequence, not as in sequences \[1\]",
+            r"same sequence, unlike in sequences \[1\]",
         ),
         (
             {"turn": torch.tensor([0, 1, 2, 2, 0]), "parent": torch.tensor([-1, 0, 0, 1, -1])},
-            r"same parent, not as in sequences \[0\]",
+            r"same parent, unlike in sequences \[0\]",
         ),
         ({"parent": torch.zeros(5)}, "parent must hold integers"),
         ({"parent": torch.zeros(4).long()}, r"parent must be \(5,\) like mask"),
         (
             {"parent": None, "turn": torch.tensor([0, 2, 2, 1, 0])},
-            "without parent, turn must not fall within a sequence",
+            "without parent, turn must not decrease within a sequence",
         ),
     ],
 )
