@@ -33,7 +33,7 @@ SHAPES = {
     "cpu quick": [(128, 32768), (128, 151936)],
 }
 GOAL_MS = 0.75
-"""Milliseconds of a forward at TARGET on an H200; kernels/NOTES.md lists the targets."""
+"""Target time in milliseconds of a forward at TARGET on an H200; kernels/NOTES.md lists the targets."""
 LEAST = {"forward": 0.5, "backward": 1.5}
 
 

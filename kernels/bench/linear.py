@@ -40,7 +40,7 @@ SHAPES = {
     "cpu quick": [(256, 64, 32768), (256, 64, 151936)],
 }
 GOALS = {"forward": 14.5, "backward": 58.0, "loss": 45.0}
-"""Largest milliseconds at TARGET on an H200; kernels/NOTES.md lists the targets."""
+"""Target times in milliseconds at TARGET on an H200; kernels/NOTES.md lists the targets."""
 EXTRA_MIB = 614.0
 """Largest extra memory in MiB: 0.6 GiB."""
 FLAT = 1.25

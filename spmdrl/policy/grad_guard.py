@@ -56,11 +56,11 @@ class Guard:
     """Judges the optimizer steps of one model."""
 
     limit: int
-    """`--optimizer.bad-steps`."""
+    """The value of `--optimizer.bad-steps`."""
     factor: float
-    """`--run.spike-factor`."""
+    """The value of `--run.spike-factor`."""
     store: Callable[[AnomalousStep], str] | None = None
-    """Stores an anomalous step and returns a hint how to inspect it, for messages. Collective over the training
+    """Stores an anomalous step and returns a text for messages: how to inspect the step. Collective over the training
     ranks."""
     row: int = 0
     """Consecutive non-finite steps so far."""

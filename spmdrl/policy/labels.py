@@ -100,7 +100,7 @@ def _weighed(classifier: ClassifierConfig, file: str, config: Any) -> tuple[tupl
     named = not any(name in ("", f"LABEL_{i}") for i, name in enumerate(names)) and len(set(names)) == count
     if classifier.steps and STEPS in names:
         raise ValueError(
-            f"{source}{classifier.path} has a label {STEPS}, which is the metric of their number: give it another name "
+            f"{source}{classifier.path} has a label {STEPS}, but that metric counts steps: give the label another name "
             "in id2label of its config.json"
         )
     if scores_tokens(config):

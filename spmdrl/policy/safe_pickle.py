@@ -36,7 +36,7 @@ class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return an object named in CLASSES; raise UnpicklingError for any other name without importing it."""
         if name not in CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
+            raise pickle.UnpicklingError(f"the pickle names {module}.{name}")
         return super().find_class(module, name)
 
 

@@ -27,7 +27,7 @@ class LengthClass:
     """B sequences (or nodes of a tree) of similar length, padded to L tokens, and the positions of their tokens in the
     pack.
 
-    The trunk of a node are the tokens on the path from the root to its parent; the node attends to them.
+    The trunk of a node consists of the tokens on the path from the root to its parent; the node attends to them.
     """
 
     gather: torch.Tensor
@@ -57,7 +57,7 @@ class Packing:
     """Index of the parent of each node of a tree (`data/tree.py`); -1 for roots, which come first."""
     device: torch.device
     kind: str
-    """`--policy.attention`."""
+    """The value of `--policy.attention`."""
     part: TokenSlice
     """The tokens that this rank's layers process; only attention runs over all tokens."""
     experts: torch.Tensor | None = None

@@ -22,7 +22,7 @@ class Architecture:
     names: Names
     vocab: int
     positions: int
-    """Length of the longest sequence."""
+    """Largest number of positions in a sequence."""
     tied: bool
     """True if the output head shares its weight with the embedding."""
     rope_base: float
@@ -48,7 +48,7 @@ class Family:
     """Function of (HF config, `Architecture` with the common settings) that adds the family's settings in place."""
     names: Names = field(default_factory=dict)
     partial_rotary: bool = False
-    """True if transformers applies `partial_rotary_factor` in this family; it ignores the setting in others."""
+    """True if transformers applies `partial_rotary_factor` in this family; in other families it ignores the setting."""
 
 
 # ── names ────────────────────────────────────────────────────────────────────

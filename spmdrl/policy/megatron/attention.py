@@ -71,7 +71,7 @@ def make_pack(
     """Create this rank's part of a pack under context parallelism, or the complete pack without it.
 
     tokens_T, lengths_B: as in `Tokens`. Padding is at the end of each sequence, where causal attention hides it. size:
-    number of tokens to which the pack is padded, over all ranks; at most the size that `make_packs` computes.
+    number of tokens over all ranks to which the pack is padded; 0 or a size that `make_packs` computes.
     """
     lengths = lengths_B.tolist()
     padded = _padded(lengths, layout)

@@ -40,7 +40,7 @@ class _Nothing:
 
 
 class _Cuda(types.ModuleType):
-    """The functions of torch.cuda that Megatron uses, on the CPU."""
+    """CPU versions of the functions of torch.cuda that Megatron uses."""
 
     Stream = Event = _Nothing
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
