@@ -1,4 +1,4 @@
-"""Any result of a tool as valid text of bounded length, in time that is linear in the result's size."""
+"""Converts any result of a tool to valid text of bounded length, in time that is linear in the result's size."""
 
 import json
 import math
@@ -12,13 +12,13 @@ from spmdrl.data.scores import as_number
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """Control sequences of terminals (ECMA-48, CSI), such as colours."""
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but tab and newline."""
+"""Control characters except tab and newline."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""An address in memory in Python's texts of objects, which differs between processes."""
+"""The memory address in the `repr` of a Python object, which differs between processes."""
 
 
 class BadRewardError(ValueError):
-    """A reward that is not a finite number, which is the environment's fault."""
+    """The environment returned a reward that is not a finite number."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class Answer:
     """A tool's result with a reward for the call, and whether the episode ends with it."""
 
     text: Any = ""
-    """A text, or another value that a tool may return."""
+    """Text, or any other value that a tool may return."""
     reward: float | None = 0.0
     done: bool = False
 
 
 @dataclass(frozen=True)
 class History:
-    """Messages that `step` returns in place of the whole conversation so far, such as a summary of a long one."""
+    """Messages with which `step` replaces the conversation so far, such as a summary of a long conversation."""
 
     messages: Any
-    """All messages that the policy sees from here on; it answers the last one. A text is a message of the user."""
+    """All messages that the policy sees from now on; it answers the last one. A string is a message of the user."""
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """A tool's result as the model gets it."""
+    """A tool's result in the form that the model gets."""
 
     text: str
     reward: float | None = None
@@ -50,10 +50,11 @@ class ToolResult:
 
 
 def tool_result(result: object, longest: int, cut: str) -> ToolResult:
-    """Return a tool's result as text of `longest` characters at most, and a note where it was cut.
+    """Return a tool's result as text of at most `longest` characters. A note marks the place where text was cut.
 
-    result: an `Answer`, `(text, reward)`, or a value as `text` of an Answer: a text, bytes (UTF-8), a JSON value, or an
-    object, as its `str()`, which may raise. cut: the part that is kept, `head`, `tail`, or all but the `middle`.
+    result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` may have: text, bytes (UTF-8), a JSON
+    value, or another object, for which `str()` is called, which may raise. cut: `head` and `tail` keep that part of a
+    longer text, `middle` keeps both ends.
 
     Raises:
         BadRewardError: the reward is not a finite number.
@@ -68,7 +69,7 @@ def tool_result(result: object, longest: int, cut: str) -> ToolResult:
 
 
 def finite(reward: object) -> float | None:
-    """Return a reward as a float, None as None. Raises BadRewardError."""
+    """Return a reward as a float, or None for None. Raises BadRewardError if it is not a finite number."""
     if reward is None:
         return None
     number = as_number(reward)
@@ -78,7 +79,7 @@ def finite(reward: object) -> float | None:
 
 
 def raw_text(value: object) -> str | bytes:
-    """Return a value as text, still of any length and characters. An object's `str()` may raise."""
+    """Return a value as text, without limits on its length or characters. The `str()` of an object may raise."""
     if value is None:
         return ""
     if isinstance(value, str | bytes):
@@ -88,16 +89,17 @@ def raw_text(value: object) -> str | bytes:
     if value is True or value is False or isinstance(value, int | float | dict | list | tuple):
         try:
             return json.dumps(value, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError):  # keys that are no text, a list inside itself, a number of too many digits
+        except (TypeError, ValueError):  # bad keys, a list that contains itself, a number with too many digits
             return _ADDRESS.sub("", str(value))
     plain = _plain(value)
     return plain if isinstance(plain, str) else raw_text(plain)
 
 
 def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
-    """Return `raw` as valid text, cut with a note to the model if it is longer than `longest`, and whether it was cut.
+    """Return `raw` as valid text, and whether it was cut because it is longer than `longest`.
 
-    Bytes are counted and cut before they are decoded, so that the time depends on `longest` alone.
+    A note in the text reports a cut to the model. Bytes are cut before they are decoded, so the time depends only on
+    `longest`.
     """
     if len(raw) <= longest:
         return valid(raw), False
@@ -112,24 +114,24 @@ def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
 
 
 def valid(raw: str | bytes) -> str:
-    """Return text that encodes as UTF-8 and has no control characters but tabs and newlines.
+    """Return text that can be encoded as UTF-8 and has no control characters except tabs and newlines.
 
     Invalid UTF-8, lone surrogates and control characters become U+FFFD; a terminal's colours are removed.
     """
     if isinstance(raw, bytes):
         text = raw.decode("utf-8", "replace")
-    else:  # pairs of surrogates become the character that they stand for
+    else:  # a pair of surrogates becomes the character that it encodes
         text = raw.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     text = _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return CONTROLS.sub("\ufffd", text)
 
 
 def joined(blocks: list[Any]) -> str:
-    """Return the text of a message's content that is a list of blocks. Raises TypeError if one of them is no text."""
+    """Return the text of a message's content that is a list of blocks. Raises TypeError if a block is not text."""
     for block in blocks:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise TypeError(f"a message has a block of the kind {kind}, and only texts are taken")
+            raise TypeError(f"a message has a block of type {kind}, but only text blocks are supported")
     return "".join(block["text"] for block in blocks)
 
 
@@ -138,7 +140,7 @@ def _is_reward(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value or text for an object, the same in every process."""
+    """Return a JSON value or text for an object that is the same in every process."""
     if isinstance(value, Set):  # the order of a set differs between processes
         return sorted(value, key=str)
     if isinstance(value, bytes | bytearray):
@@ -146,5 +148,5 @@ def _plain(value: Any) -> Any:
     if type(value).__str__ is not object.__str__:
         return str(value)
     if type(value).__repr__ is object.__repr__:
-        return f"a {type(value).__name__} object"  # its own text is an address in memory
+        return f"a {type(value).__name__} object"  # the default repr holds the memory address
     return _ADDRESS.sub("", repr(value))

@@ -1,4 +1,4 @@
-"""Arguments of a call, checked by the JSON schema of its tool and converted to its types."""
+"""Checks the arguments of a tool call by the tool's JSON schema, and converts them to the types of the schema."""
 
 import json
 import re
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 SCHEMA_DEPTH = 32
-"""Levels of an argument that are checked."""
+"""Depth of nesting up to which an argument is checked."""
 
 
 class ArgumentsError(ValueError):
-    """Arguments of a call that do not fit the tool; the message is for the model."""
+    """The arguments of a call do not fit the tool. The message is sent to the model."""
 
 
 def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool) -> dict[str, Any]:
-    """Return the arguments in the types of a tool's schema: a number that was written as text is a number, and so on.
+    """Return the arguments converted to the types of a tool's schema, such as numbers that were written as text.
 
-    function: its schema, with name and parameters. closed: arguments that the schema does not name are refused.
+    function: the tool's schema, with name and parameters. closed: True refuses arguments that the schema does not name.
 
     Raises:
-        ArgumentsError: one is missing, unknown, or of another type.
+        ArgumentsError: an argument is missing, unknown, or of a wrong type.
     """
     name, schema = function["name"], function.get("parameters", {})
     properties = schema.get("properties") or {}
@@ -27,7 +27,7 @@ def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool)
     out = {}
     for key, value in arguments.items():
         if key in properties:
-            # Models write null for arguments that they leave out.
+            # Models write null for an argument that they mean to leave out.
             if value is None and key not in required and not _takes_null(properties[key]):
                 continue
             out[key] = _as(value, properties[key], f"the argument {key} of {name}", 0)
@@ -38,12 +38,12 @@ def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool)
         else:
             out[key] = value
     if lacking := [key for key in required if key not in out]:
-        raise ArgumentsError(f"{name} lacks the argument {', '.join(map(str, lacking))}")
+        raise ArgumentsError(f"the call of {name} lacks the argument {', '.join(map(str, lacking))}")
     return out
 
 
 def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
-    """Return a JSON value in the type of a schema, whose unknown parts are not checked."""
+    """Return a JSON value converted to the type of a schema. Keywords of the schema that are not known are ignored."""
     if not isinstance(schema, Mapping) or depth > SCHEMA_DEPTH or (value is None and _takes_null(schema)):
         return value
     options = schema.get("anyOf") or schema.get("oneOf")
@@ -55,7 +55,7 @@ def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
     if isinstance(kinds, str):
         value = _of_kind(value, kinds, what)
     if "enum" in schema and value not in schema["enum"]:
-        raise ArgumentsError(f"{what} must be one of {_shown(schema['enum'], 200)}, and it is {_shown(value)}")
+        raise ArgumentsError(f"{what} must be one of {_shown(schema['enum'], 200)}, but it is {_shown(value)}")
     if isinstance(value, list):
         first = schema.get("prefixItems") or []
         each = [*first, *[schema.get("items")] * max(0, len(value) - len(first))]
@@ -69,7 +69,7 @@ def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
 
 
 def _any_of(value: Any, options: list[Any], what: str, depth: int) -> Any:
-    """Return the value as the first option takes it unchanged, else as the first that takes it at all."""
+    """Return the value as the first schema of `options` accepts it, preferably one that does not convert it."""
     fitting, error = [], None
     for option in options:
         try:
@@ -83,7 +83,7 @@ def _any_of(value: Any, options: list[Any], what: str, depth: int) -> Any:
     if fitting:
         return fitting[0]
     assert error
-    raise error if len(options) == 1 else ArgumentsError(f"{what} has none of its types: it is {_shown(value)}")
+    raise error if len(options) == 1 else ArgumentsError(f"{what} has none of the allowed types: it is {_shown(value)}")
 
 
 def _of_kind(value: Any, kind: str, what: str) -> Any:
@@ -114,7 +114,7 @@ def _of_kind(value: Any, kind: str, what: str) -> Any:
     if fits.get(kind, True):
         return value
     article = "an" if kind[:1] in "aeiou" else "a"
-    raise ArgumentsError(f"{what} must be {article} {kind}, and it is {_shown(value)}")
+    raise ArgumentsError(f"{what} must be {article} {kind}, but it is {_shown(value)}")
 
 
 def _takes_null(schema: Any) -> bool:

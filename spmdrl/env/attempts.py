@@ -13,17 +13,17 @@ KEEPS = ("best", "last")
 
 
 class Attempts:
-    """A puzzle that the policy may answer several times; a wrong attempt but the last is answered as wrong.
+    """A puzzle that the policy may answer several times. Each wrong attempt but the last is answered by a message.
 
-    The puzzle is the row's, where the row comes from the data source `reasoning-gym:<task>` (its columns task, config,
-    entry); all samples of a prompt then share it. Other rows get one drawn by their column `seed`, or by the run's seed
-    of the sample. An attempt is the text in `<answer>` tags, or the whole message; it is right at the task's score 1.
-    The reward is the best attempt's score, or the last one's (`keep`), with the parts `first` (the first one's score),
-    `attempts` (their number) and `format` (the share that had the tags).
+    A row of the data source `reasoning-gym:<task>` holds its puzzle in the columns task, config and entry, and all
+    samples of the prompt share that puzzle. For other rows a puzzle is drawn with the row's column `seed`, or with the
+    seed of the sample. An attempt is the text in `<answer>` tags, or the complete message if it has none; it is right
+    if the task scores it 1. The reward is the score of the best or of the last attempt (`keep`). Its parts are `first`
+    (the score of the first attempt), `attempts` (their number) and `format` (the share of attempts with tags).
     """
 
     def __init__(self, task: str, attempts: int = 3, keep: str = "best", **config: Any):
-        """task: a task of reasoning-gym; config: its settings, for rows without a puzzle."""
+        """Take settings. task: a task of reasoning-gym. config: settings of the task, for rows without a puzzle."""
         try:
             from reasoning_gym.factory import DATASETS
         except ImportError as e:
@@ -33,9 +33,9 @@ class Attempts:
         if task not in DATASETS:
             raise ValueError(f"there is no task reasoning_gym:{task}: {nearest(task, DATASETS)}")
         if type(attempts) is not int or attempts < 1:
-            raise ValueError(f"reasoning_gym:{task}: attempts is a number from 1 on, not {attempts!r}")
+            raise ValueError(f"reasoning_gym:{task}: attempts must be a whole number of 1 or more, not {attempts!r}")
         if keep not in KEEPS:
-            raise ValueError(f"reasoning_gym:{task}: keep is {' or '.join(KEEPS)}, not {keep!r}")
+            raise ValueError(f"reasoning_gym:{task}: keep must be {' or '.join(KEEPS)}, not {keep!r}")
         self._task, self._attempts, self._keep, self._config = task, attempts, keep, config
         self._score: Callable[[str], float] = lambda answer: 0.0
         self._scores: list[float] = []
@@ -46,7 +46,7 @@ class Attempts:
         self._scores, self._tagged = [], 0
         if "entry" in row and "task" in row:
             if row["task"] != self._task:
-                raise ValueError(f"reasoning_gym:{self._task} got a row of the task {row['task']}: name the same task")
+                raise ValueError(f"reasoning_gym:{self._task} got a row of the task {row['task']}: name that task")
             self._score = lambda answer: puzzle_score(row["task"], row["config"], row["entry"], answer)
             return None
         import reasoning_gym
@@ -55,13 +55,13 @@ class Attempts:
         try:
             made = reasoning_gym.create_dataset(self._task, **config)
             entry = made[0]
-        except Exception as e:  # each task checks its settings in its own way
+        except Exception as e:  # each task raises errors of other types for wrong settings
             raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({error_text(e)})") from e
         self._score = lambda answer: data_set_score(made, entry, answer)
         return opening(row, f"{entry['question']}\n\n{ASK}")
 
     def step(self, message: dict) -> tuple[str | None, None, bool]:
-        """Score an attempt. Return a text if another one follows, no reward yet, and whether the episode is done."""
+        """Score an attempt. Return (text if another attempt may follow, no reward, whether the episode is done)."""
         answer, tagged = answer_of(message.get("content") or "")
         self._scores.append(self._score(answer))
         self._tagged += tagged
@@ -72,16 +72,16 @@ class Attempts:
         return f"Your answer is not right. {again}", None, False
 
     def reward(self) -> dict[str, float]:
-        """Return the score of the best or the last attempt, 0 without one, and the parts."""
+        """Return the score of the best or the last attempt, 0 without an attempt, and the parts of the reward."""
         scores = self._scores or [0.0]
         kept = max(scores) if self._keep == "best" else scores[-1]
         tagged = self._tagged / len(scores)
         return {"score": kept, "first": scores[0], "attempts": float(len(self._scores)), "format": tagged}
 
     def state(self) -> dict[str, Any]:
-        """Return the scores so far."""
+        """Return the scores of the attempts so far."""
         return {"scores": self._scores, "tagged": self._tagged}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on after the attempts of a state."""
+        """Continue after the attempts of a state."""
         self._scores, self._tagged = list(state["scores"]), state["tagged"]

@@ -11,39 +11,39 @@ if TYPE_CHECKING:
     from spmdrl.config.environment import EnvironmentConfig
 
 EPISODE: ContextVar[str] = ContextVar("episode", default="")
-"""Name of the episode whose environment runs, in its async functions: unique among open episodes, and the same when the
-episode is opened again."""
+"""Name of the current episode, for async functions of environments. It is unique among open episodes, and stays the
+same when the episode is opened again."""
 
 
 class BrokenError(Exception):
-    """Raised by a tool that is itself at fault: the episode is left out, and the model sees no error."""
+    """A tool raises this if the model is not at fault: the episode is dropped, and the model sees no error."""
 
 
 class Stateless:
-    """An environment that keeps nothing: it begins with the prompt of its row, and needs no turns to be restored."""
+    """An environment without state. It begins with the prompt of its row, and is restored without a replay of turns."""
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Begin with the prompt of the row."""
+        """Return None: the episode begins with the prompt of the row."""
 
     def state(self) -> dict[str, Any]:
         """Return an empty state."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from an empty state."""
+        """Do nothing, since there is no state."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """An environment to open."""
+    """The values with which an environment is opened for an episode."""
 
     name: str
-    """Name of the environment, which `forms.load` reads."""
+    """Name of the environment, as `forms.load` takes it."""
     row: dict[str, Any]
-    """Columns of the dataset's row, as JSON has them; `prompt` is a text or messages."""
+    """Columns of the dataset's row as JSON values; `prompt` is a text or a list of messages."""
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments for the environment's class."""
 
 
 @dataclass
@@ -55,22 +55,22 @@ class Call:
     """JSON values by name; None if the call is malformed."""
     id: str = ""
     error: str = ""
-    """Error of a malformed call, as a sentence for the model."""
+    """Error of a malformed call, a sentence for the model; empty for a valid call."""
     inline: bool = False
-    """True for a block of code, which stays in the content of the message."""
+    """True if the call is a block of code, which stays in the content of the message."""
     late: bool = False
-    """The call timed out. A replay repeats the message of the time-out, not the call."""
+    """True if the call timed out. A replay repeats the message about the time-out, not the call."""
 
 
 @dataclass
 class AssistantTurn:
-    """A turn of the assistant, as parsed."""
+    """A parsed turn of the assistant."""
 
     content: str
-    """The text without calls."""
+    """The text without the calls and the thought."""
     calls: list[Call] = field(default_factory=list)
     message: dict[str, Any] = field(default_factory=dict)
-    """The turn as a message, which `step` gets; empty: `{"role": "assistant", "content": content}`."""
+    """The message that `step` gets for this turn; if empty, `{"role": "assistant", "content": content}`."""
     thought: str = ""
 
 
@@ -79,65 +79,66 @@ class Reply:
     """An environment's answer to one request of the pool."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages to append: `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid text. From `open`:
-    the whole prompt."""
+    """Messages to append, `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid text. In a reply to
+    `open`, all messages of the prompt."""
     anew: bool = False
-    """True: the messages replace the whole conversation."""
+    """True if `messages` replace the complete conversation."""
     reward: float | None = None
-    """Sum of the rewards of this turn's calls and step, or the final one from `score`. None: there was none."""
+    """Sum of the rewards of this turn's calls and step; in a reply to `score`, the final reward. None if there is no
+    reward."""
     parts: dict[str, float] = field(default_factory=dict)
-    """From `score`: parts of the reward by name."""
+    """Parts of the reward by name, in a reply to `score`."""
     done: bool = False
-    """True: the episode has ended."""
+    """True if the episode has ended."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """From `open`: OpenAI function schemas."""
+    """The tools as OpenAI function schemas, in a reply to `open`."""
     state_key: str = ""
-    """Digest of the environment's `state_key` after this turn, or after its reset; empty if it has none."""
+    """Digest of the environment's `state_key` after this turn or after the reset; empty if it has no `state_key`."""
     failure: str = ""
-    """Reason for which the environment itself failed, for the log: the episode is left out."""
+    """Reason for a failure of the environment itself, for the log; the episode is dropped. Empty if it did not fail."""
     counts: dict[str, float] = field(default_factory=dict)
-    """Of a turn: calls, failed_calls (they raised), timeouts, cut (texts), malformed (calls that could not be made),
-    and the seconds that the turn took, which alone depend on the machine."""
+    """Counts of a turn: calls, failed_calls (calls that raised), timeouts, cut (texts), malformed (calls that could not
+    be made), and the seconds that the turn took. Only the seconds depend on the machine."""
     replayed: list[list[dict[str, Any]]] = field(default_factory=list)
-    """From `open` with turns to replay: the messages that followed each of them."""
+    """The environment's messages after each replayed turn, in a reply to `open`."""
     replayed_anew: list[int] = field(default_factory=list)
-    """Indices of the turns whose messages replaced the whole conversation."""
+    """Indices of the replayed turns whose messages replaced the complete conversation."""
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Limits of a pool."""
+    """Settings of a pool of environments."""
 
     timeout_s: float = 30.0
-    """Seconds that a call may take, of environments without a `timeout_s` of their own."""
+    """Seconds that a call may take, unless the environment has its own `timeout_s`."""
     reward_timeout_s: float = 60.0
     """Seconds that `reward()` may take."""
     longest_answer: int = 10_000
-    """Characters of a tool's or a step's text that are kept."""
+    """Most characters of a tool's or a step's text; longer texts are cut."""
     cut: str = "middle"
-    """The part of a longer text that is kept: `head`, `tail`, or all but the `middle`."""
+    """How longer texts are cut: `head` keeps the beginning, `tail` the end, and `middle` keeps both."""
     on_timeout: str = "tell"
-    """After a call that timed out the model gets a message (`tell`), or the episode ends as well (`end`)."""
+    """`tell`: a message reports a call that timed out to the model; `end`: the episode ends as well."""
     memory_mb: int = 0
-    """Memory that a worker may have, in MiB; 0: no bound."""
+    """Memory that a worker may use, in MiB; 0 for no limit."""
     python: str = ""
-    """Interpreter of the workers, which has what the environments need, and PyYAML; empty: this process's."""
+    """Python interpreter of the workers, with PyYAML and the environments' packages; empty: this process's."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
+        """Check the values."""
         for name in ("timeout_s", "reward_timeout_s"):
             if not (0 < getattr(self, name) < math.inf):
-                raise ValueError(f"{name} is {getattr(self, name)}: give seconds above 0")
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number of seconds above 0")
         if self.longest_answer < 1 or self.memory_mb < 0:
             raise ValueError("longest_answer must be 1 or more, and memory_mb 0 or more")
         if self.cut not in ("head", "tail", "middle"):
-            raise ValueError(f"cut is {self.cut!r}: take head, tail or middle")
+            raise ValueError(f"cut must be head, tail or middle, not {self.cut!r}")
         if self.on_timeout not in ("tell", "end"):
-            raise ValueError(f"on_timeout is {self.on_timeout!r}: take tell or end")
+            raise ValueError(f"on_timeout must be tell or end, not {self.on_timeout!r}")
 
 
 def limits_of(found: "EnvironmentConfig", python: str = "") -> PoolSettings:
-    """Return the limits of an environment's settings. python: an interpreter in place of theirs."""
+    """Return the limits of an environment's settings. python: an interpreter that replaces the configured one."""
     return PoolSettings(
         *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
         *(found.memory_mb, python or found.python),
@@ -145,5 +146,5 @@ def limits_of(found: "EnvironmentConfig", python: str = "") -> PoolSettings:
 
 
 def digest(value: Any) -> str:
-    """Return a short text that is equal for equal JSON values only, as messages are."""
+    """Return a short hash of a JSON value, such as a list of messages."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

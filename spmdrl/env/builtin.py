@@ -1,4 +1,4 @@
-"""Built-in environments, whose texts have lower-case letters, digits and few signs, which small tokenizers know."""
+"""Built-in games. Their texts use only lower-case letters, digits and few signs, which small tokenizers can encode."""
 
 import random
 import re
@@ -16,9 +16,9 @@ class _Game:
         """Take settings.
 
         Args:
-            numbers: the number is one of 1 .. numbers.
-            turns: guesses at most.
-            late: taken off the reward for each guess before the right one.
+            numbers: the hidden number is between 1 and this number.
+            turns: most guesses in an episode.
+            late: subtracted from the reward for each wrong guess before the right one.
         """
         if numbers < 1 or turns < 1 or not 0 <= late * turns <= 1:
             raise ValueError("numbers and turns must be 1 or more, and late from 0 to 1 / turns")
@@ -26,7 +26,7 @@ class _Game:
         self._number, self._used, self._found = 0, 0, False
 
     def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Draw a number by the seed, or take the row's `number`."""
+        """Take the row's `number`, or draw one with the seed."""
         self._number = int(row.get("number") or random.Random(seed).randint(1, self._numbers))
         self._used, self._found = 0, False
         return row.get("prompt") or f"guess 1-{self._numbers}:"
@@ -41,30 +41,30 @@ class _Game:
         return "yes" if self._found else "higher" if guess < self._number else "lower", reward, done
 
     def state(self) -> dict[str, Any]:
-        """Return the number and the guesses that were used."""
+        """Return the hidden number, how many guesses were made, and whether it was found."""
         return {"number": self._number, "used": self._used, "found": self._found}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self._number, self._used, self._found = state["number"], state["used"], state["found"]
 
 
 class Guess(_Game):
-    """Guessing a number: the first number in a message is the guess, and the answer is `higher` or `lower`.
+    """A game of guessing a number. The first number in a message is the guess; the answer is `higher` or `lower`.
 
-    The reward is 1 for the right number, less `late` for each guess before it, and 0 without it. Halving the range
-    finds each of n numbers within log2(n) + 1 guesses.
+    The reward is 1 for the right number, minus `late` for each wrong guess before it, and 0 if it is not found. Binary
+    search finds each of n numbers within log2(n) + 1 guesses.
     """
 
     def step(self, message: dict[str, Any]) -> tuple[str | None, float | None, bool]:
-        """Compare the number in a message."""
+        """Compare the first number in a message with the hidden one."""
         guess = _NUMBER.search(message["content"] or "")
         text, reward, done = self._compare(int(guess[0]) if guess else None)
         return (None if done else text), reward, done
 
 
 class GuessTool(_Game):
-    """The game of `guess`, with a tool for the guesses."""
+    """The game of `guess`, in which the policy guesses by calling a tool."""
 
     def guess(self, number: int) -> Answer:
         """Compare a number with the hidden one.

@@ -1,4 +1,4 @@
-"""A calculator: exact arithmetic on fractions."""
+"""A calculator tool that computes exactly with fractions."""
 
 import ast
 import operator
@@ -9,13 +9,13 @@ from typing import Any
 from spmdrl.env.base import Stateless
 
 LONGEST = 1_000
-"""Characters of an expression."""
+"""Most characters of an expression."""
 MOST_BITS = 14_000
-"""Bits of a number: about 4,200 digits, fewer than Python refuses to print."""
+"""Most bits of a number, about 4,200 digits: Python prints at most 4,300."""
 MOST_DIGITS = 60
-"""Digits of a fraction that are printed."""
+"""Most digits with which a fraction is printed exactly."""
 WORDS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\u00a0": " "})
-"""Signs that mean an operator."""
+"""Characters that are replaced by Python's operators and spaces."""
 OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -29,7 +29,7 @@ OPERATORS: dict[type[ast.AST], Any] = {
 
 
 class Calculator(Stateless):
-    """A tool for exact arithmetic, `calculate`. It keeps nothing."""
+    """The tool `calculate` for exact arithmetic. It has no state."""
 
     def calculate(self, expression: str) -> str:
         """Work out an arithmetic expression exactly.
@@ -44,8 +44,8 @@ def value_of(expression: str) -> Fraction:
     """Return the exact value of an expression.
 
     Raises:
-        ValueError: it is no arithmetic, or too large; the message is for the model.
-        ZeroDivisionError: it divides by zero.
+        ValueError: the text is not an arithmetic expression, or a number is too large; the message is for the model.
+        ZeroDivisionError: the expression divides by zero.
     """
     if len(expression) > LONGEST:
         raise ValueError(f"the expression is longer than {LONGEST} characters")
@@ -62,7 +62,7 @@ def value_of(expression: str) -> Fraction:
 
 def _value(node: ast.AST, text: str) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        # A decimal is taken as it is written, not as the nearest float.
+        # A decimal number is read exactly as it is written, not as the nearest float.
         written = (ast.get_source_segment(text, node) or "").replace("_", "")
         _check_exponent(written)
         return _bounded(Fraction(node.value if isinstance(node.value, int) else written))
@@ -80,7 +80,7 @@ def _value(node: ast.AST, text: str) -> Fraction:
 
 
 def _check_exponent(written: str) -> None:
-    # Exponents of decimals only: an `e` of a hexadecimal number is a digit.
+    # Only decimal numbers have exponents; in a hexadecimal number `e` is a digit.
     digits = "" if written.lower().startswith("0x") else written.lower().partition("e")[2]
     if digits and (len(digits) > 6 or abs(int(digits)) > MOST_BITS // 4):
         raise ValueError(f"the number {written[:40]} is too large")
@@ -92,7 +92,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise ZeroDivisionError
     times = abs(exponent.numerator)
-    if abs(base) == 1 or base == 0:  # whatever the size of the exponent
+    if abs(base) == 1 or base == 0:  # these stay small for exponents of any size
         return Fraction(1) if times == 0 else base if times % 2 else abs(base)
     larger = max(abs(base.numerator), base.denominator)
     if times * (larger.bit_length() - 1) > MOST_BITS:
@@ -107,9 +107,10 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def shown(value: Fraction) -> str:
-    """Return a number as text: whole and decimal numbers exactly, other fractions with their first digits beside them.
+    """Return a number as text.
 
-    `1/3` is `1/3 (about 0.333333333333333)`.
+    Whole numbers and finite decimals are exact. Other fractions are followed by their first digits:
+    `1/3 (about 0.333333333333333)`.
     """
     if value.denominator == 1:
         return str(value.numerator)

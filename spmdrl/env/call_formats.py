@@ -1,7 +1,7 @@
-"""Readers of the forms in which models write tool calls: text -> (text without calls, calls).
+"""Parsers of tool calls, one for each form in which models write them: text -> (text without calls, calls).
 
-Each form has its source in its docstring. `tools` are OpenAI function schemas, by which forms that write values as
-plain text distinguish `1` and `"1"`.
+The docstring of each parser shows the form and names its source. `tools` are OpenAI function schemas: forms that write
+values as plain text need them to distinguish `1` from `"1"`.
 """
 
 import re
@@ -25,7 +25,7 @@ from spmdrl.env.call_reading import (
 )
 
 CODE = "python"
-"""Name of the tool that blocks of code call, with the argument `code`."""
+"""Name of the tool that a block of code calls; the code is its argument `code`."""
 
 
 def hermes(text: str, tools: Tools) -> tuple[str, list[Call]]:
@@ -45,7 +45,7 @@ def qwen3_coder(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
     Qwen3-Coder, Qwen3.5 and Nemotron 3: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct. The outer pair of
-    marks may be missing; a value loses one newline at each end.
+    tags may be missing. One newline at each end of a value is removed.
     """
 
     def read(text: str, at: int) -> tuple[list[Call], int]:
@@ -66,7 +66,7 @@ def qwen3_coder(text: str, tools: Tools) -> tuple[str, list[Call]]:
             value = value.removeprefix("\n").removesuffix("\n")
             arguments[key.strip()] = typed(value, name, key.strip(), tools)
         if parts[0].strip():
-            raise MalformedError("there is other text than <parameter=NAME> in the function", name)
+            raise MalformedError("the function contains text outside of <parameter=NAME>", name)
         at = end + len("</function>")
         closing = re.compile(r"\s*</tool_call>").match(text, at)
         return [Call(name, arguments)], closing.end() if closing else at
@@ -85,16 +85,16 @@ def glm(text: str, tools: Tools) -> tuple[str, list[Call]]:
         parts = text[at : end if end >= 0 else len(text)].split("<arg_key>")
         name = parts[0].strip()
         if not name or end < 0:
-            raise MalformedError("there is no </tool_call>" if name else "it has no name", name)
+            raise MalformedError("there is no </tool_call>" if name else "the call has no name", name)
         if re.search(r"[\s<>]", name):
-            raise MalformedError("its name is not followed by <arg_key>")
+            raise MalformedError("the name of the tool is not followed by <arg_key>")
         arguments = {}
         for part in parts[1:]:
             key, closed, rest = part.partition("</arg_key>")
             before, opened, value = rest.partition("<arg_value>")
             value, ended, _ = value.partition("</arg_value>")
             if not (closed and opened and ended) or before.strip():
-                raise MalformedError("an <arg_key> has no <arg_value> that is closed", name)
+                raise MalformedError("an <arg_key> is not followed by <arg_value>...</arg_value>", name)
             arguments[key.strip()] = typed(value, name, key.strip(), tools)
         return [Call(name, arguments)], end
 
@@ -119,7 +119,7 @@ def mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def deepseek(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read `<｜tool▁calls▁begin｜>` and what follows: type, name and a block of JSON, or name and JSON.
+    """Read calls after `<｜tool▁calls▁begin｜>`: type, name and a block of JSON (V3, R1), or name and JSON (V3.1).
 
     DeepSeek V3 and R1, and V3.1: https://huggingface.co/deepseek-ai/DeepSeek-V3-0324, https://huggingface.co/deepseek-ai/DeepSeek-V3.1
     """
@@ -142,17 +142,17 @@ def deepseek(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read `{"name": ..., "parameters": {...}}`, several with `;` between, and what follows `<|python_tag|>`.
+    """Read calls `{"name": ..., "parameters": {...}}`, separated by `;`, and calls after `<|python_tag|>`.
 
-    Llama 3.1 to 3.3: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1. After the tag stand JSON, a
-    built-in tool (`NAME.call(query="...")`), or a program for the tool `python`.
+    Llama 3.1 to 3.3: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1. The tag is followed by JSON, a
+    call of a built-in tool (`NAME.call(query="...")`), or a program for the tool `python`.
     """
     tag = "<|python_tag|>"
     before, tagged, rest = text.partition(tag)
     if tagged and not rest.lstrip().startswith("{"):
         return before, [_python_tag(rest.strip())]
     text = before + rest
-    # A text that begins as a call does, or has the tag, is meant as one.
+    # Text that has the tag, or begins like a call, is a call; if it cannot be read, the call is malformed.
     meant = len(before) if tagged else 0 if re.match(r'\s*\{\s*"name"\s*:', text) else -1
     kept: list[str] = []
     calls: list[Call] = []
@@ -177,7 +177,7 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def _python_tag(text: str) -> Call:
-    """Return the call that text after `<|python_tag|>` is."""
+    """Return the call that is written after `<|python_tag|>`."""
     if re.match(r"\w+\.call\(", text) and len(text) < 10_000:
         with suppress(ValueError):
             function, arguments = python_call(text)
@@ -190,8 +190,8 @@ def _python_tag(text: str) -> Call:
 def gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Read the channels of a harmony answer: calls are messages with a recipient, `to=functions.NAME`.
 
-    gpt-oss: https://github.com/openai/harmony/blob/main/docs/format.md. The analysis channel is not in the text that is
-    returned; `analysis` returns it.
+    gpt-oss: https://github.com/openai/harmony/blob/main/docs/format.md. The returned text does not contain the analysis
+    channel, which the function `analysis` returns.
     """
     kept: list[str] = []
     calls: list[Call] = []
@@ -211,7 +211,7 @@ def gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
         try:
             value, end = json_at(body, 0)
             if body[end:].strip():
-                raise MalformedError("there is other text after the JSON")
+                raise MalformedError("text follows the JSON")
             calls.append(Call(name, arguments_of(value, name)))
         except MalformedError as error:
             calls.append(broken(MalformedError(str(error), name)))
@@ -225,7 +225,7 @@ def analysis(text: str) -> str:
 
 
 def _messages(text: str) -> list[tuple[str, str]]:
-    """Return (header, body) of the messages of a harmony answer, whose first `<|start|>assistant` is in the prompt."""
+    """Return (header, body) for each message of a harmony answer. The first `<|start|>assistant` is in the prompt."""
     out = []
     for message in text.split("<|start|>"):
         header, found, body = message.partition("<|message|>")
@@ -240,7 +240,7 @@ def _messages(text: str) -> list[tuple[str, str]]:
 def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Read blocks of code that begin with ```` ```python ```` as calls of the tool `python`. They stay in the text.
 
-    Code-interpreter recipes write so: ReTool, https://arxiv.org/abs/2504.11536
+    Recipes with a code interpreter use this form, such as ReTool: https://arxiv.org/abs/2504.11536
     """
     calls: list[Call] = []
     at = 0
@@ -257,23 +257,23 @@ def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def none(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read no calls."""
+    """Read no calls; the text stays unchanged."""
     return text, []
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A form in which models write tool calls. The docstring of its reader shows a call and gives the source."""
+    """A form in which models write tool calls. The docstring of `read` shows a call and names the source."""
 
     read: Callable[[str, Tools], tuple[str, list[Call]]]
     begins: str = ""
-    """The mark that begins the calls of a turn, and ends a thought that is not closed."""
+    """The tag that begins the calls of a turn. It also ends a thought whose closing tag is missing."""
     shown: str = ""
-    """A mark in templates that describe calls but do not render them."""
+    """A tag by which a chat template is recognized that describes calls but does not render them."""
     opens: tuple[str, ...] = ("",)
-    """Beginnings of a call, where the reader finds calls within the marks of other forms too."""
+    """Possible first characters of a rendered call, for a parser that also accepts calls inside tags of other forms."""
     thought: Callable[[str], str] | None = None
-    """Reads the thought of a turn, where it is not between marks."""
+    """Returns the thought of a turn, if the form does not put it between tags such as `<think>`."""
 
 
 FORMATS: dict[str, CallFormat] = {
@@ -287,4 +287,5 @@ FORMATS: dict[str, CallFormat] = {
     "python": CallFormat(python),
     "none": CallFormat(none),
 }
-"""A form whose mark stands in templates of later ones, too, comes before them."""
+"""Forms by name, in the order in which `calls.format_of` tries them. By their tags (`shown`) it tries the last form
+first, since templates of later forms may contain the tags of earlier ones."""

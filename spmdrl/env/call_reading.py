@@ -1,6 +1,6 @@
-"""The common parts of the readers of tool calls: JSON inside a text, calls between marks, and values by their types.
+"""Code shared by the parsers of tool calls: JSON inside a text, calls between tags, and values by their types.
 
-Every reader takes time in proportion to the text: it goes forward only, and stops after `MOST_CALLS` calls.
+Every parser takes time in proportion to the text: it never goes back, and stops after `MOST_CALLS` calls.
 """
 
 import ast
@@ -15,24 +15,24 @@ from spmdrl.env.base import Call
 Tools = Sequence[dict[str, Any]]
 """OpenAI function schemas."""
 MOST_CALLS = 64
-"""Calls of one turn that are read."""
+"""Most calls that are read from one turn."""
 
 
 class MalformedError(ValueError):
-    """A text is not a valid call; the message gives the model the reason."""
+    """A text is not a valid call. The message gives the reason and is sent to the model."""
 
     def __init__(self, why: str, name: str = ""):
-        """name: of the tool, where it could be read."""
+        """why: the reason. name: the tool's name, if it could be read."""
         super().__init__(why)
         self.name = name
 
 
 def _finite(text: str) -> float:
-    """Read a number or `NaN`, `Infinity`, which are no JSON."""
+    """Convert a number to float. Refuse `NaN` and `Infinity`, which are not JSON, and numbers too large for a float."""
     value = float(text)
     if math.isfinite(value):
         return value
-    raise ValueError(f"the number {text[:20]} is too large" if text[-1].isdigit() else f"{text} is no JSON")
+    raise ValueError(f"the number {text[:20]} is too large" if text[-1].isdigit() else f"{text} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
@@ -43,9 +43,9 @@ def _skip_space(text: str, at: int) -> int:
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at a place, and the place after it. Lone surrogates in strings become `?`.
+    """Return the JSON value that begins at position `at`, and the position after it.
 
-    Raises MalformedError.
+    Lone surrogates in strings become `?`. Raises MalformedError if there is no valid JSON.
     """
     at = _skip_space(text, at)
     try:
@@ -62,7 +62,10 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def arguments_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a call, JSON that begins at a place, and the place after them. Raises MalformedError."""
+    """Return a call's arguments, a JSON object that begins at position `at`, and the position after it.
+
+    Raises MalformedError if it is not a JSON object. name: the called tool.
+    """
     try:
         value, at = json_at(text, at)
     except MalformedError as error:
@@ -71,24 +74,27 @@ def arguments_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
 
 
 def arguments_of(value: Any, name: str) -> dict[str, Any]:
-    """Return the arguments of a call: an object, or an object as JSON in a string. Raises MalformedError."""
+    """Return the arguments of a call from a JSON object, or from a string with one.
+
+    Raises MalformedError if the value is something else. name: the called tool.
+    """
     if isinstance(value, str):
         return arguments_at(value, 0, name)[0]
     if not isinstance(value, dict):
-        raise MalformedError("the arguments are no JSON object", name)
+        raise MalformedError("the arguments are not a JSON object", name)
     return value
 
 
 def python_call(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the function and the arguments of `FUNCTION(KEY=VALUE)`, whose values are literals that JSON has.
+    """Return the function and the arguments of a text `FUNCTION(KEY=VALUE)`, whose values are literals that fit JSON.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
-            raise ValueError("arguments are given by name")
+            raise ValueError("arguments must be given by name")
         given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         return ast.unparse(call.func), json.loads(json.dumps(given))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
@@ -96,32 +102,36 @@ def python_call(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def call_of(value: Any) -> Call:
-    """Return the call of `{"name", "arguments" (or "parameters"), "id" (or none)}`. Raises MalformedError."""
+    """Return the call in a JSON object `{"name", "arguments" (or "parameters"), "id" (optional)}`.
+
+    Raises MalformedError if the value has another form.
+    """
     if not isinstance(value, dict):
         raise MalformedError('not a JSON object with "name" and "arguments"')
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise MalformedError('it has no "name"')
+        raise MalformedError('the call has no "name"')
     given = next((value[key] for key in ("arguments", "parameters") if key in value), None)
     if given is None:
-        raise MalformedError('it has no "arguments"', name)
+        raise MalformedError('the call has no "arguments"', name)
     own_id = value.get("id")
     return Call(name, arguments_of(given, name), own_id if isinstance(own_id, str) else "")
 
 
 def broken(error: MalformedError) -> Call:
-    """Return the call that stands for a malformed one."""
+    """Return a call that represents a malformed one, with the error for the model."""
     return Call(error.name, None, error=f"The tool call is malformed: {error}.")
 
 
 Read = Callable[[str, int], tuple[list[Call], int]]
-"""Reads what follows a mark: (text, place) -> (calls, place after them). It may raise MalformedError."""
+"""Reads the calls after an opening tag: (text, position) -> (calls, position after them). May raise MalformedError."""
 
 
 def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tuple[str, list[Call]]:
-    """Return the text outside of marks, and the calls inside.
+    """Return the text outside of pairs of tags, and the calls inside them.
 
-    opening: begins a call. closing: ends it, if not empty; it may be missing at the end of the text.
+    opening: the tag before a call. closing: the tag after it, empty if the form has none; at the end of the text it may
+    be missing.
     """
     kept: list[str] = []
     calls: list[Call] = []
@@ -137,7 +147,7 @@ def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tu
                 at = _skip_space(text, at)
                 if not text.startswith(closing, at) and at < len(text):
                     name = found[-1].name if found else ""
-                    raise MalformedError(f"there is other text before {closing}", name)
+                    raise MalformedError(f"there is text between the call and {closing}", name)
                 at += len(closing)
             calls += found
         except MalformedError as error:
@@ -148,7 +158,7 @@ def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tu
 
 
 def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
-    """Return the end of a malformed call: its closing mark, the next call, or the end of the text."""
+    """Return the end of a malformed call: after its closing tag, at the next call, or at the end of the text."""
     again = opening.search(text, at)
     until = again.start() if again else len(text)
     end = text.find(closing, at, until) if closing else -1
@@ -156,7 +166,10 @@ def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
 
 
 def typed(value: str, function: str, key: str, tools: Tools) -> Any:
-    """Return a value that was written as text in the type of the function's schema; without schemas as JSON or text."""
+    """Convert a value that was written as text to the type that the schema of the function gives its argument `key`.
+
+    Without schemas, text that is valid JSON is read as JSON.
+    """
     kinds = _kinds(function, key, tools)
     plain = value.strip()
     if "null" in kinds and plain.lower() == "null":
@@ -175,7 +188,10 @@ def typed(value: str, function: str, key: str, tools: Tools) -> Any:
 
 
 def _kinds(function: str, key: str, tools: Tools) -> set[str]:
-    """Return the JSON types that a schema allows an argument; empty if it names none. Unknown arguments are text."""
+    """Return the JSON types that an argument may have; empty if its schema names none.
+
+    Arguments that no schema names are strings.
+    """
     for tool in tools:
         about = tool.get("function", tool)
         if about.get("name") == function:

@@ -1,4 +1,4 @@
-"""Tool calls in the text of an assistant's turn, in the form in which the model writes them (call_formats.py)."""
+"""Reads tool calls in the text of an assistant's turn, in one of the forms of `call_formats.py`."""
 
 import os
 from types import SimpleNamespace
@@ -15,18 +15,18 @@ _PROBE = "zq7probe"
 
 
 def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], str]:
-    """Return the content, the calls and the thought of an assistant's turn. Any text can be read.
+    """Return the content, the calls and the thought of an assistant's turn. Any text is accepted.
 
     Args:
-        text: the turn, decoded with its control tokens but without the token that ends it (which gpt_oss may have).
+        text: the turn, decoded with its special tokens but without the token that ends it (gpt_oss accepts it).
         format: a name of `FORMATS`.
-        tools: OpenAI function schemas. Forms that write arguments as plain text take their types from there.
+        tools: OpenAI function schemas, which give the types of arguments in forms that write them as plain text.
 
     Raises:
         ValueError: no form has this name.
     """
     if format not in FORMATS:
-        raise ValueError(f"no form of tool calls is called {format!r}: take one of {', '.join(FORMATS)}")
+        raise ValueError(f"there is no form of tool calls {format!r}: use one of {', '.join(FORMATS)}")
     text = text.encode("utf-8", "replace").decode()
     form = FORMATS[format]
     thought, rest = (form.thought(text), text) if form.thought else _apart(text, form.begins)
@@ -37,9 +37,10 @@ def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], s
 
 
 def _apart(text: str, mark: str) -> tuple[str, str]:
-    """Return (thought, rest). A thought whose beginning is in the prompt has an end only.
+    """Return (thought, remaining text). A thought that begins in the prompt has only a closing tag in the text.
 
-    mark: begins the calls. A call before the end of a thought that was not begun here is a call.
+    mark: the tag that begins calls. If the text has no opening tag of a thought, a call before a closing tag does not
+    belong to a thought.
     """
     for begin, end in _THOUGHT_MARKS:
         start = text.find(begin)
@@ -57,7 +58,7 @@ def _apart(text: str, mark: str) -> tuple[str, str]:
 
 
 def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
-    """Return an assistant's turn with its message. Arguments and errors: see `parse`."""
+    """Return an assistant's turn with its message. Arguments and errors are those of `parse`."""
     content, calls, thought = parse(text, format, tools)
     turn = AssistantTurn(content, calls, thought=thought)
     turn.message = as_message(turn)
@@ -67,8 +68,8 @@ def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
 def as_message(turn: AssistantTurn) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's form, for chat templates.
 
-    Arguments are objects, not JSON text. A malformed call is in it without arguments, so that the answer to it follows
-    a call; a block of code is not, as the content has it.
+    Arguments are objects, not JSON text. The message contains a malformed call without arguments, so that the answer to
+    it follows a call. Calls from blocks of code are left out, since the content of the message contains the code.
     """
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.thought:
@@ -86,12 +87,12 @@ def as_message(turn: AssistantTurn) -> dict[str, Any]:
 
 
 def format_of(template: str) -> str:
-    """Return the form of tool calls that a chat template (jinja text) shows; `none` if it shows none.
+    """Return the form of tool calls that a chat template (Jinja text) shows; `none` if it shows none.
 
-    It is the form whose reader reads a call that the template renders.
+    The template renders a call, and the first form whose parser reads it correctly is returned.
 
     Raises:
-        ValueError: it shows calls in a form that no reader reads.
+        ValueError: the template renders calls in a form that no parser reads.
     """
     shown = _rendered_call(template)
     for name, form in FORMATS.items():
@@ -101,14 +102,14 @@ def format_of(template: str) -> str:
                 return name
     if _PROBE in shown:
         raise ValueError(
-            f"the chat template shows tool calls in a form that is not read here ({shown.strip()[:80]!r}): "
+            f"the chat template shows tool calls in an unknown form ({shown.strip()[:80]!r}): "
             f"name the form in which the model writes them, one of {', '.join(FORMATS)}"
         )
     return next((name for name, form in reversed(FORMATS.items()) if form.shown and form.shown in template), "none")
 
 
 def _rendered_call(template: str) -> str:
-    """Return the text that a template adds for an assistant's turn with one call; empty if it refuses the turn."""
+    """Return the text that a template adds for an assistant's turn with one call; empty if rendering fails."""
     from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 
     call = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {"a": _PROBE}}}

@@ -1,4 +1,4 @@
-"""One open environment in a worker: its requests, one at a time, and the failures of its code."""
+"""Runs one open environment in a worker process: serves requests one at a time, and reports failures of user code."""
 
 import asyncio
 import json
@@ -21,39 +21,39 @@ from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
 
 
 class AnewError(Exception):
-    """Calls of a turn still run after their time limits and may change the environment: it must be opened anew."""
+    """Calls that timed out are still running and may change the environment, so it must be opened anew."""
 
     def __init__(self, late: list[int], calls: list[asyncio.Future]):
-        """late: indices of the calls that timed out. calls: those of them that still run."""
+        """late: indices of the calls that timed out. calls: futures of the calls that are still running."""
         super().__init__(late)
         self.late, self.calls = late, calls
 
 
 @dataclass
 class _Answer:
-    """The answer to one turn of the assistant, while it is made."""
+    """The answer to one turn of the assistant, which is filled in while the turn runs."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     anew: bool = False
-    """The messages take the place of the whole conversation."""
+    """True if the messages replace the complete conversation."""
     done: bool = False
     late: list[int] = field(default_factory=list)
     """Indices of the calls that timed out."""
     running: list[asyncio.Future] = field(default_factory=list)
-    """Those of them that still run."""
+    """Futures of timed-out calls that are still running."""
     counts: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("calls", "failed_calls", "timeouts", "cut", "malformed", "seconds"), 0)
     )
 
 
 class EnvInstance:
-    """An environment. Every request returns the reply's fields as JSON has them, or raises FailedError."""
+    """An open environment. Every request returns the reply's fields as JSON values, or raises FailedError."""
 
     def __init__(
         self, environment: Any, row: dict[str, Any], settings: PoolSettings, limits: Limits, begins: Callable[..., None]
     ):
-        """begins: called when a call begins, as in `Limits.run`; may be changed."""
+        """Take the environment of a row. begins: is called when a call begins, as in `Limits.run`; may be replaced."""
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)
@@ -61,13 +61,13 @@ class EnvInstance:
         if isinstance(own, int | float) and 0 < own < math.inf:
             self._seconds = own
         elif own is not None:
-            self._wrong = f"has the timeout_s {own!r}: give seconds above 0"
+            self._wrong = f"has the timeout_s {own!r}: give a number of seconds above 0"
         self._tools: dict[str, Tool] = {}
 
     # ── requests ─────────────────────────────────────────────────────────────
 
     def typed_tools(self, opened: bool = False) -> dict[str, Tool]:
-        """Return the typed functions that are its tools, by name. opened: reset was called, which may fill `tools`."""
+        """Return the tools that are typed functions, by name. opened: True after `reset`, which may add tools."""
         if self._wrong:
             raise FailedError(self._wrong)
         if hasattr(self._environment, "tool_schemas"):
@@ -78,14 +78,14 @@ class EnvInstance:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
         may_come = hasattr(self._environment, "tools") and not opened
         if not tools and not may_come and not hasattr(self._environment, "step"):
-            why = "so that nothing answers the model: write def step(self, message), or tools, which are public methods"
+            why = "so nothing answers the model: write def step(self, message), or tools, which are public methods"
             raise FailedError(f"has neither tools nor step, {why} with types and a docstring, or a list `tools`")
         return tools
 
     async def open(self, seed: int, state: Any, turns: list[dict], digests: list[str]) -> dict[str, Any]:
-        """Reset it, restore it to a state unless that is None, and run turns again.
+        """Reset the environment, restore it to `state` unless that is None, and run `turns` again.
 
-        digests: of the answers that the turns had; those that are known must come again.
+        digests: known digests of the answers that the turns had before; the same answers must come again.
         """
         self.typed_tools()
         result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
@@ -119,7 +119,7 @@ class EnvInstance:
         return opened | {"state_key": key, **await self._saved()}
 
     async def say(self, turn: dict) -> dict[str, Any]:
-        """Run a turn's calls, and step. Raises AnewError if calls did not answer and still run."""
+        """Run a turn's calls, then `step`. Raises AnewError if calls timed out and are still running."""
         begin = time.monotonic()
         answer = await self._turn(turn)
         answer.counts["seconds"] = time.monotonic() - begin
@@ -151,7 +151,7 @@ class EnvInstance:
         return {"reward": score, "parts": parts}
 
     async def close(self) -> None:
-        """Run its `close`."""
+        """Call the environment's `close`, if it has one."""
         if hasattr(self._environment, "close"):
             await self._own("close", self._environment.close)
 
@@ -190,7 +190,7 @@ class EnvInstance:
         return answer
 
     async def _call(self, index: int, call: dict, answer: _Answer, begins: Callable[[str, float], None]) -> ToolResult:
-        """Make a call. Mistakes of the model and failures of the tool are answers to the model."""
+        """Make a call and return its result. Mistakes of the model and errors of the tool become text for the model."""
         late = LateError(self._seconds)
         try:
             if call["late"]:
@@ -207,7 +207,7 @@ class EnvInstance:
             as_text = partial(tool_result, result, self._settings.longest_answer, self._settings.cut)
             if isinstance(result, str | bytes):
                 return as_text()
-            # The text of another value may take long: that of an object is computed by its own code.
+            # Converting other values to text may run the environment's code (`__str__`), so it has a limit too.
             return await self._limits.run(what, self._seconds, begins, as_text)
         except ArgumentsError as e:
             answer.counts["malformed"] += 1
@@ -249,7 +249,7 @@ class EnvInstance:
     # ── the environment's own functions ──────────────────────────────────────
 
     async def _own(self, what: str, function: Callable[[], Any], seconds: float = 0.0) -> Any:
-        """Call one of the environment's own functions. Raises FailedError if it fails."""
+        """Call a function of the environment that is not a tool. Raises FailedError if it fails."""
         try:
             return await self._limits.run(what, seconds or self._seconds, self.begins, function)
         except LateError as e:
@@ -259,7 +259,7 @@ class EnvInstance:
             raise FailedError(f"failed in {what}: {error_text(e.error)}{where}") from None
 
     async def _offered(self) -> dict[str, Tool]:
-        """Return its tools by name."""
+        """Return the environment's tools by name."""
         if not hasattr(self._environment, "tool_schemas"):
             return self.typed_tools(opened=True)
         schemas = await self._own("tool_schemas", self._environment.tool_schemas)
@@ -274,17 +274,17 @@ class EnvInstance:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
 
     async def _key(self) -> str:
-        """Return the digest of its `state_key`; empty if it has none."""
+        """Return the digest of the environment's `state_key`; empty if it has none."""
         if not hasattr(self._environment, "state_key"):
             return ""
         value = await self._own("state_key", self._environment.state_key)
         try:
             return "" if value is None else digest(value)
         except (TypeError, ValueError, RecursionError) as e:
-            raise FailedError(f"returned no JSON value from state_key: {error_text(e)}") from None
+            raise FailedError(f"returned a value from state_key that is not JSON: {error_text(e)}") from None
 
     async def _saved(self) -> dict[str, Any]:
-        """Return its state, a JSON value, or why it cannot be saved."""
+        """Return `{"state": JSON value}`, `{"unsaved": reason}` if it cannot be saved, or `{}` without a `state`."""
         if not hasattr(self._environment, "state"):
             return {}
         try:
@@ -296,4 +296,4 @@ class EnvInstance:
         except RaisedError as e:
             return {"unsaved": f"state raised {error_text(e.error)}"}
         except (TypeError, ValueError, RecursionError) as e:
-            return {"unsaved": f"state is no JSON value: {error_text(e)}"}
+            return {"unsaved": f"state is not a JSON value: {error_text(e)}"}

@@ -1,22 +1,23 @@
-"""Environments by name: classes, lists of tools and single tools, in files and modules, and built-in ones.
+"""Loads environments by name: classes, lists of tools and single tools in files and modules, and built-in environments.
 
-An environment is an object with some of these members, each a plain or an async function:
+An environment is an object with some of these members; a function may be plain or async:
 
-reset(row, seed)             messages, the user's text, or None for the row's own prompt
-step(message)                (messages | text | History | None, reward | None, done); a History takes the place of
-                             all messages so far
-any other public method      a tool, where it has a docstring; its arguments have types
-tools                        a list of typed functions, instead of methods; empty or None before a reset that fills it
-tool_schemas(), call(name, arguments)     OpenAI function schemas and the function that makes calls, instead of both
-reward()                     a number, {"score": number, name: number}, or None
-state(), restore(state)      a JSON value, from which an environment goes on that was reset with the same row and seed
-state_key()                  a JSON value that is equal for equal states (GiGPO compares turns of one state)
-close()
+reset(row, seed)             returns messages, the user's text, or None for the prompt of the row
+step(message)                returns (messages | text | History | None, reward | None, done); a History replaces all
+                             messages so far
+any other public method      a tool if it has a docstring; its arguments have types
+tools                        a list of typed functions as tools, instead of methods; may be None or empty until reset
+tool_schemas(), call(name, arguments)     OpenAI function schemas and a function that makes calls, instead of methods
+                             and `tools`
+reward()                     returns a number, {"score": number, name: number}, or None
+state(), restore(state)      return a JSON value, and restore it after a reset with the same row and seed
+state_key()                  returns a JSON value that is equal for equal states (GiGPO compares turns of one state)
+close()                      frees what the environment uses
 timeout_s                    seconds that each call may take
 parallel_calls               False: calls of one turn run one after another, in their order
 
-Plain functions run in threads, where neither signals nor time limits that use them work; calls of one turn run side by
-side.
+Plain functions run in threads, so signals and time limits that are based on signals do not work in them. Calls of one
+turn run in parallel.
 """
 
 import functools
@@ -43,7 +44,7 @@ BUILTIN = {
     "search": "spmdrl.env.search:Search",
     "mcp": "spmdrl.env.mcp_tools:Mcp",
 }
-"""Built-in environments, and tools that are environments: name -> the class, whose docstring describes it."""
+"""Built-in environments and tools by name, as `module:Class`. The docstring of the class describes it."""
 PARTS = {
     "reset": ("row", "seed"),
     "step": ("message",),
@@ -55,22 +56,22 @@ PARTS = {
     "close": (),
     "tool_schemas": (),
 }
-"""Members of an environment that are no tools, with their parameters."""
+"""Methods of an environment that are not tools, with their parameters."""
 RESERVED = (*PARTS, "tools")
 LIBRARIES: dict[str, ModuleType] = {"gym": gyms, "verl": verl_form}
-"""Modules that know environments of other libraries, by the kind of the form."""
+"""Modules that wrap environments of other libraries, by `Form.kind`."""
 
 
 class SettingsError(ValueError):
-    """Settings that an environment does not take."""
+    """An environment does not accept its settings."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The environment that a name stands for."""
+    """The environment that a name refers to."""
 
     make: Callable[[dict[str, Any]], Any]
-    """settings -> an environment. Raises SettingsError where they do not fit."""
+    """settings -> an environment. Raises SettingsError if the settings do not fit."""
     kind: str
     hello: str
     """A description for the log."""
@@ -79,12 +80,12 @@ class Form:
 def load(name: str) -> Form:
     """Return the form of a name: `file.py:Class`, `package.module:Class`, `builtin:guess`, `mcp:URL` or `mcp:COMMAND`.
 
-    The class may be replaced by a function or a list of functions, which are tools, by a class written for TRL's
-    `environment_factory` or for a library of gyms.py or verl_form.py, or by a `functools.partial` of a class. These
-    two modules read further names: `gymnasium:ID` and the like, and YAML files of verl.
+    Instead of a class the name may refer to a function or a list of functions, which are tools; to a class written for
+    TRL's `environment_factory` or for a library of gyms.py or verl_form.py; or to a `functools.partial` of a class.
+    gyms.py also accepts names such as `gymnasium:ID`, and verl_form.py YAML files of verl.
 
     Raises:
-        ValueError: naming the file and what is wrong.
+        ValueError: the environment cannot be loaded; the message names the file and the cause.
     """
     for recognise in _OF_NAMES:
         if form := recognise(name):
@@ -130,7 +131,7 @@ def _mcp(name: str) -> Form | None:
 
 
 def mcp_settings(name: str) -> dict[str, Any]:
-    """Return the settings of `builtin:mcp` that `mcp:URL` or `mcp:COMMAND` stands for."""
+    """Return the settings of `builtin:mcp` for the name `mcp:URL` or `mcp:COMMAND`."""
     rest = name.partition(":")[2].strip()
     if not rest:
         raise ValueError(f"the environment {name!r} names no MCP server: write mcp:https://... or mcp:COMMAND")
@@ -138,7 +139,10 @@ def mcp_settings(name: str) -> dict[str, Any]:
 
 
 def _library(found: Any, name: str) -> Form | None:
-    """Read a class that was written for a library, or a partial of one; None: a name that the library reads."""
+    """Return the form of a class written for another library, or of a partial of one; None if no library knows it.
+
+    found: the class or partial; None if only a library itself can resolve the name.
+    """
     for kind, library in LIBRARIES.items():
         if library.is_mine(found, name):
             target, hello = (name, name) if found is None else (found, f"{kind} environment of {name}")
@@ -178,7 +182,7 @@ def _tools(found: Any, name: str) -> Form | None:
     if not isinstance(functions, list | tuple):
         return None
     if not functions:
-        raise ValueError(f"{name} is an empty list: put functions into it, which are the tools")
+        raise ValueError(f"{name} is an empty list: put the functions that are the tools into it")
     names = ", ".join(by_name(map(tool_of, functions), name))
     return Form(lambda settings: _make(Functions, settings, list(functions)), "tools", f"tools {names}")
 
@@ -194,7 +198,7 @@ def _class(found: Any, name: str) -> Form | None:
 
 
 def _check_class(kind: type, name: str) -> None:
-    """Refuse a class whose members cannot be called as they will be."""
+    """Check that the methods of a class exist in pairs and accept the arguments of `PARTS`."""
     if not hasattr(kind, "reset"):
         raise ValueError(f"{name} has no reset: write def reset(self, row, seed)")
     for one, other in (("state", "restore"), ("restore", "state"), ("tool_schemas", "call"), ("call", "tool_schemas")):
@@ -207,7 +211,7 @@ def _check_class(kind: type, name: str) -> None:
         wanted = f"def {member}({', '.join(['self', *names])})"
         try:
             signature = inspect.signature(function)
-            # reset is called by keywords, in any order
+            # reset is called with keywords, so its parameters may be in any order
             signature.bind(None, **dict.fromkeys(names)) if member == "reset" else signature.bind(None, *names)
         except TypeError as e:
             raise ValueError(f"{member} of {name} is called as {wanted}: {e}") from e
@@ -220,12 +224,12 @@ def _make(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> An
         given = ", ".join(settings) or "none"
         raise SettingsError(f"its settings (given: {given}) do not fit: {e}") from e
     except ValueError:
-        pass  # some classes show no signature
+        pass  # some classes have no signature that Python can inspect
     return kind(*first, **settings)
 
 
 def functions_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the typed functions that are an environment's tools: its attribute `tools`, or its methods."""
+    """Return the typed functions that are an environment's tools: those of its attribute `tools`, or its methods."""
     listed = getattr(environment, "tools", None)
     if listed is None:
         return methods_of(environment, RESERVED)

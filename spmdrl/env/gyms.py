@@ -1,10 +1,10 @@
-"""Environments of Gymnasium, old Gym, skyrl-gym, TextArena and reasoning-gym, by prefix or by class.
+"""Wraps environments of Gymnasium, old Gym, skyrl-gym, TextArena and reasoning-gym, named by a prefix or by a class.
 
-reasoning_gym:TASK   a puzzle of reasoning-gym with several attempts (settings: attempts, keep, and the task's own)
-gymnasium:ID         an environment that Gymnasium's registry names; the settings are keywords of `gymnasium.make`
-skyrl_gym:ID         one that skyrl-gym's registry names (settings: env_config, max_turns)
-textarena:ID         a game of one player that TextArena's registry names; the settings are keywords of the game
-file.py:Class        a class of one of these libraries, or one with the methods of Gymnasium or Gym
+reasoning_gym:TASK   a puzzle of reasoning-gym with several attempts (settings: attempts, keep, and those of the task)
+gymnasium:ID         an environment in Gymnasium's registry; the settings are keywords of `gymnasium.make`
+skyrl_gym:ID         an environment in skyrl-gym's registry (settings: env_config, max_turns)
+textarena:ID         a game of one player in TextArena's registry; the settings are keywords of the game
+file.py:Class        a class of one of these libraries, or a class with the methods of Gymnasium or Gym
 """
 
 import importlib
@@ -27,14 +27,17 @@ PACKAGES = {
     "skyrl_gym": "skyrl-gym",
     "textarena": "textarena",
 }
-"""Prefix, which is the name of the module -> name of the package."""
+"""Packages by prefix; the prefix is also the name of the module."""
 HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 WHOLE = re.compile(r"-?\d+")
 Step = tuple[list[dict] | str | None, float | None, bool]
 
 
 def is_mine(target: object, name: str) -> bool:
-    """Return whether a name has one of the prefixes (target is None), or its class has the form of a library."""
+    """Return whether a class has the form of one of the libraries; if `target` is None, whether the name has a prefix.
+
+    target: a class, a partial of one, or None.
+    """
     if target is None:
         return _prefix(name) in PACKAGES
     kind = target.func if isinstance(target, partial) else target
@@ -42,10 +45,10 @@ def is_mine(target: object, name: str) -> bool:
 
 
 def wrap(target: object, settings: dict[str, Any]) -> "Attempts | Gym | Skyrl | TextArena":
-    """Make an environment of a name with a prefix, or of a class or a partial of one that `is_mine` recognised.
+    """Make an environment from a name with a prefix, or from a class or partial that `is_mine` recognised.
 
     Raises:
-        ValueError: the package or its environment is missing, or the environment refuses the settings.
+        ValueError: the package or the environment is missing, or the environment refuses the settings.
     """
     if isinstance(target, str):
         kind, name = _prefix(target), target
@@ -56,8 +59,9 @@ def wrap(target: object, settings: dict[str, Any]) -> "Attempts | Gym | Skyrl | 
             package: Any = importlib.import_module(kind)
         except ImportError as e:
             raise ValueError(
-                f"{name} needs the package: pip install {PACKAGES[kind]} ({e}); one whose requirements conflict with "
-                "the run's goes into an environment of its own, which `python` in the file for --env names"
+                f"{name} needs the package: pip install {PACKAGES[kind]} ({e}); if its requirements conflict with the "
+                "run's, install it into a separate virtual environment, and name that one's interpreter as `python` in "
+                "the file for --env"
             ) from e
         if kind == "skyrl_gym":
             _made(package.spec, name, {"env_id": which})
@@ -76,7 +80,7 @@ def wrap(target: object, settings: dict[str, Any]) -> "Attempts | Gym | Skyrl | 
 def _made(make: Callable[..., Any], name: str, settings: dict[str, Any]) -> Any:
     try:
         return make(**settings)
-    except Exception as e:  # the libraries have many of their own
+    except Exception as e:  # the libraries define many error types
         raise ValueError(f"{name} cannot be made with the settings {settings} ({error_text(e)})") from e
 
 
@@ -85,11 +89,11 @@ def _prefix(name: str) -> str:
 
 
 def _kind(target: type) -> str:
-    """Return the library whose form a class has, or "".
+    """Return the library whose interface a class has, or "".
 
-    A subclass of a library's own class has the form of that library. Another class has Gymnasium's form if it has
-    `step` and either `action_space` or a `reset` that takes nothing but `seed` and `options`. TRL's classes, whose
-    `reset` takes the columns of a row, and this project's, whose `step` takes `message`, do not.
+    A subclass of a library's class has the interface of that library. Another class has Gymnasium's interface if it has
+    `step` and either `action_space` or a `reset` with no other parameters than `seed` and `options`. This excludes
+    TRL's classes, whose `reset` takes the columns of a row, and this project's, whose `step` takes `message`.
     """
     roots = {base.__module__.partition(".")[0] for base in target.__mro__}
     for kind in ("skyrl_gym", "textarena", "gymnasium"):
@@ -110,14 +114,15 @@ def _kind(target: type) -> str:
 class Gym:
     """A text environment of Gymnasium (https://gymnasium.farama.org/api/env), or of Gym before 0.26.
 
-    Observations and actions are texts. With a Discrete action space the action is the last whole number of a message;
-    a message without a fitting one is answered without a step. An environment made with `render_mode="ansi"` is shown
-    as it renders, its highlighted characters in brackets. Its seed is the row's column `seed`, which all samples of a
-    prompt share, or the run's seed of the sample; `reset` gets the row's column `options` (a mapping).
+    Observations and actions are texts. With a Discrete action space the action is the last whole number in a message;
+    if a message has no valid one, the model gets a reply and the environment takes no step. With `render_mode="ansi"`
+    the model sees the rendered text, with highlighted characters in brackets. The seed is the row's column `seed`,
+    which all samples of a prompt share, or the seed of the sample. The row's column `options`, a mapping, goes to
+    `reset`.
     """
 
     def __init__(self, env: Any, name: str):
-        """Raise ValueError where the actions of `env` are neither texts nor whole numbers."""
+        """Take an environment. Raises ValueError if its actions are neither texts nor whole numbers."""
         self._env = env
         space: Any = getattr(env, "action_space", None)
         self._range: range | None = None
@@ -127,7 +132,7 @@ class Gym:
         elif space is not None and type(space).__name__ != "Text":
             raise ValueError(
                 f"{name} takes actions of {type(space).__name__}; only texts and whole numbers (Text, Discrete) can be "
-                "read from a message: wrap it so that it reads them itself"
+                "read from a message: wrap the environment so that its step reads the action from text"
             )
 
     def reset(self, row: dict, seed: int) -> list[dict]:
@@ -145,7 +150,7 @@ class Gym:
         return opening(row, seen) if isinstance(seen, str) else [*prompt_of(row), *seen]
 
     def step(self, message: dict) -> Step:
-        """Return the observation after the action of a message, its reward, and whether the episode is over."""
+        """Take the action that a message contains. Return (observation, reward, whether the episode is over)."""
         action: Any = message.get("content") or ""
         if self._range is not None:
             numbers = [int(each) for each in WHOLE.findall(action)]
@@ -155,8 +160,8 @@ class Gym:
         result = self._env.step(action)
         if not isinstance(result, tuple) or len(result) not in (4, 5):
             raise TypeError(
-                f"step returned {type(result).__name__}, not (observation, reward, terminated, truncated, info) or the "
-                "older (observation, reward, done, info)"
+                f"step returned {type(result).__name__}; it must return (observation, reward, terminated, truncated, "
+                "info) or, as in older versions, (observation, reward, done, info)"
             )
         return self._seen(result[0]), result[1], any(map(bool, result[2:-1]))
 
@@ -176,17 +181,17 @@ class Gym:
 class Skyrl:
     """An environment of skyrl-gym (https://github.com/NovaSky-AI/SkyRL), a subclass of its BaseTextEnv.
 
-    As in skyrl-gym's generator, each episode makes it with `env_config` from the settings and `extras`, the row's other
-    columns. Its `postprocessed_action` is not used: the sampled tokens stay as they are. The numbers of `get_metrics`
-    are parts of the reward.
+    As in skyrl-gym's generator, each episode makes a new environment. It gets `env_config` from the settings, and the
+    row's columns except `prompt` and `env_class` as `extras`. The sampled tokens are not changed, so its
+    `postprocessed_action` is ignored. The numbers of `get_metrics` are parts of the reward.
     """
 
     def __init__(self, make: Callable[..., Any], settings: dict[str, Any]):
-        """make: makes the environment. settings: `env_config`, `max_turns`, and more keywords of `make`."""
+        """Take a constructor. settings: `env_config`, `max_turns`, and further keywords of `make`."""
         self._make, self._settings, self._env = make, settings, None
 
     def reset(self, row: dict, seed: int) -> list[dict]:
-        """Make the environment and return the messages that it begins with."""
+        """Make the environment and return its first messages."""
         settings = dict(self._settings)
         extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
         if "max_turns" in settings:
@@ -197,15 +202,15 @@ class Skyrl:
         return [dict(each) for each in messages]
 
     def step(self, message: dict) -> Step:
-        """Return the observations after the text of a message, the reward, and whether the episode is done."""
-        assert self._env is not None, "reset comes first"
+        """Take the text of a message as action. Return (observations, reward, whether the episode is done)."""
+        assert self._env is not None, "reset must be called first"
         out = self._env.step(message.get("content") or "")
         if lacking := [key for key in ("observations", "reward", "done") if key not in out]:
-            raise TypeError(f"step returned no {lacking[0]}; it returns a mapping of observations, reward and done")
+            raise TypeError(f"step returned no {lacking[0]}; it must return a mapping of observations, reward and done")
         return [dict(each) for each in out["observations"] or ()] or None, out["reward"], bool(out["done"])
 
     def reward(self) -> dict[str, float]:
-        """Return the environment's metrics as parts; its rewards fell in the turns."""
+        """Return the environment's metrics as parts of the reward; the score is 0, as the turns had their rewards."""
         found = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}  # type: ignore[union-attr]
         numbers = {key: float(value) for key, value in found.items() if isinstance(value, (bool, int, float))}
         return {**numbers, "score": 0.0}
@@ -217,7 +222,7 @@ class Skyrl:
 
 
 class _Config(dict):
-    """Settings that are read as keys or as attributes, as those of OmegaConf are."""
+    """A dict whose items can also be read as attributes, as in OmegaConf."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -230,33 +235,34 @@ class _Config(dict):
 class TextArena:
     """A game of one player of TextArena (https://github.com/LeonGuertler/TextArena).
 
-    The game's observation wrappers repeat the whole game at each turn, so new observations are read from the unwrapped
-    game, without the player's own moves, which the conversation has. Wrappers of actions are kept. The reward is the
-    game's and falls at its end. Games draw from Python's global generator; each gets its own state, seeded by the
-    row's column `seed`, which all samples of a prompt share, or by the run's seed of the sample.
+    The game's observation wrappers repeat the complete game at each turn, so only new observations are read, from the
+    unwrapped game, without the player's moves, which the conversation already has. Wrappers of actions stay. The
+    reward is the game's, given when it ends. Games draw from Python's global random generator; each game gets a
+    separate state of it, seeded by the row's column `seed`, which all samples of a prompt share, or by the seed of the
+    sample.
     """
 
     _one_at_a_time = threading.Lock()
 
     def __init__(self, make: Callable[[], Any]):
-        """make: makes the game, which may draw numbers for it."""
+        """Make the game. make: its constructor, which may draw random numbers."""
         self._random = random.Random(0).getstate()
         with self._own_random():
             self._env = make()
 
     def reset(self, row: dict, seed: int) -> list[dict]:
-        """Begin a game of one player and return the row's prompt and the game's."""
+        """Begin a game of one player. Return the row's prompt with the game's first observation."""
         seed = seed_of(row, seed)
         self._random = random.Random(seed).getstate()
         with self._own_random():
             try:
                 self._env.reset(num_players=1, seed=seed)
             except AssertionError as e:
-                raise ValueError(f"only games of one player can be played here ({e}): choose another") from e
+                raise ValueError(f"only games of one player are supported ({e}): choose another game") from e
             return opening(row, self._seen())
 
     def step(self, message: dict) -> Step:
-        """Make a move. Return the new observations, the game's reward at its end, and whether it ended."""
+        """Make a move. Return (new observations, reward, whether the game ended); the reward is 0 until the end."""
         with self._own_random():
             done, _ = self._env.step(message.get("content") or "")
             seen = self._seen()
@@ -268,7 +274,7 @@ class TextArena:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Let the game draw from its own state, one game of a process at a time."""
+        """Let the game draw from its own random state in this context. Only one game of a process runs at a time."""
         with self._one_at_a_time:
             before = random.getstate()
             random.setstate(self._random)

@@ -1,4 +1,4 @@
-"""Calls of user code with a time limit: async functions on the loop, others in threads."""
+"""Calls user code with a time limit: async functions on the event loop, others in threads."""
 
 import asyncio
 import functools
@@ -9,34 +9,35 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 THREADS = 128
-"""Most calls of plain functions that run at once in a process. The time of a queued call starts when it runs."""
+"""Most plain functions that run at once in a process. The time limit of a queued call begins when the call starts."""
 GONE_WITHIN = 1.0
-"""Seconds after its limit in which a call may still end by itself. Then its process ends, as no thread can be ended."""
+"""Seconds after its time limit in which a call may still return. After that its process ends, since Python cannot end a
+thread."""
 
 
 class LateError(Exception):
-    """A call did not answer within its limit."""
+    """A call did not answer within its time limit."""
 
     def __init__(self, seconds: float, call: asyncio.Future | None = None):
-        """call: still runs and may change its environment; None if it has ended, or was not made."""
+        """seconds: the limit. call: the call if it still runs and may change its environment, else None."""
         super().__init__(f"did not answer within {seconds:g} s")
         self.call = call
 
 
 class RaisedError(Exception):
-    """A call raised."""
+    """A call raised an exception."""
 
     def __init__(self, error: BaseException):
-        """error: what it raised."""
+        """error: the exception that the call raised."""
         super().__init__(repr(error))
         self.error = error
 
 
 class Limits:
-    """Runs calls, each within its limit, and reports those that do not end."""
+    """Runs calls with time limits, and reports calls that hang."""
 
     def __init__(self, hangs: Callable[[str], None]):
-        """hangs: called with the name of a call that still runs `GONE_WITHIN` seconds after its limit."""
+        """hangs: is called with the name of a call that still runs `GONE_WITHIN` seconds after its time limit."""
         self._hangs = hangs
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         self._free = asyncio.Semaphore(THREADS)
@@ -46,12 +47,13 @@ class Limits:
     ) -> Any:
         """Call a function and return its result.
 
-        what: its name. begins: called with the name and the time (time.monotonic()) at which its limit will be over.
+        what: name of the function. begins: is called when the function starts, with the name and the deadline
+        (time.monotonic()).
 
         Raises:
-            LateError: it did not answer within `seconds`. An async function was cancelled, and had `GONE_WITHIN`
-                seconds to end; a thread goes on.
-            RaisedError: it raised anything.
+            LateError: the function did not return within `seconds`. An async function was cancelled and had
+                `GONE_WITHIN` seconds to end; a thread continues to run.
+            RaisedError: the function raised any exception.
         """
         if inspect.iscoroutinefunction(_innermost(function)):
             end = time.monotonic() + seconds
@@ -61,7 +63,7 @@ class Limits:
         end = time.monotonic() + seconds
         begins(what, end)
         thread = asyncio.wrap_future(self._threads.submit(_outcome, function))
-        thread.add_done_callback(lambda _: self._free.release())  # when the thread itself ends
+        thread.add_done_callback(lambda _: self._free.release())  # after the function, even if it is late
         result = await self._within(what, seconds, end, thread)
         if inspect.isawaitable(result):  # a plain function that returned a coroutine
             return await self._awaited(what, seconds, end, result)
@@ -74,7 +76,7 @@ class Limits:
     async def _within(self, what: str, seconds: float, end: float, work: asyncio.Future) -> Any:
         try:
             await asyncio.wait({work}, timeout=max(0.0, end - time.monotonic()))
-        except asyncio.CancelledError:  # the environment is closed meanwhile
+        except asyncio.CancelledError:  # the environment was closed meanwhile
             self._stop(what, end, work)
             raise
         if not work.done():
@@ -103,12 +105,12 @@ class Limits:
 def _innermost(function: Callable[[], Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
-    # An object with an async __call__ counts as well.
+    # An object with an async __call__ is an async function, too.
     return function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return (result, error). Futures do not carry StopIteration, and SystemExit would end the loop."""
+    """Return (result, error). A future cannot hold StopIteration, and SystemExit would end the event loop."""
     try:
         return function(), None
     except BaseException as e:

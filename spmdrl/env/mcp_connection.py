@@ -1,6 +1,7 @@
-"""Connections to MCP servers: all of a process live on one event loop, in a thread of its own.
+"""Connections to MCP servers. All connections of a process share one event loop, which runs in a separate thread.
 
-The protocol: https://modelcontextprotocol.io/specification. The client is the official SDK's, which is asynchronous.
+The protocol: https://modelcontextprotocol.io/specification. The client is that of the official Python SDK, which is
+asynchronous.
 """
 
 import asyncio
@@ -21,21 +22,21 @@ from spmdrl.config.dump import LEAST, REDACTED, redact, redact_text
 from spmdrl.workers import in_child
 
 SHOWN = 300
-"""Characters of a server's standard error that are shown."""
+"""Most characters of a command or of a server's standard error that are shown in messages."""
 MOST_PAGES = 100
-"""Pages of a list of tools."""
+"""Most pages of a server's list of tools that are read."""
 T = TypeVar("T")
 
 
 class McpError(RuntimeError):
-    """A failed call, with its reason and without secrets."""
+    """A call of a tool failed. The message gives the reason, without secrets."""
 
 
 class Connection:
-    """One connection to a server, which one task of the loop enters and leaves."""
+    """A connection to an MCP server. One task of the event loop opens and closes it."""
 
     def __init__(self, words: list[str], url: str, env: dict[str, str], headers: dict[str, str], only: tuple[str, ...]):
-        """See `Mcp`."""
+        """words: the command that starts the server. The other arguments are those of `Mcp`."""
         self.words, self.url, self.env, self.headers, self.only = words, url, env, headers, only
         self.name = redact_text(url) if url else _shown(words)
         self.schemas: list[dict[str, Any]] = []
@@ -47,8 +48,8 @@ class Connection:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
     async def enter(self) -> None:
-        """Connect, and list the tools. Raises whatever the SDK raises."""
-        # The SDK requires that the task that enters a connection leaves it.
+        """Connect to the server and list its tools. Raises any exception of the SDK."""
+        # The SDK requires that the same task opens and closes a connection.
         self.task = asyncio.get_running_loop().create_task(self._live())
         _entered.add(self)
         await self.ready.wait()
@@ -85,14 +86,15 @@ class Connection:
         else:
             from mcp import StdioServerParameters, stdio_client
 
-            # A server may ignore the end of its input, and its session is its own: no kill of this process reaches it.
+            # A server may ignore the end of its input, and it has its own process group, so killing this process would
+            # not end it. `in_child` runs the server so that it dies with this process.
             words = ["-IS", in_child.__file__, str(os.getpid()), *self.words]
             server = StdioServerParameters(command=sys.executable, args=words, env=self.env)
             yield self._watched(stdio_client(server, errlog=self.errors))
 
     @asynccontextmanager
     async def _watched(self, transport: Any) -> AsyncIterator[Any]:
-        """Note the end of a server when it comes, so that the next call goes to another one."""
+        """Record when the server ends, so that the next call opens another connection."""
         async with transport as (read, write):
             yield Watched(read, self), write
 
@@ -107,11 +109,11 @@ class Connection:
                 break
         names = [tool.name for tool in found]
         if missing := sorted(set(self.only) - set(names)):
-            raise McpError(f"it has no tool {missing[0]!r} (`only`), but {', '.join(names) or 'none'}")
+            raise McpError(f"it has no tool {missing[0]!r} (`only`); its tools: {', '.join(names) or 'none'}")
         return [schema_of(tool) for tool in found if not self.only or tool.name in self.only]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool and return its result. Raises whatever the SDK raises; `ended` is set if the server is gone."""
+        """Call a tool and return its result. Raises any exception of the SDK; sets `ended` if the server has ended."""
         if name not in {schema["function"]["name"] for schema in self.schemas}:
             raise McpError(f"the server has no tool {name!r}")
         from mcp import MCPError
@@ -119,7 +121,7 @@ class Connection:
         try:
             return await self.client.call_tool(name, arguments)
         except MCPError:
-            # An answer of the server, unless the connection is gone: then no list of tools comes either.
+            # The server may have sent this error, or the connection may be lost; a list of tools shows that it works.
             try:
                 await asyncio.wait_for(self.client.list_tools(cache_mode="bypass"), 2.0)
             except Exception:
@@ -130,7 +132,7 @@ class Connection:
             raise
 
     async def leave(self) -> None:
-        """End the connection, in the background: a server has a few seconds to end by itself."""
+        """End the connection in the background. The server has a few seconds to exit."""
         self.ended = True
         self.over.set()
         if self.task is not None and not self.ready.is_set():
@@ -138,7 +140,7 @@ class Connection:
             self.ready.set()
 
     def error_text(self, error: BaseException) -> str:
-        """Return an error as text without secrets."""
+        """Return the text of an error, without secrets."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         text = " ".join(str(error).split()) or type(error).__name__
@@ -146,13 +148,13 @@ class Connection:
 
     def last_errors(self) -> str:
         """Return the end of the server's standard error, without secrets."""
-        # The server shares the position of this file, which must not move.
+        # The server writes at the position of this shared file, so reading must not move it.
         size = os.fstat(self.errors.fileno()).st_size
         text = os.pread(self.errors.fileno(), 4 * SHOWN, max(0, size - 4 * SHOWN)).decode("utf-8", "replace")
         return redact_text(" ".join(self.without_secrets(text).split()))[-SHOWN:]
 
     def without_secrets(self, text: str) -> str:
-        """Return text without the values of variables and headers of the settings."""
+        """Return the text with the values of environment variables and headers removed."""
         for value in {*self.env.values(), *self.headers.values()}:
             if len(value) >= LEAST:
                 text = text.replace(value, REDACTED)
@@ -160,7 +162,7 @@ class Connection:
 
 
 class Watched:
-    """The SDK's stream of a server's messages; its end is the end of the connection."""
+    """The SDK's stream of a server's messages. At its end the connection is marked as ended."""
 
     def __init__(self, inner: Any, connection: Connection):
         self.inner, self.connection = inner, connection
@@ -187,7 +189,7 @@ class Watched:
 
 
 def _shown(words: list[str]) -> str:
-    """Return a command of bounded length, without values that look like secrets or whose option names one."""
+    """Return a command as text of bounded length, without values that look like secrets or whose option does."""
     shown, before = [], ""
     for word in words:
         option, equals, value = word.partition("=")
@@ -205,7 +207,7 @@ def schema_of(tool: Any) -> dict[str, Any]:
 
 
 def text_of(result: Any) -> tuple[bool, str]:
-    """Return whether a tool reports failure, and its result as text, with the kinds of other blocks."""
+    """Return whether a tool reports failure, and its result as text. Blocks of other types are replaced by a note."""
     parts = []
     for block in result.content:
         inner = getattr(block, "resource", block)
@@ -223,14 +225,14 @@ _loop_lock = threading.Lock()
 
 
 def on_loop(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
-    """Run a coroutine on the loop of this process's connections and return its result.
+    """Run a coroutine on the event loop of this process's connections and return its result.
 
-    seconds: limit, at which the coroutine is cancelled and TimeoutError raised.
+    After `seconds` the coroutine is cancelled and TimeoutError is raised; None means no limit.
     """
     global _loop
     with _loop_lock:
         if _loop is None:
-            # The SDK logs addresses and messages of servers, which may hold secrets; failures are raised.
+            # The SDK logs addresses and messages of servers, which may contain secrets. Failures are raised anyway.
             for name in ("mcp", "httpx2"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
             _loop = asyncio.new_event_loop()
@@ -245,7 +247,7 @@ def on_loop(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
 
 
 def _end() -> None:
-    """Give servers the time to end that the SDK allows them."""
+    """Close all connections when this process exits, and wait until the servers have ended."""
 
     async def leave() -> None:
         entered = list(_entered)

@@ -1,4 +1,4 @@
-"""Tools of an MCP server: any server of the Model Context Protocol becomes an environment with its tools."""
+"""Tools of an MCP server: makes an environment from any server of the Model Context Protocol."""
 
 import json
 import os
@@ -17,25 +17,25 @@ from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import Connection, McpError, on_loop, text_of
 
 QUEUE_SECONDS = 3600.0
-"""Longest wait before a start; longer than the start limits of all servers together."""
+"""Longest time, in seconds, that an episode waits in the queue until its server may start."""
 _starting = threading.BoundedSemaphore(4)
-"""Limits the servers that a process starts side by side."""
+"""Limits the number of servers that a process starts at the same time."""
 
 
 @dataclass
 class Slot:
-    """The place of a connection, in which another one may follow it."""
+    """Holder of the current connection, which is replaced when the server has ended."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     connection: Connection | None = None
 
 
 _shared: dict[str, Slot] = {}
-"""Connections of `shared` environments, by their settings."""
+"""Slots of `shared` environments, by the settings of the connection."""
 
 
 class Mcp:
-    """The tools of an MCP server (needs mcp), which is started, or connected to, when an episode begins."""
+    """The tools of an MCP server. Each episode starts a server, or connects to one. Needs the package mcp."""
 
     def __init__(
         self,
@@ -51,53 +51,53 @@ class Mcp:
         """Take settings; nothing is started.
 
         Args:
-            command: starts a server on standard input and output.
-            url: of a server on HTTP instead.
-            env: variables of the server's process, beside PATH, HOME and a few more. A value `$NAME` is that of the
-                variable NAME of this process, so that no file of settings holds a secret.
-            headers: of each request over HTTP, with values as those of `env`.
-            only: names of the tools to offer; all without it.
-            shared: all episodes of this process use one connection, for servers that keep nothing about a
+            command: command that starts a server, which communicates over standard input and output.
+            url: address of a server over HTTP, instead of a command.
+            env: environment variables of the server's process, in addition to PATH, HOME and a few others. A value
+                `$NAME` is replaced by the variable NAME of this process, so that files of settings need no secrets.
+            headers: headers of each HTTP request, with values like those of `env`.
+            only: names of the tools to offer; empty offers all.
+            shared: True if all episodes of this process use one connection. It is for servers without state about a
                 conversation.
-            timeout: seconds of a call.
-            connect: seconds in which the server has to list its tools, from its start. A process starts four
-                side by side, and the wait before does not count.
+            timeout: seconds that a call may take.
+            connect: seconds from its start in which the server must list its tools. A process starts at most four
+                servers at the same time; time in the queue does not count.
         """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         if bool(words) == bool(url):
             raise ValueError("MCP tools need either `command`, which starts a server, or `url`, the address of one")
         if url and not re.match(r"https?://[^/]", url):
-            raise ValueError(f"MCP tools: `url` is an http address, not {redact_text(url)!r}")
+            raise ValueError(f"MCP tools: `url` must be an http or https address, not {redact_text(url)!r}")
         if not _installed():
             raise ValueError("MCP tools need the package mcp, version 2 or later: pip install 'mcp>=2'")
         self.words, self.url, self.only = words, url, tuple(only)
         self.env, self.headers = _filled(env or {}, "env"), _filled(headers or {}, "headers")
         self.timeout, self.connect = timeout, connect
-        # Calls and starts have limits of their own; that of the worker also has to hold the wait before a start.
+        # Calls and starts have separate limits. The worker's limit must also cover the time in the queue.
         self.timeout_s = QUEUE_SECONDS + timeout + connect
         key = json.dumps([words, url, self.env, self.headers, self.only])
         self.shared = shared
         self.slot = _shared.setdefault(key, Slot()) if shared else Slot()
 
     def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row, and a connection of its own.
+        """Begin an episode with the prompt of its row, and connect to the server.
 
         Raises:
-            BrokenError: the server does not start, or does not follow the protocol; the message gives the reason.
+            BrokenError: the server does not start or does not follow the protocol; the message gives the reason.
         """
         self.close()
         self._connected()
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Return the tools as OpenAI function schemas. Raises what `reset` does."""
+        """Return the tools as OpenAI function schemas. Raises BrokenError, like `reset`."""
         return self._connected().schemas
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool, after a server that has ended was started, or connected to, again.
+        """Call a tool and return its result as text. If the server has ended, connect again first.
 
         Raises:
             McpError: the tool failed, or the server ended or did not answer.
-            BrokenError: the server cannot be started again.
+            BrokenError: the server could not be started again.
         """
         connection = self._connected()
         try:
@@ -112,7 +112,7 @@ class Mcp:
         return connection.without_secrets(text)
 
     def close(self) -> None:
-        """End a connection that is not shared, and the server where it was started here. May be called twice."""
+        """Close a connection that is not shared, and end its server if `command` started it. May be called twice."""
         if not self.shared:
             with self.slot.lock:
                 connection, self.slot.connection = self.slot.connection, None
@@ -131,11 +131,11 @@ class Mcp:
             except Exception as error:
                 on_loop(connection.leave(), None)
                 late = isinstance(error, LateError)
-                slow = f"it did not list its tools within {self.connect:g} s, which its setting `connect` changes"
+                slow = f"it did not list its tools within {self.connect:g} s, which the setting `connect` changes"
                 why = slow if late else connection.error_text(error)
                 if errors := connection.last_errors():
                     why += f" (its standard error: {errors})"
-                raise BrokenError(f"{connection.name} is no MCP server that can be used: {why}") from None
+                raise BrokenError(f"cannot use {connection.name} as an MCP server: {why}") from None
             self.slot.connection = connection
             return connection
 
@@ -148,7 +148,7 @@ def _installed() -> bool:
 
 
 def _filled(values: Mapping[str, str], setting: str) -> dict[str, str]:
-    """Return values with `$NAME` replaced."""
+    """Return the values with `$NAME` replaced by environment variables."""
     names = [value[1:] for value in values.values() if value.startswith("$")]
     if missing := [name for name in names if name not in os.environ]:
         raise ValueError(f"MCP tools: `{setting}` names the environment variable {missing[0]}, which is not set")

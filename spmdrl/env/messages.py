@@ -1,4 +1,4 @@
-"""Messages of a row's prompt, messages that an environment's code returns, checked, and texts of its errors."""
+"""Reads the messages of a row's prompt, and checks the messages and errors that come from an environment's code."""
 
 import json
 from typing import Any
@@ -7,23 +7,23 @@ from spmdrl.config.user_code import error_text
 from spmdrl.env.answers import cut_text, joined, raw_text
 
 OPENING = "prompt_messages"
-"""Key of a row with the messages of its prompt, after its system message and its history, if any."""
+"""Key of a row under which the sampler passes all messages of the prompt, system message and history included."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message whose values are texts, for the templates that read them."""
+"""Keys of a message that chat templates read; their values must be texts."""
 
 
 class FailedError(Exception):
-    """A failure of the environment itself; the text follows the environment's name in a message."""
+    """The environment itself failed. The text is a predicate that follows the environment's name in a message."""
 
 
 def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
-    """Return messages with valid text, and how many texts were cut. A text is a message of the user.
+    """Return messages with valid text, and how many texts were cut. A string becomes a message of the user.
 
-    what: the function that returned the value. longest, cut: as in `answers.cut_text`.
+    what: name of the environment's function that returned the value. longest, cut: as in `answers.cut_text`.
 
     Raises:
-        FailedError: the value is something else.
+        FailedError: the value is neither text nor messages.
     """
     given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
     given = [given] if isinstance(given, dict) else given
@@ -51,32 +51,32 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
 
 
 def _wrong(message: dict[str, Any]) -> str:
-    """Return what is wrong with a message beside its role and content; empty if nothing is."""
+    """Return the mistake in a message's keys other than role and content; empty if there is none."""
     for key in TEXTS:
         if not isinstance(message.get(key, ""), str | None):
-            return f"whose {key} is no text: {str(message[key])[:100]!r}"
+            return f"whose {key} is not text: {str(message[key])[:100]!r}"
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        return f"whose tool_calls are no list: {str(calls)[:100]!r}"
+        return f"whose tool_calls are not a list: {str(calls)[:100]!r}"
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
             return f"with a tool call that is not {form}: {str(call)[:100]!r}"
         if not isinstance(call.get("id", ""), str | None):
-            return f"with a tool call whose id is no text: {str(call['id'])[:100]!r}"
+            return f"with a tool call whose id is not text: {str(call['id'])[:100]!r}"
         arguments = function.get("arguments")
         try:  # an object, an object as JSON text, or None
             fits = isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments or {}, dict)
         except ValueError:
             fits = False
         if not fits:
-            return f"with a tool call whose arguments are no object: {str(arguments)[:100]!r}"
+            return f"with a tool call whose arguments are not an object: {str(arguments)[:100]!r}"
     return ""
 
 
 def type_name(value: object) -> str:
-    """Return the type of a value, for a tuple or list with its length."""
+    """Return the name of a value's type, with the length if it is a tuple or list."""
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
 
 
@@ -84,18 +84,18 @@ def text_of_error(error: BaseException) -> str:
     """Return the type and the text of an error, for the model."""
     try:
         return f"{type(error).__name__}: {error}"
-    except BaseException:  # its text is its own code
+    except BaseException:  # its `__str__` is user code
         return error_text(error)
 
 
 def prompt_of(row: dict) -> list[dict]:
-    """Return the messages of a row's prompt; a text is a user's message."""
+    """Return the messages of a row's prompt. A string becomes a message of the user."""
     prompt = row.get(OPENING) or row.get("prompt") or []
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
 
 
 def opening(row: dict, text: str) -> list[dict]:
-    """Return the row's prompt with a first observation appended, to its last message if that is a user's."""
+    """Return the row's prompt with a first observation, appended to the last message if that is a user's text."""
     messages = prompt_of(row)
     if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
         messages[-1]["content"] = "\n\n".join(part for part in (messages[-1]["content"], text) if part)
@@ -104,13 +104,13 @@ def opening(row: dict, text: str) -> list[dict]:
 
 
 def seed_of(row: dict, seed: int) -> int:
-    """Return the seed of an episode, below 2^31: the row's column `seed`, if there is one, or the run's of the sample.
+    """Return the seed of an episode, below 2^31: the row's column `seed` if there is one, else the seed of the sample.
 
-    All samples of a prompt share the column, and so begin alike.
+    All samples of a prompt share the column, so they begin the same way. seed: the seed of the sample.
     """
     own = row.get("seed")
     if own is None:
         return seed % 2**31
     if isinstance(own, bool) or not isinstance(own, int):
-        raise ValueError(f"the column seed of a row holds a whole number, not {own!r}")
+        raise ValueError(f"the column seed of a row must hold a whole number, not {own!r}")
     return own % 2**31

@@ -1,7 +1,7 @@
-"""Typed functions as tools, with JSON schemas in the form of OpenAI.
+"""Makes tools of typed functions, with function schemas in OpenAI's format.
 
-A schema equals that of transformers' `get_json_schema`, less the type of the result, which no call needs. That function
-imports torch, which a worker does without.
+A schema equals that of transformers' `get_json_schema` without the type of the result, which calls do not need.
+transformers would import torch, which workers do not load.
 """
 
 import inspect
@@ -38,39 +38,39 @@ class Tool:
     """A tool of one environment."""
 
     schema: dict[str, Any]
-    """OpenAI's function schema."""
+    """Function schema in OpenAI's format."""
     function: Callable[..., Any]
     by_keyword: bool = True
-    """Whether it takes the arguments as keywords, or as one dict."""
+    """True if `function` takes the arguments as keywords, False if it takes them as one dict."""
     closed: bool = True
-    """Whether arguments that the schema does not name are refused."""
+    """True if arguments that the schema does not name are refused."""
 
     @property
     def name(self) -> str:
-        """The name that a call gives."""
+        """The name of the tool in the schema."""
         return self.schema["function"]["name"]
 
     def bound(self, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Return a function without arguments that makes the call. Raises ArgumentsError."""
+        """Return a function without arguments that makes the call. Raises ArgumentsError if `arguments` do not fit."""
         fitting = fitted(self.schema["function"], arguments, self.closed)
         return partial(self.function, **fitting) if self.by_keyword else partial(self.function, fitting)
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """Return a function as a tool.
+    """Return a tool that calls a typed function.
 
     Raises:
-        ValueError: it has no docstring, an argument by position, or one without a type that JSON has.
+        ValueError: the function has no docstring, a positional argument, or an argument without a type that JSON has.
     """
     name = getattr(function, "__name__", type(function).__name__)
     doc = inspect.getdoc(function) if hasattr(function, "__name__") else None
     if not doc or not doc.strip() or not name.isidentifier():
-        raise ValueError(f"{name} is no tool: write it as a function with a docstring, which the model reads")
+        raise ValueError(f"{name} is not a tool: write it as a function with a docstring, which the model reads")
     description, texts = _descriptions(doc)
     try:
         hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters
-    except Exception as e:  # a name in a hint may be anything
+    except Exception as e:  # evaluating a type hint may raise anything
         raise ValueError(f"the types of tool {name} cannot be read: {type(e).__name__}: {e}") from e
     properties, required, closed = {}, [], True
     for key, parameter in parameters.items():
@@ -78,7 +78,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
             closed = False
             continue
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise ValueError(f"tool {name} takes {key} by position, and calls name their arguments: make it a keyword")
+            raise ValueError(f"tool {name} takes {key} by position, but calls name their arguments: make it a keyword")
         if key not in hints:
             raise ValueError(f"the argument {key} of tool {name} has no type: annotate it, as in `{key}: str`")
         properties[key] = _typed(hints[key], f"the argument {key} of tool {name}")
@@ -87,7 +87,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
             try:
                 properties[key]["enum"] = json.loads(choices[1])
             except ValueError:
-                raise ValueError(f"the choices of {key} of tool {name} are no JSON list: {choices[1]}") from None
+                raise ValueError(f"the choices of {key} of tool {name} are not a JSON list: {choices[1]}") from None
             text = text[: choices.start()].strip()
         if text:
             properties[key]["description"] = text
@@ -101,7 +101,10 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..., Any]]:
-    """Return the public methods with a docstring, without the reserved ones, in the order of the source."""
+    """Return the public methods that have a docstring, in the order of the source code.
+
+    reserved: names of methods that are left out.
+    """
     names: dict[str, None] = {}
     for kind in reversed(type(environment).__mro__[:-1]):
         names |= dict.fromkeys(vars(kind))
@@ -109,7 +112,7 @@ def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..
     for name in names:
         if name.startswith("_") or name in reserved:
             continue
-        # A property is not evaluated. The results of functools.lru_cache and other wrappers hold the function.
+        # Properties must not be evaluated. Wrappers, such as those of functools.lru_cache, have `__wrapped__`.
         static = inspect.getattr_static(environment, name)
         wraps = callable(static) and isinstance(getattr(static, "__wrapped__", None), types.FunctionType)
         if wraps or isinstance(static, types.FunctionType | staticmethod | classmethod):
@@ -120,19 +123,19 @@ def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..
 
 
 def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
-    """Return tools by name. Raises ValueError if two share one."""
+    """Return the tools by name. Raises ValueError if two have the same name. owner: their origin, for the message."""
     table: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in table:
-            raise ValueError(f"{owner} has two tools of the name {tool.name}: rename one")
+            raise ValueError(f"{owner} has two tools named {tool.name}: rename one")
         table[tool.name] = tool
     return table
 
 
 def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
-    """Return an environment's own schema, of OpenAI's form or a bare function (`name`, `parameters`), in that form.
+    """Return a tool's schema in OpenAI's format. schema: in that format, or only its inner `name` and `parameters`.
 
-    Raises ValueError.
+    Raises ValueError if the schema has another form. owner: the tool's origin, for the message.
     """
     bare = schema.get("function", schema) if isinstance(schema, Mapping) else None
     if not isinstance(bare, Mapping) or not isinstance(bare.get("name"), str) or not bare["name"]:
@@ -141,12 +144,12 @@ def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
             f"...}}}}: {str(schema)[:200]}"
         )
     if not isinstance(bare.get("parameters", {}), Mapping):
-        raise ValueError(f"the parameters of tool {bare['name']} of {owner} are no JSON schema of an object")
+        raise ValueError(f"the parameters of tool {bare['name']} of {owner} are not a JSON schema of an object")
     return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | dict(bare)}
 
 
 def _typed(hint: Any, what: str) -> dict[str, Any]:
-    """Return the JSON schema of a type."""
+    """Return the JSON schema of a type hint. what: names the argument in a ValueError for a type that JSON lacks."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
@@ -176,15 +179,15 @@ def _typed(hint: Any, what: str) -> dict[str, Any]:
     if origin in (dict, Mapping):
         return {"type": "object", "additionalProperties": _typed(inner[1], what)}
     raise ValueError(
-        f"{what} has the type {getattr(hint, '__name__', hint)}, which no call can give: take str, int, float, bool, "
+        f"{what} has the type {getattr(hint, '__name__', hint)}, which JSON cannot express: use str, int, float, bool, "
         "list, tuple, dict, Literal, or a union of them"
     )
 
 
 def _descriptions(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the descriptions of a function and of its arguments, from a docstring without indentation.
+    """Return the descriptions of a function and of its arguments by name, from a docstring without indentation.
 
-    The style is Google's: https://google.github.io/styleguide/pyguide.html, section 3.8.
+    The docstring follows Google's style: https://google.github.io/styleguide/pyguide.html, section 3.8.
     """
     lines = docstring.strip().splitlines()
     heads = [i for i, line in enumerate(lines) if _HEADER.match(line)]
@@ -197,7 +200,7 @@ def _descriptions(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def _entries(lines: list[str]) -> dict[str, str]:
-    """Read `name: text` or `name (type): text`, with further lines of a text indented deeper."""
+    """Return the text of each entry `name: text` or `name (type): text`. Continuation lines are indented deeper."""
     found: dict[str, list[str]] = {}
     depth, name = None, ""
     for line in lines:

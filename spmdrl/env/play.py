@@ -1,4 +1,4 @@
-"""One episode at a time of an environment in a process of its own, for tests and the terminal: every call waits."""
+"""Plays one episode at a time of an environment in a child process, for tests and the terminal. Every call blocks."""
 
 from types import TracebackType
 from typing import Any
@@ -8,14 +8,20 @@ from spmdrl.env.pool import Pool
 
 
 class PlayError(RuntimeError):
-    """A failure of the environment, with its reason."""
+    """The environment failed; the message gives the reason."""
 
 
 class Play:
-    """An environment, opened by `with Play("my_env.py:MyEnv") as play:`. Calls raise PlayError if it fails."""
+    """An environment in a child process, used as `with Play("my_env.py:MyEnv") as play:`.
+
+    Its methods raise PlayError if the environment fails.
+    """
 
     def __init__(self, name: str, settings: dict[str, Any] | None = None, limits: PoolSettings | None = None):
-        """name: of the environment, as `--env`. settings: keyword arguments of its class. Raises ValueError."""
+        """Load the environment. Raises ValueError if it cannot be loaded.
+
+        name: a value of `--env`. settings: keyword arguments of the environment's class.
+        """
         self.name, self.settings = name, settings or {}
         self.pool = Pool(1, limits)
         self.opened = False
@@ -26,22 +32,22 @@ class Play:
             raise
 
     def open(self, row: dict[str, Any] | None = None, seed: int = 0) -> Reply:
-        """Begin an episode, and end the one before. The reply has the first messages and the tools."""
+        """End the current episode, and begin another. Return a reply with the first messages and the tools."""
         self._close()
         self.pool.open(0, Opening(self.name, row or {}, seed, self.settings))
         self.opened = True
         return self._answer()
 
     def say(self, content: str = "", *calls: Call) -> Reply:
-        """Send an assistant's turn: text, calls, or both."""
+        """Send an assistant's turn that consists of text, calls, or both. Return the environment's reply."""
         return self.turn(AssistantTurn(content, list(calls)))
 
     def call(self, name: str, **arguments: Any) -> Reply:
-        """Call one tool."""
+        """Call one tool and return the environment's reply."""
         return self.say("", Call(name, arguments, "call00000"))
 
     def turn(self, turn: AssistantTurn) -> Reply:
-        """Send a parsed turn."""
+        """Send a parsed turn of the assistant and return the environment's reply."""
         self.pool.say(0, turn)
         return self._answer()
 

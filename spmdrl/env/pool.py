@@ -1,7 +1,7 @@
-"""Environments in processes that can be killed: whatever their code does, a conversation goes on or fails alone.
+"""Runs environments in processes that can be killed, so that faulty code makes only its own conversation fail.
 
-The caller's side has no threads and no pickle: it exchanges JSON lines with each process over pipes that never block.
-Processes keep the time limits themselves; the pool's clock kills one that fails to.
+The caller's side uses neither threads nor pickle: it exchanges JSON lines with each process over non-blocking pipes.
+Each process enforces the time limits of its calls; the pool kills a process that fails to do so.
 """
 
 import logging
@@ -15,32 +15,33 @@ from spmdrl.env.records import Host, Hosts, PoolError, Record
 from spmdrl.workers.processes import START_SECONDS
 
 DEATHS = 2
-"""Times that a process may die during one request before the environment counts as the cause."""
+"""Number of process deaths during one request after which the environment is considered the cause."""
 log = logging.getLogger("spmdrl")
 
 
 class Pool:
-    """Open environments in `workers` processes. Use it from one thread (the processes die with it).
+    """Open environments in `workers` processes. Use it from one thread only: the processes die with that thread.
 
-    Each environment works on one request at a time; `poll` returns the replies. An environment that failed replies to
-    every further request with its failure, and is forgotten at `close` like any other.
+    Each environment works on one request at a time; `poll` returns the replies. An environment that failed answers
+    every further request with its failure until it is closed.
 
-    When a call exceeds its limit, its environment is opened anew, by `restore` or by running its turns again, and the
-    turn is run again without the call. A second later the process of the call ends, after the requests under way in
-    it. When a process dies or stands still, its requests run again one by one, to find the one at fault.
+    When a call exceeds its time limit, its environment is opened anew, by `restore` or by running its turns again, and
+    the current turn is run again without the call. If the call still runs a second later, its process takes no new
+    requests and exits after its current ones. When a process dies or hangs, its requests run again one by one, to find
+    the request at fault.
     """
 
     def __init__(self, workers: int, settings: PoolSettings | None = None):
         """Start the processes, without waiting for them."""
         if workers < 1:
-            raise ValueError(f"{workers} processes for environments: there must be 1 at least")
+            raise ValueError(f"the number of processes for environments must be 1 or more, not {workers}")
         self.tools: dict[str, list[str]] = {}
-        """Environment that was checked -> names of those of its tools that are known before a reset."""
+        """Names of the tools of each environment that `check` loaded, without tools that only `reset` adds."""
         self._next = 0
         self._records: dict[Hashable, Record] = {}  # by key
         self._under_way: dict[int, Record] = {}  # by number of the request
-        self._suspects: deque[Record] = deque()  # whose process died or stood still, which wait to run one by one
-        self._suspect: Record | None = None  # the one that runs
+        self._suspects: deque[Record] = deque()  # records whose process died or hung; they wait to run one by one
+        self._suspect: Record | None = None  # the suspect that is running
         self._done: list[tuple[Any, Reply]] = []
         self._unsaved: set[str] = set()  # names of environments whose state could not be saved
         self._processes = Hosts(workers, settings or PoolSettings(), self)
@@ -53,10 +54,10 @@ class Pool:
         return len(self._under_way) + len(self._done)
 
     def check(self, name: str, settings: dict[str, Any] | None = None) -> str:
-        """Make an environment once, and return what its name stands for, in words. Waits for it.
+        """Make an environment once, wait for it, and return a description of it.
 
         Raises:
-            ValueError: there is none, or it cannot be made with these settings.
+            ValueError: no environment has this name, or it cannot be made with these settings.
         """
         key = object()
         record = self._records[key] = Record(key, self._next, Opening(name, {}, 0, settings or {}))
@@ -69,9 +70,9 @@ class Pool:
         return record.state
 
     def open(self, key: Hashable, opening: Opening, replayed: Sequence[AssistantTurn] = (), state: Any = None) -> None:
-        """Reset an environment. Then restore it to a state, if there is one, or run the turns `replayed` again.
+        """Reset an environment, then restore it to `state`, or run the turns `replayed` again if that is None.
 
-        key: names it in all further calls, and in failures: (prompt, sample, ...), or any other.
+        key: identifies the environment in all further calls and in messages, such as (prompt, sample).
         """
         assert key not in self._records, f"{key} is open"
         turns = list(replayed) if state is None else []
@@ -79,9 +80,9 @@ class Pool:
         self._request(record, "open")
 
     def say(self, key: Hashable, turn: AssistantTurn) -> None:
-        """Run a turn of the assistant: make its calls, side by side, and then `step`.
+        """Run a turn of the assistant: make its calls in parallel, then call `step`.
 
-        `late` is set in those calls of `turn` that do not answer in time, so that a replay does not repeat them.
+        Sets `late` in the calls of `turn` that exceed their time limit, so that a replay does not repeat them.
         """
         self._request(self._records[key], "say", turn)
 
@@ -90,16 +91,16 @@ class Pool:
         self._request(self._records[key], "score")
 
     def state(self, key: Hashable) -> Any:
-        """Return the state after the last reply, from which `open` goes on; a JSON value.
+        """Return the environment's state after the last reply, a JSON value that `open` can restore.
 
-        While a turn is under way, it is the state before that turn, which is to be sent again. None where the
-        environment is to be opened with its turns.
+        While a turn is running, this is the state before the turn, which must then be sent again. Return None if the
+        environment must be opened by a replay of its turns.
         """
         record = self._records[key]
         return None if record.turns or record.failure else record.state
 
     def close(self, key: Hashable) -> None:
-        """Close an environment and forget it, with a request that is under way and replies that were not fetched."""
+        """Close an environment, and drop its running request and the replies that `poll` has not returned."""
         record = self._records.pop(key)
         self._done = [(other, reply) for other, reply in self._done if other != key]
         if record in self._suspects:
@@ -110,7 +111,7 @@ class Pool:
         self._end(record)
 
     def poll(self, wait: float = 0.0) -> list[tuple[Any, Reply]]:
-        """Return (key, reply) of those that came, waiting up to `wait` seconds for the first if requests are under way.
+        """Return (key, reply) for all replies so far. Wait up to `wait` seconds for the first if requests are running.
 
         Raises:
             PoolError: a process could not be started.
@@ -123,14 +124,14 @@ class Pool:
         return done
 
     def shutdown(self) -> None:
-        """End the processes: environments get a moment to clear up. May be called twice."""
+        """End the processes, after a short time for environments to clean up. May be called twice."""
         self._processes.shutdown()
         self._records, self._under_way, self._done = {}, {}, []
 
     # ── sending ──────────────────────────────────────────────────────────────
 
     def _request(self, record: Record, do: str, turn: AssistantTurn | None = None) -> None:
-        assert record.request < 0, f"{record.key} works on another request"
+        assert record.request < 0, f"{record.key} is working on another request"
         if record.failure:
             self._done.append((record.key, Reply(failure=record.failure)))
             return
@@ -138,7 +139,10 @@ class Pool:
         self._run(record)
 
     def _run(self, record: Record, process: Host | None = None) -> None:
-        """Send a record's request; where it is in no process, to this one, or to that with the fewest environments."""
+        """Send a record's request to its process.
+
+        If the record has no process, it is assigned to `process`, or by default to that with the fewest environments.
+        """
         self._under_way.pop(record.request, None)
         record.request, record.begun, record.run_at = self._next, [], time.monotonic()
         self._next += 1
@@ -152,7 +156,7 @@ class Pool:
         except (TypeError, ValueError) as e:
             if not opened:
                 self._detach(record)
-            self._fail(record, f"cannot be used: its row, settings, turns or state are no JSON: {e}")
+            self._fail(record, f"cannot be used: its row, settings, turns or state are not JSON: {e}")
 
     def _detach(self, record: Record) -> None:
         """Detach a record from its process."""
@@ -161,7 +165,7 @@ class Pool:
             self._processes.leave(process)
 
     def _end(self, record: Record) -> None:
-        """End a record's request; the next suspect may run."""
+        """Mark a record's request as finished, and run the next suspect."""
         self._under_way.pop(record.request, None)
         record.request, record.turn = -1, None
         if record.worker is not None and record.worker.retired:
@@ -171,7 +175,7 @@ class Pool:
         self._next_suspect()
 
     def _next_suspect(self) -> None:
-        """Run the next request whose process died, if none runs."""
+        """Run the next suspect, unless a suspect is running."""
         if self._suspect is None and self._suspects:
             self._suspect = self._suspects.popleft()
             self._run(self._suspect)
@@ -184,11 +188,11 @@ class Pool:
     # ── messages and ends of processes ───────────────────────────────────────
 
     def on_message(self, process: Host, message: dict[str, Any]) -> None:
-        """Handle a line of a process."""
+        """Handle a line that a process sent."""
         if "hangs" in message:
             self._retire(process, message["hangs"])
         elif (record := self._under_way.get(message["id"])) is None:
-            pass  # closed meanwhile
+            pass  # its environment was closed meanwhile
         elif "begins" in message:
             record.note_call(message)
         elif "anew" in message:
@@ -201,13 +205,13 @@ class Pool:
             self._answer(record, message["reply"])
 
     def deadline(self, process: Host) -> float:
-        """Return the time at which a process should have answered the first of its requests."""
+        """Return the earliest deadline of a process's requests (time.monotonic())."""
         return min(
             (record.end for record in self._under_way.values() if record.worker is process), default=float("inf")
         )
 
     def on_timeout(self, process: Host) -> None:
-        """Replace a process whose loop stands still: an async function blocks, or a call lets no other thread run."""
+        """Replace a process whose event loop hangs, because an async function blocks it or a call holds the GIL."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
             raise PoolError(f"a process for environments did not start within {START_SECONDS:.0f} s")
@@ -216,14 +220,14 @@ class Pool:
             if record in late and (record is self._suspect or len(late) == 1):
                 self._drop_late_calls(record)
             elif record in late:
-                # One call held up all requests of the process: each runs again alone, which shows the one at fault.
+                # One call blocked all requests of the process. Each runs again alone, which shows the one at fault.
                 self._suspects.append(record)
             elif process.ready or record.begun:
                 innocent.append(record)
             else:
                 self._fail(record, f"was not loaded within {START_SECONDS:.0f} s")
         self._next_suspect()
-        # The innocent run again in a process of their own, which takes no new requests that could disturb them.
+        # The other requests run again in a separate process, which takes no new requests that could disturb them.
         aside = self._processes.aside() if innocent else None
         for record in innocent:
             self._run(record, aside)
@@ -232,12 +236,12 @@ class Pool:
         """Replace a process that ended by itself, and run its requests again one by one."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
-            raise PoolError(f"a process for environments ended {how} before it was ready: its output stands above")
+            raise PoolError(f"a process for environments ended {how} before it was ready: see its output above")
         if not process.hung:
             log.warning("a process of environments ended %s and is replaced", how)
         for record in under_way:
             record.deaths += not process.hung
-            if process.hung:  # it ended as it should, before it read this request
+            if process.hung:  # it was retired and exited before it read this request
                 self._run(record)
             elif record.deaths >= DEATHS:
                 self._fail(record, f"ended its process {how}, twice, in {record.do}")
@@ -246,11 +250,11 @@ class Pool:
         self._next_suspect()
 
     def _drop_late_calls(self, record: Record) -> None:
-        """Run a request again without the calls whose limits were over when its process was killed."""
+        """Run a request again without the calls that had exceeded their limits when the process was killed."""
         what, _, call = record.begun[-1]
         if record.turn is None or call < 0:
             return self._fail(record, f"did not answer in {what} within its limit")
-        record.mark_late(i for _, _, i in record.begun)  # they run side by side, and none of their answers came
+        record.mark_late(i for _, _, i in record.begun)  # calls run in parallel, and none of them answered
         self._run(record)
 
     def _answer(self, record: Record, reply: dict[str, Any]) -> None:
@@ -267,16 +271,16 @@ class Pool:
         self._end(record)
 
     def _retire(self, process: Host, what: str) -> None:
-        """Give a process in which a call hangs no more requests; it ends with those under way in it."""
+        """Send no more requests to a process in which a call hangs; it exits after its current requests."""
         if not process.hung:
-            log.warning("a process of environments takes no more of them and ends: %s goes on beyond its limit", what)
+            log.warning("a process of environments is replaced: %s still runs after its time limit", what)
             self._processes.retire(process)
             for record in self._records.values():
                 if record.worker is process and record.request < 0:
                     self._detach(record)
 
     def _replace(self, process: Host) -> list[Record]:
-        """Put a fresh process in the place of one, and return the records whose requests were under way there."""
+        """Replace a process by a new one, and return the records whose requests were running in it."""
         self._processes.replace(process)
         there = [record for record in self._records.values() if record.worker is process]
         for record in there:

@@ -1,4 +1,4 @@
-"""Python for a model: programs that run in the sandbox, each by itself or in a session that keeps its variables."""
+"""Tools that run a model's Python programs in the sandbox, separately or in a session that keeps variables."""
 
 import atexit
 import threading
@@ -12,29 +12,29 @@ from spmdrl_sandbox.warm import Warm
 
 
 class Sandboxes:
-    """Idle warm sandboxes of this process, by provider. May be used from several threads."""
+    """The idle sandboxes of this process, by provider. They are started already. May be used from several threads."""
 
     def __init__(self) -> None:
         self.idle: dict[str, list[Warm]] = {}
         self.lock = threading.Lock()
 
     def take(self, provider: str) -> Warm:
-        """Return a sandbox for one user. Raises BrokenError if none works here."""
+        """Return an idle sandbox, or start one. Raises BrokenError if no sandbox works on this machine."""
         with self.lock:
             if idle := self.idle.get(provider):
                 return idle.pop()
         try:
             return open_for(provider)
         except SandboxError as error:
-            raise BrokenError(f"no sandbox works here: {error}") from None
+            raise BrokenError(f"no sandbox works on this machine: {error}") from None
 
     def give_back(self, provider: str, warm: Warm) -> None:
-        """Return a sandbox in which nothing runs."""
+        """Take back a sandbox in which nothing runs."""
         with self.lock:
             self.idle.setdefault(provider, []).append(warm)
 
     def close(self) -> None:
-        """End the idle ones."""
+        """End the idle sandboxes."""
         with self.lock:
             idle, self.idle = [warm for each in self.idle.values() for warm in each], {}
         for warm in idle:
@@ -46,15 +46,15 @@ atexit.register(SANDBOXES.close)
 
 
 class Python(Stateless):
-    """A tool that runs programs, `python`, each by itself in the sandbox (docs/sandbox.md). It keeps nothing."""
+    """The tool `python`, which runs each program separately in the sandbox (docs/sandbox.md). It has no state."""
 
     def __init__(self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512) -> None:
         """Take settings.
 
         Args:
-            provider: sandbox, as `--sandbox.provider`.
-            seconds: wall time of a program.
-            memory_mib: MiB of memory of a program.
+            provider: the sandbox, a value of `--sandbox.provider`.
+            seconds: most wall time of a program.
+            memory_mib: most memory of a program, in MiB.
         """
         self.provider = provider
         self.limits = Limits(seconds=seconds, cpu_seconds=max(1, round(seconds)), memory_mib=memory_mib)
@@ -77,9 +77,7 @@ class Python(Stateless):
 
 
 class PythonSession:
-    """The tool `python` in a session, which keeps variables from call to call. A resumed episode runs its programs
-    again.
-    """
+    """The tool `python` in a session that keeps variables between calls. A resumed episode runs its programs again."""
 
     parallel_calls = False
 
@@ -89,10 +87,10 @@ class PythonSession:
         """Take settings.
 
         Args:
-            provider: as for `python`.
-            seconds: wall time of a call.
-            memory_mib: as for `python`.
-            lifetime: wall time of a session.
+            provider: the sandbox, a value of `--sandbox.provider`.
+            seconds: most wall time of a call.
+            memory_mib: most memory of the session, in MiB.
+            lifetime: most wall time of a session, in seconds.
         """
         self.provider, self.seconds = provider, seconds
         self.limits = Limits(seconds=lifetime, cpu_seconds=max(1, round(lifetime)), memory_mib=memory_mib)
@@ -102,7 +100,7 @@ class PythonSession:
         self.lock = threading.Lock()
 
     def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row and no variables."""
+        """Begin an episode with the prompt of its row and without variables."""
         self.close()
 
     def python(self, code: str) -> str:
@@ -143,7 +141,7 @@ class PythonSession:
 
 
 def as_text(ended: Outcome, limits: Limits) -> str:
-    """Return a program's output and how it failed, for the model. Raises BrokenError if the sandbox failed."""
+    """Return a program's output and its failure as text for the model. Raises BrokenError if the sandbox failed."""
     if ended.verdict == "failure":
         raise BrokenError(f"the program could not be run: {ended.why}")
     why = {

@@ -1,4 +1,4 @@
-"""Open environments on the caller's side, with all that opens them again in another process, and these processes."""
+"""Records of open environments on the caller's side, from which they can be opened again, and their processes."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -13,42 +13,42 @@ GRACE = 1.0
 
 
 class PoolError(RuntimeError):
-    """Processes for environments cannot be started."""
+    """Processes for environments could not be started."""
 
 
 @dataclass(eq=False)
 class Host(Process):
-    """A process of environments."""
+    """A process that runs environments."""
 
     holds: int = 0
-    """Environments in it."""
+    """Number of environments in the process."""
     hung: bool = False
-    """A call in it goes on beyond its limit."""
+    """True if a call in the process still runs after its time limit."""
 
 
 class Hosts(Processes[Host]):
-    """A fixed number of processes for environments, and retired ones, which end with their environments."""
+    """A fixed number of processes for environments, and retired processes, which exit with their last environment."""
 
     def __init__(self, count: int, settings: PoolSettings, listener: Listener):
         """Start the processes, without waiting for them."""
-        # Sets of texts have one order in all processes, and a replay meets the order that it met before.
+        # With a fixed hash seed, sets of strings have the same order in all processes, as a replay requires.
         fixed = {"PYTHONHASHSEED": "0"}
         super().__init__(count, Host, "spmdrl.env.worker", asdict(settings), listener, GRACE, fixed, settings.python)
 
     def enter(self, process: Host | None) -> Host:
-        """Count an environment in, of this process or else of that with the fewest, and return the process."""
+        """Assign an environment to `process`, by default that with the fewest environments, and return the process."""
         process = process or min((each for each in self.all if not each.retired), key=lambda each: each.holds)
         process.holds += 1
         return process
 
     def leave(self, process: Host) -> None:
-        """Count an environment out. A retired process is killed with its last one."""
+        """Remove an environment from a process. A retired process is killed when it has no more environments."""
         process.holds -= 1
         if process.retired and not process.holds:
             self.replace(process)
 
     def retire(self, process: Host) -> None:
-        """Put a fresh process in the place of one in which a call hangs, which is killed once it is empty."""
+        """Replace a process in which a call hangs. The old one is killed when it has no more environments."""
         if not process.retired:
             self.all[self.all.index(process)] = self._spawn()
             self.all.append(process)
@@ -57,7 +57,7 @@ class Hosts(Processes[Host]):
             self.replace(process)
 
     def aside(self) -> Host:
-        """Start a further process, which is retired from the beginning."""
+        """Start an additional process that is retired at once, so that it takes no new requests; return it."""
         process = self._spawn()
         process.retired = True
         self.all.append(process)
@@ -66,55 +66,56 @@ class Hosts(Processes[Host]):
 
 @dataclass(eq=False)
 class Record:
-    """An environment and the request that it works on."""
+    """An environment and its current request."""
 
     key: Hashable
     number: int
     opening: Opening
     worker: Host | None = None
-    """The process that it is open in; None where the next request opens it."""
+    """The process in which the environment is open; None if it must be opened with the next request."""
     state: Any = None
-    """Its newest state that could be saved, a JSON value."""
+    """Newest state of the environment that could be saved, a JSON value."""
     turns: list[AssistantTurn] = field(default_factory=list)
-    """The turns since that state, or since the reset."""
+    """The turns since `state`, or since the reset."""
     digests: list[str] = field(default_factory=list)
-    """Digests of the answers to them."""
+    """Digests of the environment's answers to `turns`."""
     failure: str = ""
     deaths: int = 0
-    """Times that its process died during the present request."""
+    """Number of times that the process died during the current request."""
 
     request: int = -1
-    """Number of the request under way, -1 for none."""
+    """Number of the current request, -1 for none."""
     do: str = ""
     turn: AssistantTurn | None = None
-    """The turn under way."""
+    """The turn of the current request."""
     since: float = 0.0
-    """Time at which the request began (time.monotonic())."""
+    """Time at which the current request began (time.monotonic())."""
     run_at: float = 0.0
-    """Time at which it was last sent (time.monotonic())."""
+    """Time at which the current request was last sent (time.monotonic())."""
     begun: list[tuple[str, float, int]] = field(default_factory=list)
-    """Calls that began for it and may not have ended: name, time at which the limit is over, index in the turn (-1: an
-    own function of the environment)."""
+    """Calls of the current request that began and may still run: (name, deadline, index in the turn). The index is -1
+    for functions that are not tools."""
 
     @property
     def end(self) -> float:
-        """Time at which the limits of these calls are over (time.monotonic())."""
+        """Last deadline of the calls in `begun` (time.monotonic())."""
         return max((end for _, end, _ in self.begun), default=float("inf"))
 
     def note_call(self, message: dict[str, Any]) -> None:
-        """Add a call that begins."""
-        if message["alone"] or (self.begun and self.begun[-1][2] < 0):  # own functions have ended when a tool is called
+        """Record that a call has begun."""
+        # Functions that are not tools have ended when a tool is called.
+        if message["alone"] or (self.begun and self.begun[-1][2] < 0):
             self.begun.clear()
         self.begun.append((message["begins"], message["end"], message["call"]))
 
     def mark_late(self, calls: Iterable[int]) -> None:
-        """Mark calls of the turn under way that did not answer. They are not repeated."""
+        """Mark calls of the current turn that exceeded their time limit, so that they are not repeated."""
         assert self.turn is not None
         for i in calls:
             self.turn.calls[i].late = True
 
     def message(self) -> dict[str, Any]:
-        """Return the request under way, with all that opens the environment where it is in no process."""
+        """Return the current request as a message, with the data to open the environment if it is in no process."""
         message: dict[str, Any] = {"id": self.request, "do": self.do, "env": self.number}
         if self.turn is not None:
             message["turn"] = _wired(self.turn)
@@ -125,7 +126,7 @@ class Record:
         return message
 
     def take_reply(self, reply: dict[str, Any]) -> None:
-        """Take the fields of a reply that open the environment again out of it."""
+        """Remove the fields from a reply that only serve to open the environment again, and record them."""
         answer, late = reply.pop("digest", ""), reply.pop("late", [])
         if late:
             self.mark_late(late)
@@ -141,7 +142,7 @@ class Record:
             self.digests = [digest(messages) for messages in reply["replayed"]]
 
     def failed(self, why: str) -> str:
-        """Return a failure in words that name the environment and the row."""
+        """Return the message of a failure, which names the environment and the sample. why: the predicate."""
         whose = "" if self.do == "check" else f" of {describe(self.key)} (seed {self.opening.seed})"
         return f"the environment {self.opening.name}{whose} {why}"
 

@@ -1,6 +1,7 @@
-"""Search as a tool: over a corpus on this machine, or by a server that keeps one.
+"""A search tool over a corpus on this machine or on a server.
 
-The index of a corpus is BM25 by bm25s (Lù 2024, https://arxiv.org/abs/2407.03618), built once and kept in a folder.
+A local corpus is searched by BM25. The index is built by bm25s (Lù 2024, https://arxiv.org/abs/2407.03618) once and
+saved in a folder.
 """
 
 import hashlib
@@ -22,10 +23,10 @@ from spmdrl.data.rowfiles import Lines
 from spmdrl.env.base import BrokenError, Stateless
 
 MOST_BYTES = 8 << 20
-"""Bytes of the longest answer of a server that is read."""
+"""Most bytes of a server's answer."""
 CACHE = "~/.cache/spmdrl/search"
 KEYS = ("text", "contents", "passage")
-"""Columns of a .jsonl file that may hold a passage, the first that is there."""
+"""Columns of a .jsonl file that may hold a passage. The first one that a row has is used."""
 _open: dict[Path, "Corpus"] = {}
 _lock = threading.Lock()
 
@@ -39,10 +40,10 @@ class Passage:
 
 
 class Corpus:
-    """Passages of a file with an index of their words. May be used from several threads."""
+    """The passages of a file with an index of their words. May be used from several threads."""
 
     def __init__(self, path: Path, folder: Path):
-        """Open a file, as `open_corpus`. folder: of the index, which is built if it does not exist."""
+        """Open a file as described in `open_corpus`. folder: contains the index, which is built if it is missing."""
         try:
             import bm25s
         except ImportError:
@@ -50,7 +51,7 @@ class Corpus:
         self.path, self.bm25s, self.lock = path, bm25s, threading.Lock()
         self.passages: Any = _paragraphs(path) if path.suffix == ".txt" else Lines(path)
         if not len(self.passages):
-            raise ValueError(f"the corpus {path} holds no passages")
+            raise ValueError(f"the corpus {path} contains no passages")
         if not (folder / "complete").exists():
             self._build(folder)
         self.index = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
@@ -65,7 +66,7 @@ class Corpus:
             texts = [f"{each.title} {each.text}" for each in map(self.passage, range(len(self.passages)))]
             words = self.bm25s.tokenize(texts, stopwords="en", show_progress=False)
             if not any(map(len, words.ids)):
-                raise ValueError(f"the corpus {self.path} holds no words to search for")
+                raise ValueError(f"the corpus {self.path} contains no words that can be searched for")
             index = self.bm25s.BM25()
             index.index(words, show_progress=False)
             part = folder.with_name(f"{folder.name}.part")
@@ -76,7 +77,7 @@ class Corpus:
             part.rename(folder)
 
     def passage(self, number: int) -> Passage:
-        """Return a passage. Raises ValueError if its row has no text."""
+        """Return the passage of this number, counted from 0. Raises ValueError if its row has no text."""
         with self.lock:
             row = self.passages[number]
         if isinstance(row, str):
@@ -84,12 +85,12 @@ class Corpus:
         found = passage_of(row)
         if found is None:
             raise ValueError(
-                f"{self.passages.where(number)} has no text: a row has one of the columns {', '.join(KEYS)}"
+                f"{self.passages.where(number)} has no text: each row needs one of the columns {', '.join(KEYS)}"
             )
         return found
 
     def search(self, query: str, most: int) -> list[Passage]:
-        """Return the passages that share words with a query, the best first; of equal ones the earlier."""
+        """Return up to `most` passages that share words with a query, by falling score, then by number."""
         import numpy as np
 
         words = self.bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)[0]
@@ -103,9 +104,10 @@ class Corpus:
 
 
 def passage_of(row: Any) -> Passage | None:
-    """Return the passage of a row: its text, with its title in a column of its own or, quoted, in the first line.
+    """Return the passage of a row, or None if it has no text.
 
-    The latter is the form of the corpora of https://github.com/PeterGriffinJin/Search-R1. None if there is no text.
+    The title is in the column `title`, or in quotes in the first line of the text, as in the corpora of
+    https://github.com/PeterGriffinJin/Search-R1.
     """
     text = next((row[key] for key in KEYS if isinstance(row.get(key), str)), None) if isinstance(row, dict) else None
     if text is None:
@@ -120,10 +122,10 @@ def passage_of(row: Any) -> Passage | None:
 
 
 def open_corpus(path: str, cache: str = CACHE) -> Corpus:
-    """Return the corpus of a file, opened once in this process. A file that changed gets another index.
+    """Return the corpus of a file, which is opened once in this process. A changed file gets a new index.
 
-    path: a .jsonl file of rows with `text` (or `contents`) and perhaps `title`, or a .txt file with a passage in each
-    paragraph, which empty lines divide.
+    path: a .jsonl file whose rows have one of the columns `KEYS` and optionally `title`, or a .txt file with one
+    passage per paragraph; empty lines separate paragraphs. cache: folder of the indexes.
 
     Raises:
         ValueError: the file cannot be read, or bm25s is not installed.
@@ -152,11 +154,11 @@ def _paragraphs(path: Path) -> list[str]:
 
 
 class SearchError(BrokenError):
-    """A failure of a search server, with its reason, and without secrets of the address."""
+    """A search server failed. The message gives the reason without the address, which may contain secrets."""
 
 
 class Search(Stateless):
-    """A tool that searches a corpus on this machine (needs bm25s) or asks a server, `search`. It keeps nothing."""
+    """The tool `search`, over a corpus on this machine (needs bm25s) or a search server. It has no state."""
 
     def __init__(
         self,
@@ -170,18 +172,18 @@ class Search(Stateless):
         """Open a corpus, or take the address of a server.
 
         Args:
-            corpus: a .jsonl file with a passage in each row, or a .txt file with one in each paragraph, which empty
-                lines divide: lines that follow each other are one passage (`Corpus`).
-            url: of a server in the place of a corpus, which answers as that of Search-R1 does.
-            results: passages of an answer.
-            longest: characters of a passage that are shown.
-            timeout: seconds in which the server has to answer.
-            cache: folder for indexes of corpora.
+            corpus: a .jsonl file with one passage per row, or a .txt file with one passage per paragraph; empty lines
+                separate paragraphs.
+            url: address of a search server with the interface of Search-R1's, instead of a corpus.
+            results: most passages that a search returns.
+            longest: most characters of a passage; longer passages are cut.
+            timeout: seconds in which the server must answer.
+            cache: folder for the indexes of corpora.
         """
         if bool(corpus) == bool(url):
             raise ValueError("the tool search needs either `corpus`, a file, or `url`, a server")
         if url and urlsplit(url).scheme not in ("http", "https"):
-            raise ValueError(f"the tool search: `url` is an http address, not {redact_text(url)!r}")
+            raise ValueError(f"the tool search: `url` must be an http or https address, not {redact_text(url)!r}")
         self.results, self.longest, self.timeout = results, longest, timeout
         self.timeout_s = timeout + 5.0
         self.url = url
@@ -203,7 +205,7 @@ class Search(Stateless):
 
 
 def shown(found: list[Passage], longest: int) -> str:
-    """Return passages as numbered text, each with its title in the line before it."""
+    """Return passages as numbered text, each with its title in the line before the text."""
     parts = []
     for number, each in enumerate(found, 1):
         text = each.text if len(each.text) <= longest else f"{each.text[:longest]} ..."
@@ -212,15 +214,15 @@ def shown(found: list[Passage], longest: int) -> str:
 
 
 def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
-    """Return the passages that a server finds, the best first.
+    """Return up to `most` passages that a server finds, the best first.
 
     The server takes `{"queries": [text], "topk": number, "return_scores": true}` and answers with
-    `{"result": [[{"document": {"contents": ...}, "score": ...}]]}`, as that of
-    https://github.com/PeterGriffinJin/Search-R1 does. seconds: for all of the answer.
+    `{"result": [[{"document": {"contents": ...}, "score": ...}]]}`, like that of
+    https://github.com/PeterGriffinJin/Search-R1. seconds: limit for the complete answer.
 
     Raises:
-        TimeoutError: the answer did not come in time.
-        SearchError: there is no answer, or one of another form.
+        TimeoutError: the answer did not arrive in time.
+        SearchError: the server did not answer, or its answer has another form.
     """
     where = f"the search server at {urlsplit(url).hostname}"
     body = json.dumps({"queries": [query], "topk": most, "return_scores": True}).encode()
@@ -228,7 +230,7 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
     until, data = time.monotonic() + seconds, b""
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
-            # A socket's time-out limits each read alone, and a slow answer has many of them.
+            # The time-out of a socket applies to each read separately, and a slow answer takes many reads.
             while part := answer.read1(1 << 16):
                 data += part
                 if time.monotonic() > until:
@@ -246,5 +248,5 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
         rows: Any = json.loads(data)["result"][0]
         found = [passage_of(row.get("document", row)) for row in rows]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise SearchError(f"{where} sent an answer of another form: {data[:80]!r}") from None
+        raise SearchError(f"{where} sent an answer of an unknown form: {data[:80]!r}") from None
     return [each for each in found if each is not None][:most]

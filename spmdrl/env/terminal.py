@@ -1,4 +1,4 @@
-"""Episodes in the terminal, played by hand or by a model, and their messages, calls and rewards as lines."""
+"""Plays episodes in the terminal, by hand or with a model, and prints their messages, calls and rewards."""
 
 import json
 from collections.abc import Callable
@@ -13,30 +13,30 @@ from spmdrl.env.play import Play
 
 HELP = """\
 You are the assistant. Write a text, or a call of a tool: name(key=value), or as JSON
-{"name": ..., "arguments": {...}}, a list of these for several calls at once.
-A line that ends with \\ goes on in the next one. /quit ends."""
+{"name": ..., "arguments": {...}}; a JSON list of calls makes several calls at once.
+A line that ends with \\ continues in the next line. /quit ends the episode."""
 Write = Callable[[str], None]
 Generate = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
-"""(messages, tools) -> text of the assistant's next turn, with its control tokens, without the token that ends it."""
+"""(messages, tools) -> text of the assistant's next turn, with special tokens but without the token that ends it."""
 
 
 @dataclass(frozen=True)
 class ModelPlayer:
-    """A model that continues conversations."""
+    """A model that plays the assistant."""
 
     generate: Generate
     format: str
-    """The form in which it writes tool calls; empty if its template shows none that can be read."""
+    """The form in which the model writes tool calls, a name of `FORMATS`; empty if it is not known."""
     why: str = ""
-    """The reason for an empty format."""
+    """The reason why the format is not known."""
 
 
 def by_hand(
     play: Play, row: dict[str, Any], seed: int, read: Callable[[str], str] = input, write: Write = print
 ) -> float:
-    """Play an episode by hand, and return the sum of its rewards.
+    """Let the user play an episode by hand, and return the sum of its rewards.
 
-    read: shows a prompt and returns a line; it raises EOFError at the end. write: shows a line.
+    read: shows a prompt and returns the line that the user typed, or raises EOFError. write: prints a line.
 
     Raises:
         PlayError: the environment failed.
@@ -68,13 +68,13 @@ def by_model(
     """Let a model play an episode of at most `turns` turns, and return the sum of its rewards.
 
     Raises:
-        ValueError: the environment has tools, and the model's form of calls is not known.
+        ValueError: the environment has tools, but the form of the model's calls is not known.
         PlayError: the environment failed.
     """
     opened = play.open(row, seed)
     if opened.tools and player.format in ("", "none"):
         why = player.why or "the model's chat template shows no tool calls"
-        raise ValueError(f"{why}: name their form with --format ({', '.join(FORMATS)})")
+        raise ValueError(f"{why}: name the form of its calls with --format ({', '.join(FORMATS)})")
     left = iter(range(turns))
 
     def next_turn(messages: list[dict[str, Any]]) -> AssistantTurn | None:
@@ -96,11 +96,11 @@ def load_player(model: str, format: str, max_tokens: int, temperature: float, se
     """Load a model, onto a GPU if there is one.
 
     Args:
-        model: folder or name, as `--model.path`.
-        format: of tool calls; empty takes the one that the chat template shows.
-        max_tokens: of a turn.
-        temperature: of sampling; 0 takes the likeliest token.
-        seed: of all draws.
+        model: folder or name, as in `--model.path`.
+        format: form of tool calls; if empty, that of the chat template.
+        max_tokens: most tokens of a turn.
+        temperature: sampling temperature; 0 for greedy decoding.
+        seed: seed of all sampling.
 
     Raises:
         ValueError: the model cannot be loaded.
@@ -156,15 +156,15 @@ def load_player(model: str, format: str, max_tokens: int, temperature: float, se
 def _play(
     play: Play, opened: Reply, next_turn: Callable[[list[dict]], AssistantTurn | None], cut: str, write: Write
 ) -> float:
-    """Play an opened episode until it is done or `next_turn(messages)` returns None, and write its lines.
+    """Play an opened episode until it is done or `next_turn(messages)` returns None, and print it.
 
-    cut: how it ended in the latter case.
+    Return the sum of its rewards. cut: describes the end of the episode if `next_turn` returned None.
     """
     messages, reply, total = [], opened, 0.0
     while True:
         if reply.anew:
             messages = []
-            write("the conversation goes on from these messages alone:")
+            write("the conversation continues from only these messages:")
         messages += reply.messages
         for message in reply.messages:
             write(_message_line(message))
@@ -185,17 +185,17 @@ def _play(
 
 
 def parse_line(line: str, names: set[str]) -> tuple[str, list[Call]]:
-    """Return the text and the calls of a typed line. names: of the tools.
+    """Return the text and the calls of a line that the user typed. names: names of the tools.
 
     Raises:
-        ValueError: it begins as a call does, and is none.
+        ValueError: the line begins like a call but is not a valid one.
     """
     text = line.strip()
     if text.startswith(("{", "[{")):
         rest, calls, _ = parse(f"[TOOL_CALLS]{text}", "mistral")
         if rest or any(call.error for call in calls):
             why = next((call.error for call in calls if call.error), f"{rest!r} follows it")
-            raise ValueError(f'a call is {{"name": "...", "arguments": {{...}}}} ({why})')
+            raise ValueError(f'write a call as {{"name": "...", "arguments": {{...}}}} ({why})')
         return "", calls
     name, opened, _ = text.partition("(")
     if not opened or name not in names:
@@ -203,7 +203,7 @@ def parse_line(line: str, names: set[str]) -> tuple[str, list[Call]]:
     try:
         return "", [Call(name, python_call(text)[1], "call00000")]
     except ValueError as error:
-        raise ValueError(f"a call is {name}(key=value) with plain values ({error})") from None
+        raise ValueError(f"write a call as {name}(key=value) with literal values ({error})") from None
 
 
 def _printable(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Environments and tools that were written for TRL (https://huggingface.co/docs/trl/openenv), as environments of ours.
+"""Wraps environments and tools that were written for TRL (https://huggingface.co/docs/trl/openenv).
 
-A class of `environment_factory` has `reset(**columns)`, which returns None or a text that is appended to the last
-message of the row's prompt. Its other public methods are tools. `get_reward()`, or else an attribute `reward`, gives
-the reward.
+A class for TRL's `environment_factory` has `reset(**columns)`, which returns None or a text that is appended to the
+last message of the row's prompt. Its other public methods are tools. The reward is the result of `get_reward()`, or the
+attribute `reward`.
 """
 
 import inspect
@@ -25,29 +25,29 @@ class Functions(Stateless):
 
 
 def is_trl(kind: type) -> bool:
-    """Return whether a class is one of TRL's `environment_factory`: its reset takes columns, not the row."""
+    """Return whether a class was written for TRL's `environment_factory`: its `reset` takes columns, not the row."""
     reset = inspect.getattr_static(kind, "reset", None)
     if not inspect.isfunction(reset) or "row" in inspect.signature(reset).parameters:
         return False
     if list(inspect.signature(reset).parameters)[2:] == ["seed"] and inspect.isfunction(getattr(kind, "reward", None)):
-        return False  # TRL's reward is no method: this is reset(row, seed) with another name for the row
+        return False  # in TRL `reward` is not a method, so this is reset(row, seed) with another name for the row
     step = getattr(kind, "step", None)
     takes_message = step is not None and "message" in inspect.signature(step).parameters
     return not takes_message and not hasattr(kind, "restore")
 
 
 class FromTRL:
-    """An environment of TRL's."""
+    """An environment that wraps an object of a class written for TRL."""
 
     def __init__(self, environment: Any):
         self.environment = environment
         self.tools = methods_of(environment, _OF_TRL)
         self.timeout_s = getattr(environment, "timeout_s", None)
-        # TRL makes the calls of plain methods one after another, and what they keep may rely on it.
+        # TRL calls plain methods one after another, and their state may rely on that.
         self.parallel_calls = all(map(inspect.iscoroutinefunction, self.tools))
 
     def reset(self, row: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-        """Call its reset with the columns that it takes, and append the returned text to the prompt."""
+        """Call `reset` with the columns that it takes, and append the returned text to the prompt."""
         parameters = inspect.signature(self.environment.reset).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         columns = {key: value for key, value in row.items() if takes_all or key in parameters}
@@ -55,15 +55,15 @@ class FromTRL:
         needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind not in starred]
         if lacking := [key for key in needed if key not in row]:
             raise BrokenError(
-                f"its reset({', '.join(parameters)}) is read as TRL's, whose arguments are columns of the row, and the "
-                f"row has no column {lacking[0]} (it has {', '.join(row)}); an environment that is not TRL's has "
+                f"its reset({', '.join(parameters)}) looks like TRL's, whose arguments are columns of the row, but the "
+                f"row has no column {lacking[0]} (it has {', '.join(row)}); if the class is not written for TRL, write "
                 "reset(self, row, seed)"
             )
         observation = self.environment.reset(**columns)
         if isinstance(observation, list):
             observation = joined(observation)
         if not isinstance(observation, str | None):
-            raise TypeError(f"reset returned {type(observation).__name__} where a text or None is wanted")
+            raise TypeError(f"reset must return a text or None, and returned {type(observation).__name__}")
         messages = prompt_of(row) or [{"role": "user", "content": ""}]
         content = messages[-1].get("content") or ""
         text = joined(content) if isinstance(content, list) else str(content)
@@ -71,7 +71,7 @@ class FromTRL:
         return messages
 
     def reward(self) -> Any:
-        """Call `get_reward` or read the attribute `reward`; None where it has neither."""
+        """Call `get_reward` or read the attribute `reward`; return None if the environment has neither."""
         if hasattr(self.environment, "get_reward"):
             return self.environment.get_reward()
         return None if callable(value := getattr(self.environment, "reward", None)) else value

@@ -1,15 +1,15 @@
-"""verl's tools and interactions as environments: its YAML files with classes written against its `BaseTool` and
-`BaseInteraction` (https://verl.readthedocs.io/en/latest/sglang_multiturn/multiturn.html and interaction_system.html).
+"""Runs verl's tools and interactions as environments, with the interfaces of its `BaseTool` and `BaseInteraction`
+(https://verl.readthedocs.io/en/latest/sglang_multiturn/multiturn.html and interaction_system.html).
 
-A tool lives as long as its episode, which is the older of verl's two ways and the one that all four keywords of
-`tools_kwargs` belong to: `create` at the first call, or at the start where the row names the tool; `execute` for each
-call; `calc_reward` at the end; then `release`. (verl's agent loop creates and releases a tool around each call, so that
-`calc_reward` is never called.) `create` gets its keywords both by name and as `create_kwargs`, since tools read either.
-An interaction answers each assistant's message that calls no tool.
+A tool lives as long as its episode, as in the older of verl's two loops, which uses all four keys of `tools_kwargs`.
+`create` runs at the first call, or at the start if the row names the tool; `execute` runs for each call; at the end
+`calc_reward` runs, then `release`. (verl's agent loop creates and releases a tool around each call, and never calls
+`calc_reward`.) `create` gets its keywords by name and as `create_kwargs`, as tools may read either. An interaction
+answers each message of the assistant that calls no tool.
 
-verl hands the numbers of tools and interactions to the reward function; here they count: an execution's reward and an
-interaction's score where they fall, the sum of `calc_reward` at the end. With the setting `count_rewards: false` they
-do not, and the tools' `calc_reward` are parts of the reward beside the score 0.
+verl passes the rewards of tools and the scores of interactions to the reward function. This module gives them as
+rewards of their turns, and the sum of `calc_reward` as the final reward. With the setting `count_rewards: false` they
+are not rewards: the final score is 0, and the values of `calc_reward` are only its parts.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from spmdrl.env.messages import prompt_of
 
 KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 OLD_NAME = "gsm8k"
-"""The interaction of a row that names none: verl's default before names were required."""
+"""The interaction of a row that names none, as in verl's older versions."""
 
 
 _OPEN: dict[str, asyncio.Event] = {}
-"""Ids of the episodes that are open in this process, and events for their end."""
+"""An event for each id of an episode that is open in this process; it is set when the episode is closed."""
 _UNNAMED = itertools.count()
-"""Names of episodes that have none."""
+"""Numbers that serve as names for episodes without a name."""
 
 
 @dataclass
 class AgentData:
-    """The conversation, as verl hands it to a tool's `execute`; `extra_fields` is the tools' own, for one episode."""
+    """The conversation, as verl passes it to a tool's `execute`. Tools may store their own data in `extra_fields`."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     image_data: Any = None
@@ -57,16 +57,16 @@ class AgentData:
 
 @dataclass
 class Parts:
-    """Tools and interactions of YAML files; every environment of a process shares these objects, as in verl."""
+    """Tools and interactions of YAML files. All environments of a process share these objects, as in verl."""
 
     tools: dict[str, Any] = field(default_factory=dict)
-    """name -> object of a class like verl's BaseTool."""
+    """Tools by name, with the interface of verl's BaseTool."""
     interactions: dict[str, Any] = field(default_factory=dict)
-    """name -> object of a class like verl's BaseInteraction."""
+    """Interactions by name, with the interface of verl's BaseInteraction."""
 
 
 class VerlTools:
-    """An environment of verl's tools: it ends with the first message that calls none."""
+    """An environment of verl's tools. The episode ends with the first message that calls no tool."""
 
     def __init__(self, parts: Parts, count_rewards: bool = True):
         self._parts, self._counts = parts, count_rewards
@@ -77,17 +77,17 @@ class VerlTools:
         self._closed: asyncio.Event | None = None
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
-        """Create the tools that the row names. Return messages only if a tool begins with a text.
+        """Create the tools that the row names. Return messages if creating a tool returned a text, else None.
 
-        row: `extra_info` holds `tools_kwargs` (tool -> the four keywords) and `need_tools_kwargs`, as verl's rows do.
+        row: as in verl, `extra_info` has `tools_kwargs` (tool -> `KEYWORDS` -> values) and `need_tools_kwargs`.
 
         Raises:
-            ValueError: the row names a tool that the YAML lacks, or needs keywords and has none.
+            ValueError: the row names a tool that the YAML lacks, or its required `tools_kwargs` are missing.
         """
         extra = row.get("extra_info") or {}
         self._kwargs = _tools_kwargs(row.get("tools_kwargs") or extra.get("tools_kwargs") or {}, self._parts.tools)
         if extra.get("need_tools_kwargs") and not self._kwargs:
-            raise ValueError("the row's extra_info has need_tools_kwargs, and its tools_kwargs are empty: add them")
+            raise ValueError("the row's extra_info has need_tools_kwargs, but its tools_kwargs are empty: add them")
         await self._take_id(seed)
         self._agent = AgentData(messages=prompt_of(row), request_id=self._id, tools_kwargs=self._kwargs)
         made = await asyncio.gather(*map(self._instance, self._kwargs))
@@ -97,9 +97,9 @@ class VerlTools:
         return list(self._agent.messages) if answers else None
 
     async def _take_id(self, seed: int) -> None:
-        """Take an id that is the same when the episode is opened again, as tools may print it.
+        """Set the id of the episode, which is the same when the episode is opened again, as tools may print it.
 
-        The shared tools distinguish episodes by it, so an earlier opening of the same one must have been closed.
+        The shared tools distinguish episodes by this id, so wait until an earlier opening of the episode is closed.
         """
         self._id = digest([seed, EPISODE.get() or next(_UNNAMED)])
         while earlier := _OPEN.get(self._id):
@@ -111,11 +111,11 @@ class VerlTools:
         return [schema_of(tool) for tool in self._parts.tools.values()]
 
     async def call(self, name: str, arguments: dict) -> Answer:
-        """Execute a tool. Return its text and its reward, unchanged.
+        """Execute a tool. Return its text and its reward.
 
         Raises:
-            BrokenError: it returned something else than verl's three values.
-            Exception: whatever the tool raises, whose text the model gets.
+            BrokenError: `execute` did not return verl's three values.
+            Exception: an error of the tool; the model gets its text.
         """
         tool, kwargs = self._parts.tools[name], self._of(name, "execute_kwargs")
         key, _ = await self._instance(name)
@@ -130,14 +130,14 @@ class VerlTools:
         return Answer(text, reward if self._counts else None)
 
     async def reward(self) -> dict[str, float]:
-        """Return each tool's `calc_reward` under its name, and `score`, their sum."""
+        """Return each tool's `calc_reward` by the tool's name, and their sum as `score` (0 without `count_rewards`)."""
 
         async def of(name: str) -> float:
             key, _ = await self._created[name]
             value = await _awaited(self._parts.tools[name].calc_reward(key, **self._of(name, "calc_reward_kwargs")))
             number = 0.0 if value is None else as_number(value)
             if number is None:
-                raise TypeError(f"calc_reward of {name} returned {value!r}; a reward is a number")
+                raise TypeError(f"calc_reward of {name} returned {value!r}; it must return a number")
             return number
 
         names = [name for name, made in self._created.items() if _succeeded(made)]
@@ -164,7 +164,7 @@ class VerlTools:
         return self._kwargs.get(name, {}).get(keyword, {})
 
     async def _instance(self, name: str) -> tuple[str, str]:
-        """Return a tool's id in this episode and its first text. The tool is created once, unless that failed."""
+        """Return a tool's id in this episode and the text from `create`, which is called again only if it failed."""
         task = self._created.get(name)
         if task is None or (task.done() and not _succeeded(task)):
             task = self._created[name] = asyncio.ensure_future(self._create(name))
@@ -180,22 +180,22 @@ class VerlTools:
 
 
 class VerlInteraction(VerlTools):
-    """An environment of verl's interactions, and of its tools if there are any."""
+    """An environment of verl's interactions, optionally with tools."""
 
     _interaction: Any = None
     _interaction_name = ""
     _instance_id = ""
     _answered = 0
-    """Number of messages up to the last answer; answers of tools follow, whose calling message comes later."""
+    """Number of messages up to the last answer. The assistant's next message is inserted there, before tool results."""
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
-        """Create the tools and begin the interaction that the row's `interaction_kwargs` (in `extra_info`) name."""
+        """Create the tools, and begin the interaction that the row names in `interaction_kwargs` or `extra_info`."""
         begun = await super().reset(row, seed)
         self._answered = len(self._agent.messages)
         extra, known = row.get("extra_info") or {}, self._parts.interactions
         given = _present(row.get("interaction_kwargs") or extra.get("interaction_kwargs") or {})
         if not given and self._parts.tools:
-            return begun  # as in verl, the episode has tools alone
+            return begun  # as in verl, the episode has only tools
         name = given.get("name") or (next(iter(known)) if len(known) == 1 else OLD_NAME)
         if name not in known:
             raise ValueError(
@@ -208,7 +208,7 @@ class VerlInteraction(VerlTools):
         return begun
 
     async def step(self, message: dict) -> tuple[str | None, float | None, bool]:
-        """Let the interaction answer a message that calls no tool: (its text, the turn's score, whether it ends)."""
+        """Let the interaction answer a message without tool calls. Return (text, score, whether the episode ends)."""
         agent = self._agent
         agent.messages.insert(self._answered, message)
         self._answered = len(agent.messages)
@@ -225,7 +225,7 @@ class VerlInteraction(VerlTools):
         if not isinstance(result, tuple) or len(result) != 4:
             raise TypeError(
                 f"generate_response of the interaction {self._interaction_name} returned {type(result).__name__}, not "
-                "(should_terminate, response, score, anything else)"
+                "(should_terminate, response, score, other data)"
             )
         done, text, score = bool(result[0]), _text(result[1]), result[2]
         agent.messages.append({"role": "user", "content": text})
@@ -243,7 +243,7 @@ class VerlInteraction(VerlTools):
 
 
 def schema_of(tool: Any) -> dict:
-    """Return a tool's schema as a dict, of a tool that keeps it as a dict or as a model of verl's."""
+    """Return a tool's schema as a dict. The tool has it as a dict or as one of verl's pydantic models."""
     schema = tool.tool_schema
     return schema if isinstance(schema, dict) else schema.model_dump(exclude_unset=True, exclude_none=True)
 
@@ -258,18 +258,18 @@ def _tools_kwargs(given: dict, tools: dict[str, Any]) -> dict[str, dict[str, dic
     out = {}
     for name, value in found.items():
         if wrong := sorted(value.keys() - set(KEYWORDS)):
-            raise ValueError(f"the row's tools_kwargs of {name} hold {wrong[0]!r}; they may hold {', '.join(KEYWORDS)}")
+            raise ValueError(f"the row's tools_kwargs of {name} have {wrong[0]!r}; known keys: {', '.join(KEYWORDS)}")
         out[name] = {word: _present(kwargs) for word, kwargs in _present(value).items()}
     return out
 
 
 def _present(given: dict) -> dict:
-    """Return the items that are not None: parquet gives every row the keys of all rows, filled with None."""
+    """Return the items that are not None. Parquet gives every row the keys of all rows, with None for missing ones."""
     return {key: value for key, value in given.items() if value is not None}
 
 
 def _text(response: Any) -> str:
-    """Return the text of an answer: verl's ToolResponse, a dict with its keys, or a text (its older form)."""
+    """Return the text of an answer, which is verl's ToolResponse, a dict with its keys, or (in old versions) text."""
     if response is None or isinstance(response, str):
         return response or ""
     if not isinstance(response, dict):
@@ -291,7 +291,7 @@ def _takes(function: Callable[..., Any], keyword: str) -> bool:
 
 
 def _arguments(tool: Any, arguments: dict) -> dict | str:
-    """Return a call's arguments in the type of the tool's signature: as JSON text for `parameters: str`."""
+    """Return a call's arguments, as JSON text if the tool's signature has `parameters: str`."""
     wanted = inspect.signature(tool.execute).parameters.get("parameters")
     return json.dumps(arguments) if wanted is not None and wanted.annotation in (str, "str") else arguments
 

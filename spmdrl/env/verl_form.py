@@ -1,4 +1,4 @@
-"""verl's YAML files of tools and interactions, classes written against its base classes, and stand-ins of its modules.
+"""Reads verl's YAML files of tools and interactions, and replaces verl's modules for users' files if it is missing.
 
     tools:
       - class_name: my_tools.Lookup          # imported from the working directory or from beside this file
@@ -9,8 +9,8 @@
         class_name: my_users.Teacher
         config: {}
 
-Either list may stand in a file of its own, as in verl: the setting `interaction_config_path` names the second file.
-These environments behave as `verl_env.py` describes.
+As in verl, the two lists may be in two files: the setting `interaction_config_path` names the file of interactions.
+`verl_env.py` describes how these environments behave.
 """
 
 import importlib
@@ -31,7 +31,7 @@ from spmdrl.env.verl_env import AgentData, Parts, VerlInteraction, VerlTools, sc
 SUFFIXES = (".yaml", ".yml")
 SETTINGS = ("interaction_config_path", "count_rewards")
 METHODS = {"tools": ("create", "execute", "calc_reward", "release"), "interaction": ("generate_response",)}
-"""The methods that a class of each list has."""
+"""Methods that a class in each list must have."""
 
 
 def is_verl_yaml(path: str) -> bool:
@@ -46,19 +46,19 @@ def is_verl_yaml(path: str) -> bool:
 
 
 def is_mine(target: object, name: str) -> bool:
-    """Return whether an environment's name, or the class that it names, has verl's form."""
+    """Return whether the class `target` has verl's methods; if it is None, whether `name` is a YAML file of verl."""
     if target is None:
         return is_verl_yaml(name)
     return isinstance(target, type) and _kind(target) != ""
 
 
 def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
-    """Make an environment of a YAML (its path) or of one class like verl's BaseTool or BaseInteraction.
+    """Make an environment from the path of a YAML file, or from a class like verl's BaseTool or BaseInteraction.
 
-    settings: those of `load_yaml`; of a class also `config`, and `tool_schema` unless it has one of its own.
+    settings: those of `load_yaml`. For a class also `config`, and `tool_schema` unless the class defines a schema.
 
     Raises:
-        ValueError: the file or the class cannot be used; the message says what to change.
+        ValueError: the file or the class cannot be used.
     """
     if isinstance(target, str):
         return load_yaml(target)(settings)
@@ -70,13 +70,14 @@ def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
 
 
 def load_yaml(path: str) -> Callable[[dict[str, Any]], VerlTools]:
-    """Return a function of the settings that makes environments of a YAML.
+    """Return a function that takes settings and makes environments of a YAML file.
 
-    Settings: `interaction_config_path`, a second YAML, beside the first unless it is found from the working directory;
-    `count_rewards` (default true), whether the tools' and interactions' numbers are rewards.
+    The settings are `interaction_config_path`, a second YAML file, relative to the working directory or to the folder
+    of the first file; and `count_rewards` (default true), which decides whether the numbers of tools and interactions
+    are rewards.
 
     Raises:
-        ValueError: the file, a class or a schema cannot be used; the message names it and says what to change.
+        ValueError: the file, a class or a schema cannot be used.
     """
     return partial(_environment, _read(str(Path(path).expanduser().resolve())), path)
 
@@ -84,11 +85,11 @@ def load_yaml(path: str) -> Callable[[dict[str, Any]], VerlTools]:
 def _environment(parts: Parts, of: str, settings: dict[str, Any]) -> VerlTools:
     if unknown := sorted(settings.keys() - set(SETTINGS)):
         raise ValueError(
-            f"{of}: there is no setting {unknown[0]!r} of verl's tools; the settings: {', '.join(SETTINGS)}"
+            f"{of}: environments of verl have no setting {unknown[0]!r}; their settings: {', '.join(SETTINGS)}"
         )
     counts = settings.get("count_rewards", True)
     if not isinstance(counts, bool):
-        raise ValueError(f"{of}: the setting count_rewards is true or false, not {counts!r}")
+        raise ValueError(f"{of}: the setting count_rewards must be true or false, not {counts!r}")
     if second := settings.get("interaction_config_path"):
         file = Path(second).expanduser()
         file = file if file.is_file() else Path(of).expanduser().resolve().parent / second
@@ -98,7 +99,7 @@ def _environment(parts: Parts, of: str, settings: dict[str, Any]) -> VerlTools:
 
 @lru_cache(maxsize=32)
 def _read(path: str) -> Parts:
-    """Read a file and make its objects, once in a process."""
+    """Read a YAML file and make its tools and interactions, once in a process."""
     provide()
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -106,12 +107,12 @@ def _read(path: str) -> Parts:
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"cannot read {path} ({e})") from e
     except (yaml.YAMLError, RecursionError) as e:
-        raise ValueError(f"{path} is no YAML ({' '.join(str(e).split())})") from e
+        raise ValueError(f"{path} is not valid YAML ({' '.join(str(e).split())})") from e
     if not _has_lists(found):
-        raise ValueError(f"{path}: a YAML of verl's has a list `tools` or a list `interaction`")
+        raise ValueError(f"{path}: a YAML file of verl must have a list `tools` or a list `interaction`")
     if "${" in text:
         found = _resolved(path, found)
-    # Classes are imported from the working directory, as verl's users do, and from beside the file.
+    # Classes are imported from the working directory, as in verl, or from the folder of the file.
     sys.path += [each for each in (str(Path.cwd()), str(Path(path).parent)) if each not in sys.path]
     parts = Parts()
     for key in METHODS:
@@ -121,11 +122,11 @@ def _read(path: str) -> Parts:
                 raise ValueError(f"{where} has no class_name: give it as package.module.Class")
             config = entry.get("config") or {}
             if not isinstance(config, dict):
-                raise ValueError(f"{where}: config is a mapping, not {config!r}")
+                raise ValueError(f"{where}: config must be a mapping, not {config!r}")
             if key == "tools" and config.get("type", "native") != "native":
                 raise ValueError(
-                    f"{where}: only tools of config.type native are read from verl's YAML, and this is of type "
-                    f"{config['type']!r}; name an MCP server as an environment of its own"
+                    f"{where}: only tools with config.type native are read from verl's YAML, but this type is "
+                    f"{config['type']!r}; use an MCP server as a separate environment"
                 )
             _add(parts, key, _class(entry["class_name"], where), entry, where)
     return parts
@@ -136,14 +137,14 @@ def _has_lists(found: Any) -> bool:
 
 
 def _resolved(path: str, found: dict) -> dict:
-    """Return the settings with OmegaConf's `${...}` filled in, as verl does."""
+    """Return the settings with OmegaConf's `${...}` replaced by their values, as in verl."""
     try:
         from omegaconf import OmegaConf  # type: ignore[import-not-found]
     except ImportError as e:
-        raise ValueError(f"{path} has values like ${{...}}: pip install omegaconf, or write the values out") from e
+        raise ValueError(f"{path} has values like ${{...}}: pip install omegaconf, or write out the values") from e
     try:
         filled: Any = OmegaConf.to_container(OmegaConf.create(found), resolve=True)
-    except Exception as e:  # OmegaConf has many of its own
+    except Exception as e:  # OmegaConf defines many error types
         raise ValueError(f"{path}: a value like ${{...}} cannot be filled in ({e})") from e
     return filled
 
@@ -154,9 +155,9 @@ def _class(name: str, where: str) -> type:
         raise ValueError(f"{where}: class_name {name!r} has no module: give it as package.module.Class")
     try:
         kind = getattr(importlib.import_module(module), last, None)
-    except Exception as e:  # whatever the user's file does
+    except Exception as e:  # the user's file may raise anything
         missing = isinstance(e, ModuleNotFoundError) and (e.name or "").partition(".")[0] == "verl"
-        more = f"; verl is not installed, and of it there are only {', '.join(modules())}" if missing else ""
+        more = f"; verl is not installed, and only these modules of it exist: {', '.join(modules())}" if missing else ""
         raise ValueError(f"{where}: cannot import {module} ({error_text(e)}){more}") from e
     if not isinstance(kind, type):
         raise ValueError(f"{where}: the module {module} has no class {last}: change class_name")
@@ -164,15 +165,18 @@ def _class(name: str, where: str) -> type:
 
 
 def _kind(target: type) -> str:
-    """Return the list to which a class belongs, or ""."""
+    """Return the key of `METHODS` to which a class belongs, or ""."""
     return next((key for key, names in METHODS.items() if all(callable(getattr(target, n, None)) for n in names)), "")
 
 
 def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
-    """Make a tool or an interaction as verl does: of its config, and the model of its schema or its name."""
+    """Make a tool or an interaction as in verl, from its config and its schema or name, and add it to `parts`.
+
+    key: the list, `tools` or `interaction`. entry: the item of the list. where: the item's place, for messages.
+    """
     what = {"tools": "tool", "interaction": "interaction"}[key]
     if lacking := [name for name in METHODS[key] if not callable(getattr(kind, name, None))]:
-        raise ValueError(f"{where}: {kind.__name__} is no {what}; it has no {lacking[0]}")
+        raise ValueError(f"{where}: {kind.__name__} is not a class of {what}s, as it has no {lacking[0]}")
     config, schema = dict(entry.get("config") or {}), entry.get("tool_schema")
     if key == "tools" and schema is not None:
         if not isinstance(schema, dict) or not isinstance(schema.get("function"), dict):
@@ -189,11 +193,11 @@ def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
         else:
             name = entry.get("name") or (kind.__name__.removesuffix("Interaction") or kind.__name__).lower()
             part = kind(config={**config, "name": name})
-    except Exception as e:  # pydantic's and the user's own
+    except Exception as e:  # errors of pydantic or of user code
         raise ValueError(f"{where}: {kind.__name__} cannot be made ({error_text(e)})") from e
     table = parts.tools if key == "tools" else parts.interactions
     if name in table:
-        raise ValueError(f"{where}: there are two {what}s named {name!r}: give one another name")
+        raise ValueError(f"{where}: two {what}s are named {name!r}: rename one")
     table[name] = part
 
 
@@ -201,7 +205,7 @@ def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
 
 
 def modules() -> dict[str, dict[str, Any]]:
-    """Return the modules of verl that files can import where verl is not installed, with their contents.
+    """Return the modules of verl that files can import although verl is not installed, with their contents.
 
     Raises:
         ValueError: pydantic is not installed.
@@ -217,7 +221,7 @@ def modules() -> dict[str, dict[str, Any]]:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules where nothing else finds verl: it stands last in `sys.meta_path`."""
+    """Finds the modules of `modules()` if verl is not installed, as the last finder in `sys.meta_path`."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname.partition(".")[0] != "verl":
@@ -235,6 +239,6 @@ _FINDER = _Finder()
 
 
 def provide() -> None:
-    """Let files import verl's modules from here on, where verl is not installed. May be called again."""
+    """Let files import `modules()` if verl is not installed. May be called again."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)

@@ -1,8 +1,8 @@
 # ruff: noqa: D102 (the methods are verl's)
-"""Classes of verl that users' files inherit from, fill in or name in YAML files, where verl is not installed.
+"""Replacements for the classes of verl that users' files and YAML files name, for machines without verl.
 
 The signatures are those of verl/tools/base_tool.py, verl/tools/schemas.py, verl/interactions/base.py and
-verl/utils/reward_score/gsm8k.py in https://github.com/volcengine/verl. Unlike verl's, the schemas keep every key of a
+verl/utils/reward_score/gsm8k.py in https://github.com/volcengine/verl. Unlike in verl, the schemas keep every key of a
 JSON schema. `verl_form.py` lets files import these classes under verl's names.
 """
 
@@ -19,11 +19,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"(-?[0-9.,]+)")
 _SEARCHED = 300
-"""Characters at the end of an answer that are searched for a number."""
+"""Number of characters at the end of an answer in which a number is searched."""
 
 
 def rollout_trace_op(function: Function) -> Function:
-    """Return the function: nothing is traced here."""
+    """Return the function unchanged, without tracing."""
     return function
 
 
@@ -101,7 +101,7 @@ class BaseTool:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
-            raise ValueError(f"{type(self).__name__} has no tool_schema, and its get_openai_tool_schema gives none")
+            raise ValueError(f"{type(self).__name__} has no tool_schema, and its get_openai_tool_schema returned None")
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
@@ -144,9 +144,12 @@ class BaseInteraction:
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """Return the last number of an answer as text, or None. method: `strict` (a number after ####) or `flexible`."""
+    """Return the last number of an answer as text, or None.
+
+    method: `strict` for the last number after ####, `flexible` for the last number anywhere.
+    """
     if method not in ("strict", "flexible"):
-        raise ValueError(f"the method is strict or flexible, not {method!r}")
+        raise ValueError(f"the method must be strict or flexible, not {method!r}")
     end = solution_str[-_SEARCHED:]
     if method == "strict":
         found = [each.replace(",", "") for each in _STRICT.findall(end)]
@@ -158,7 +161,7 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 def compute_score(
     solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` for the truth, `format_score` for another number, 0 for none."""
+    """Return `score` for the right number, `format_score` for another number, and 0 if there is no number."""
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
@@ -166,7 +169,7 @@ def compute_score(
 
 
 class Gsm8kTool(BaseTool):
-    """A tool that scores an answer."""
+    """A tool that scores the answer in its argument `answer`."""
 
     def __init__(self, config: dict, tool_schema: Any):
         super().__init__(config, tool_schema)
@@ -195,7 +198,7 @@ class Gsm8kTool(BaseTool):
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """A user who answers whether the last answer is right."""
+    """A simulated user who replies whether the assistant's last answer is right."""
 
     def __init__(self, config: dict):
         super().__init__(config)
@@ -231,4 +234,4 @@ MODULES: dict[str, list[str]] = {
     "verl.utils.reward_score.gsm8k": ["compute_score", "extract_solution"],
     "verl.utils.rollout_trace": ["rollout_trace_op"],
 }
-"""Module of verl -> names that it offers."""
+"""Modules of verl, each with the names that can be imported from it."""

@@ -1,24 +1,26 @@
-"""One process of environments: `python -m spmdrl.env.worker <parent pid>`, JSON lines in on stdin and out on stdout.
+"""A process that runs environments: `python -m spmdrl.env.worker <parent pid>`. It and its parent exchange JSON lines.
 
-In:  {settings}                           first line: fields of PoolSettings
+Lines on stdin:
+     {settings}                           the first line: fields of PoolSettings
      {"id": n, "do": d, "env": k, "open": {...}?, "turn": {...}?}
-                                          d: `open`, `say`, `score`, or `close`, which has no answer. `open` in
-                                          another request opens the environment again first
+                                          a request. d: `open`, `say`, `score`, or `close`, which is not answered. With
+                                          the key `open`, the other requests first open the environment again
      {"id": n, "do": "check", "open": {"name": f, "settings": {...}}}      make this environment once
-Out: {"ready": true}
+Lines on stdout:
+     {"ready": true}                      the process has started
      {"id": n, "begins": what, "end": t, "call": i, "alone": b}
-                                          a call of this request begins, whose limit is over at t (time.monotonic(), one
-                                          clock for all processes). i: the call of the turn that it makes, -1 for none.
-                                          b: those of this request that began before it have ended
-     {"id": n, "anew": [i, ...]}          calls of this turn did not answer, and some of them still run: the environment
-                                          is dropped, and the turn must run in a fresh one
-     {"alive": true}                      now and then while requests are under way: the loop runs
-     {"loading": b}                       before and after a file is imported, while nothing else goes on
-     {"id": n, "reply": {...}} or {"id": n, "failure": text}
-     {"hangs": text}                      a call exceeds its limit: this process takes no new requests and ends with
-                                          those that are under way, as nothing else ends the call
+                                          a function call for this request begins. t: its deadline (time.monotonic(),
+                                          which is the same for all processes). i: index of the tool call in the turn,
+                                          -1 for other functions. b: true if all earlier calls of the request have ended
+     {"id": n, "anew": [i, ...]}          these calls of the turn timed out, and some still run; the environment is
+                                          dropped, and the parent must send the turn again with the key `open`
+     {"alive": true}                      sent regularly while requests are running: the event loop is not blocked
+     {"loading": b}                       sent before and after the import of a file, which blocks the process
+     {"id": n, "reply": {...}} or {"id": n, "failure": text}      the answer to a request
+     {"hangs": text}                      a call still runs after its limit. As it cannot be ended, the process takes no
+                                          new requests and exits after its current ones
 
-It imports nothing heavy of its own, so that a killed process is back at once.
+The module imports no heavy packages, so that a killed process is replaced quickly.
 """
 
 import asyncio
@@ -45,20 +47,20 @@ from spmdrl.env.messages import FailedError
 from spmdrl.workers.in_child import die_with, take_pipes, write_all
 
 ALIVE_EVERY = 0.4
-"""Seconds between two signs of life."""
+"""Seconds between two `alive` messages."""
 CLOSES_WITHIN = 1.5
-"""Seconds in which open environments may clear up when the process ends."""
+"""Seconds in which open environments may clean up when the process exits."""
 EXITS_WITHIN = 0.3
-"""Seconds for the functions that are registered to run at the exit (sandboxes, MCP servers, user code)."""
+"""Seconds for functions registered with `atexit` (by sandboxes, MCP servers and user code)."""
 STACK_MB = 8
-"""Memory that the limit grants to the stack of each thread."""
+"""MiB that are added to the memory limit for the stack of each thread."""
 
 
 class Worker:
-    """Runs requests side by side, those of one environment one after another."""
+    """Runs the requests of different environments in parallel, and those of one environment one after another."""
 
     def __init__(self, settings: PoolSettings, answers: int):
-        """answers: descriptor of the pipe to the parent."""
+        """answers: file descriptor of the pipe to the parent."""
         self.settings = settings
         self.limits = Limits(self._on_hang)
         self._instances: dict[int, EnvInstance] = {}
@@ -66,7 +68,7 @@ class Worker:
         self._forms: dict[str, Form] = {}
         self._hung = False
         self._answers = answers
-        # The pipe may be full for long while the parent is busy, and the clocks of calls must go on.
+        # The pipe may stay full while the parent is busy. A thread writes to it, so that time limits keep working.
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         self._room = select.poll()
         self._room.register(answers, select.POLLOUT)
@@ -74,10 +76,10 @@ class Worker:
         self._writer.start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a line to the parent, without waiting."""
+        """Send a line to the parent without blocking."""
         line = (json.dumps(message) + "\n").encode()
-        # At once if the pipe has room, which is for PIPE_BUF bytes: the call that the line announces may let no other
-        # thread run, that of `_write` included.
+        # The line is written at once if it fits into the pipe (a writable pipe takes PIPE_BUF bytes): the call that it
+        # announces may hold the interpreter lock, and then the thread of `_write` would not run.
         if not self._lines.unfinished_tasks and len(line) <= select.PIPE_BUF and self._room.poll(0):
             write_all(self._answers, line)
         else:
@@ -89,10 +91,10 @@ class Worker:
             self._lines.task_done()
 
     def leave(self) -> None:
-        """End this process once all lines are written."""
+        """Exit this process once all lines are written."""
         self._lines.put(None)
         self._writer.join()
-        # An exit of the interpreter would run these functions, and wait for threads that hang.
+        # A normal exit of the interpreter would also wait for threads that hang, so exit functions are run directly.
         exits = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
         exits.start()
         exits.join(EXITS_WITHIN)
@@ -112,7 +114,7 @@ class Worker:
         return any(not task.done() for task in self._tasks.values())
 
     async def live(self) -> None:
-        """Send signs of life while the parent waits for answers."""
+        """Send `alive` regularly while the parent waits for answers."""
         while True:
             await asyncio.sleep(ALIVE_EVERY)
             if self._busy():
@@ -121,7 +123,7 @@ class Worker:
     # ── requests ─────────────────────────────────────────────────────────────
 
     def take_request(self, line: bytes) -> None:
-        """Begin the request of a line."""
+        """Start a task for the request in a line."""
         message = json.loads(line)
         env = message.get("env", -1)
         if message["do"] == "close":
@@ -144,8 +146,8 @@ class Worker:
             reply = {"anew": e.late}
             self._track(asyncio.ensure_future(_give_up(self._instances.pop(message["env"]), e.calls)))
         except asyncio.CancelledError:
-            return  # closed meanwhile
-        except Exception as e:  # a mistake of ours must not leave the caller waiting
+            return  # the environment was closed meanwhile
+        except Exception as e:  # even after a bug in this module the caller must get an answer
             reply = {"failure": f"failed: {error_text(e)} ({place(e)})"}
         self.send({"id": message["id"], **reply})
 
@@ -175,7 +177,7 @@ class Worker:
         return await instance.score() if message["do"] == "score" else reply
 
     async def _make(self, opening: dict[str, Any], begins: Callable[[str, float], None]) -> tuple[Form, Any]:
-        """Return the form and the environment of an opening."""
+        """Load and make the environment of an opening. Return its form and the environment."""
         name = opening["name"]
         try:
             if name not in self._forms:
@@ -210,11 +212,11 @@ class Worker:
 
 
 _RUNNING: set[asyncio.Task] = set()
-"""Tasks that run, to which the loop itself has weak references only."""
+"""Running tasks. The event loop has only weak references to them, so this set keeps them alive."""
 
 
 async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
-    """Close an environment once calls of it have ended. Nobody waits for that."""
+    """Close an environment that is no longer used, after `calls` of it have ended."""
     instance.begins = lambda *_, **__: None
     if calls:
         await asyncio.wait(calls)
@@ -223,7 +225,7 @@ async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
 
 
 async def serve(requests: int, answers: int) -> None:
-    """Serve until the requests end."""
+    """Serve requests until the pipe `requests` is closed. requests, answers: file descriptors of the pipes."""
     lines = asyncio.StreamReader(limit=1 << 40)
     protocol = asyncio.StreamReaderProtocol(lines)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(requests, "rb"))

@@ -1,4 +1,4 @@
-"""Checkpoints of a job: loaded at its start, saved after its steps and at a preemption."""
+"""Loads the checkpoint of a job at its start, and saves checkpoints after steps and at a preemption."""
 
 import json
 from pathlib import Path
@@ -20,33 +20,33 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 
 class Kept(Protocol):
-    """The state of a job beside its models, equal on all ranks."""
+    """The state of a job other than its models, equal on all ranks."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state, which JSON can hold."""
+        """Return the state as a dict of JSON values."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned, after the models are loaded. Older checkpoints may lack names."""
+        """Restore a result of `state`, after the models are loaded. Keys may be missing in older checkpoints."""
         ...
 
 
 class RankKept(Protocol):
-    """The state that each rank of a job has of its own."""
+    """The part of a job's state that differs between ranks."""
 
     def tree(self) -> dict:
-        """Return this rank's part (see `checkpoint/treefile.py`), between two steps."""
+        """Return this rank's state between two steps, in the form that `checkpoint/treefile.py` describes."""
         ...
 
     def restore(self, files: list[Path]) -> str:
-        """Restore the parts of any number of ranks; return a message on what could not be restored."""
+        """Restore from files that any number of ranks saved; return a message about state that cannot be restored."""
         ...
 
 
 class Checkpoints:
-    """The finished steps and their checkpoints. Every method is collective over all ranks.
+    """Loads and saves the checkpoints of a job. Every method is collective over all ranks.
 
-    The constructor loads the models from the newest checkpoint; `begin` follows when everything else is built.
+    The constructor loads the models from the newest checkpoint; `begin` restores the state of the ranks later.
     """
 
     def __init__(self, session: Session, models: Models, kept: Kept, data: str):
@@ -71,7 +71,7 @@ class Checkpoints:
         for name, model in models.trained().items():
             model.updates_done = state["trained"][name]
         for name, model in models.learning().items():
-            # Older checkpoints do not record it: their schedules followed the steps taken.
+            # Older checkpoints have no `due`: learning rate schedules counted the updates that were done.
             model.updates_due = state.get("due", {}).get(name, model.updates_done)
             if model.loss_scale is not None and (held := state.get("loss_scales", {}).get(name)):
                 model.loss_scale.restore(held)
@@ -88,22 +88,22 @@ class Checkpoints:
         """Compare data, files and device with those of the checkpoint.
 
         Raises:
-            ValueError: something changed, and `--run.allow-changes` is not set.
+            ValueError: one of them changed, and `--run.allow-changes` is not set.
         """
         changes = changes_since(self.session.cfg, found, state, self.made_with)
         if changes and not self.session.cfg.run.allow_changes:
             raise ValueError(
-                f"{'; '.join(changes)}: give it the same, take another --run.dir, --run.fresh (moves that folder aside "
-                "and starts over), or --run.allow-changes (goes on so)"
+                f"{'; '.join(changes)}: restore the earlier ones, choose another --run.dir, or set --run.fresh (moves "
+                "that folder aside and starts over) or --run.allow-changes (continues with the changes)"
             )
         for line in changes:
             self.session.note(f"--run.allow-changes: {line}")
 
     def _files(self) -> dict[str, list[str]]:
-        """Return `file_digests`. Collective.
+        """Return the digests of the files that settings name (`file_digests`). Collective.
 
         Raises:
-            ValueError: ranks have different ones.
+            ValueError: ranks read files with different contents.
         """
         text = json.dumps(file_digests(self.session.cfg))
         seen = [json.loads(each) for each in all_gather_text(text, self.session.world.host_group)]
@@ -111,26 +111,29 @@ class Checkpoints:
             odd = [rank for rank, files in enumerate(seen) if files[name][1] != digest]
             if odd:
                 raise ValueError(
-                    f"{flag(name)} {path}: ranks {rank_ranges(odd)} read another content than rank 0; "
+                    f"{flag(name)} {path}: ranks {rank_ranges(odd)} read a file with other contents than rank 0; "
                     "give every node the same files"
                 )
         return seen[0]
 
     def begin(self, ranks: RankKept) -> None:
-        """Restore the state of every rank, right before the first step: an engine draws from them while it is built."""
+        """Restore the state of every rank right before the first step.
+
+        It contains random number generators, from which an engine draws while it is built.
+        """
         self.ranks = ranks
         self.agreement = Agreement(self.session.world, self.session.cfg.run.timeout)
         if self.start_step and (lost := ranks.restore(self.rank_files)):
             self.session.note(lost)
 
     def step_done(self, step: int, held: dict[str, int]) -> None:
-        """Agree with all ranks on this step, counted from 0; save if a checkpoint is due, leave on a preemption.
+        """Check that all ranks agree on a finished step, counted from 0, and save if a checkpoint is due.
 
         held: numbers that must be equal on all ranks.
 
         Raises:
-            LockstepError: ranks differ in them.
-            PreemptedError: on every rank.
+            LockstepError: the numbers differ between ranks.
+            PreemptedError: the job is preempted; raised on every rank after the step.
         """
         cfg, done = self.session.cfg, step + 1
         with self.session.timer("agree"):
@@ -142,7 +145,7 @@ class Checkpoints:
             raise PreemptedError(done, f"step {done} was finished")
 
     def leave(self, left: PreemptedError) -> None:
-        """Save the models unless a checkpoint has them, wait until it is published, and write the file PREEMPTED."""
+        """Save a checkpoint of this step if there is none, wait until it is published, and write the file PREEMPTED."""
         if left.step > self.start_step and self.saver.saved != left.step:
             self._save(left.step)
         with self.session.timer("checkpoint"):
@@ -151,14 +154,14 @@ class Checkpoints:
         if self.session.world.is_first:
             write_preempted(preemption.request, left.step)
         saved = f"step {left.step} is in {self.session.folder}/checkpoints/step_{left.step}"
-        saved = saved if left.step else "nothing is learnt yet"
-        self.session.note(f"preempted ({who}): {left}; {saved}, and the same command goes on from there")
+        saved = saved if left.step else "no step is finished yet"
+        self.session.note(f"preempted ({who}): {left}; {saved}, and the same command continues from there")
 
     def _save(self, done: int) -> None:
         with self.session.timer("checkpoint"):
             with self.session.timer("checkpoint_wait"):
                 self.saver.finish()
-            # Rank 0, which trains, writes it.
+            # Rank 0 writes it, and that rank always has a policy.
             policy = self.models.policy
             state = policy and {
                 "step": done,
@@ -176,21 +179,21 @@ class Checkpoints:
 
 
 def changes_since(cfg: TrainingConfig, found: Path, before: dict, now: dict) -> list[str]:
-    """Return the changes since the checkpoint `found` was made, one line each.
+    """Return the changes since the checkpoint `found` was made, one line for each.
 
-    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. Facts that an older
-    checkpoint does not record are not compared.
+    before, now: dicts with a digest of the `prompts`, the digests of `files` (see `file_digests`) and the type of the
+    `device`. Keys that an older checkpoint lacks are not compared.
     """
     files = before.get("files", {})
     lines = [
-        f"{flag(name)} {path} has another content than when {found} was made"
+        f"{flag(name)} {path} has changed since {found} was made"
         for name, (path, digest) in now["files"].items()
         if name in files and files[name][0] == path and files[name][1] != digest
     ]
     if before.get("prompts", now["prompts"]) != now["prompts"]:
-        lines.append(f"{found} was trained on other prompts than {cfg.data.train} holds")
+        lines.append(f"{found} was trained on other prompts than {cfg.data.train} contains")
     device = before.get("device", now["device"])
     if device != now["device"] and fixed_settings(cfg).get("rollout.engine") == "vllm":
-        # vLLM draws from the device's generators; other engines do not.
-        lines.append(f"{found} was made on {device}; on {now['device']} vllm draws other tokens from the same seeds")
+        # vLLM samples with the device's random number generators; other engines do not.
+        lines.append(f"{found} was made on {device}; on {now['device']} vllm samples other tokens from the same seeds")
     return lines

@@ -1,10 +1,11 @@
 """Makes two runs of the same settings and layout equal to the last bit (`--run.deterministic`).
 
-On a CPU a run with a static assignment is deterministic without the flag; the flag makes it certain. torch refuses
-operations that sum in varying order, prompts have fixed engines (`config/layers.py` sets the static assignment),
-engines on GPUs take batch-invariant kernels, and settings whose effect depends on the clock are refused or named in a
-warning (`config/engines.py`, `rl/build.py`). It costs speed. Checkpoints hold the states of the process's random number
-generators, because a user's function may draw from them.
+The flag has these effects: torch refuses operations that sum in varying order; each prompt goes to a fixed engine
+(`config/layers.py` sets the static assignment); engines on GPUs use batch-invariant kernels; settings whose effect
+depends on time are refused or named in a warning (`config/engines.py`, `rl/build.py`). Runs become slower. On a CPU, a
+run with the static assignment is usually deterministic even without the flag.
+
+Checkpoints contain the states of the process's random number generators, because a user's function may draw from them.
 """
 
 import os
@@ -17,23 +18,26 @@ from spmdrl.config.schema import RunConfig
 from spmdrl.spmd.seeds import seed_for
 
 ENVIRONMENT = {
-    # cuBLAS: a workspace of fixed size for every stream, which torch requires in this mode.
+    # cuBLAS uses a workspace of fixed size for every stream, which torch requires in this mode.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # NVLS sums in the switch, in the order in which values arrive.
+    # NVLS is excluded, as the network switch sums values in the order in which they arrive.
     "NCCL_ALGO": "^NVLS",
-    # flash-attn in transformers, and Transformer Engine in Megatron.
+    # These two are read by flash-attn in transformers, and by Transformer Engine in Megatron.
     "FLASH_ATTENTION_DETERMINISTIC": "1",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    # Child processes iterate over sets in the same order.
+    # With a fixed hash seed, child processes iterate over sets in the same order.
     "PYTHONHASHSEED": "0",
 }
-"""Defaults; a user's own values stay."""
+"""Defaults of environment variables. Values that the user has set are kept."""
 
 
 def make_deterministic(run: RunConfig) -> None:
-    """Set torch and its libraries before the first of them starts; without the flag, only seed the generators."""
-    # The run's own draws are keyed by data, but a user's loss may draw from these generators. The seed is equal on all
-    # ranks (law 3), so that ranks with the same tokens (--parallel.sp) compute the same loss.
+    """Seed the process's generators and, with `--run.deterministic`, make torch and its libraries deterministic.
+
+    Must be called before the libraries are initialized.
+    """
+    # This project keys its random draws by data, but a user's loss may draw from these generators. The seed is equal on
+    # all ranks (law 3), so that ranks with the same tokens (--parallel.sp) compute the same loss.
     seed = seed_for(run.seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -47,7 +51,7 @@ def make_deterministic(run: RunConfig) -> None:
 
 
 def generator_states(device: torch.device) -> dict:
-    """Return the states of the process's generators: Python's, NumPy's, torch's, the device's."""
+    """Return the states of the random number generators of Python, NumPy, torch and, if it is a GPU, the device."""
     version, words, rest = random.getstate()
     name, keys, *numbers = numpy.random.get_state(legacy=True)
     states = {
@@ -61,7 +65,7 @@ def generator_states(device: torch.device) -> dict:
 
 
 def set_generator_states(states: dict, device: torch.device) -> None:
-    """Restore the states of `generator_states`; a GPU's only on a GPU."""
+    """Restore a result of `generator_states`. The state of a GPU's generator is restored only on a GPU."""
     version, words, rest = states["python"]
     random.setstate((version, tuple(words.tolist()), rest))
     name, keys, *numbers = states["numpy"]

@@ -1,12 +1,12 @@
-"""Moves models and the engine on and off the device: in a rollout phase the engine owns it, in training the trainer.
+"""Moves models and the engine on and off the device, which the engine and the trainer use in turn.
 
-Only this module moves models, in an order that bounds the peak. Before a rollout everything that the push does not read
-leaves (frozen models, critics, gradients, moments), the engine's weights come back, the push writes the policy's into
-them, the policy's parameters leave, and only then the KV cache is allocated. After it the engine sleeps before the
-trainer comes back. Under split placement a rank has one of the two, and only the push moves anything.
+Only this module moves models, in an order that bounds the peak memory. Before a rollout, everything that the push does
+not read leaves the device (frozen models, critics, gradients, moments); the engine's weights come back; the push
+overwrites them with the policy's; the policy's parameters leave; then the KV cache is allocated. After the rollout, the
+engine sleeps before the trainer comes back. Under split placement a rank has only one of them, and nothing is moved.
 
 A frozen judge on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before the policy
-samples again, `restore` brings it back with the moves that begin a phase, so that the peak is no higher.
+samples again, `restore` pushes its weights by the same moves that begin a phase, so that the peak does not grow.
 """
 
 import logging
@@ -40,7 +40,7 @@ log = logging.getLogger("spmdrl")
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes of one owner on this rank, and their place."""
+    """A row of the table: bytes of one owner on this rank, and the place where they are."""
 
     owner: str
     place: Literal["device", "host", "disk", "gone"]
@@ -49,7 +49,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Border:
-    """The table at a moment between two moves, the system's count, and its peak since the previous border."""
+    """A snapshot between two moves: the table, the measured bytes, and their peak since the previous snapshot."""
 
     table: tuple[Holding, ...]
     measured: int
@@ -57,43 +57,43 @@ class Border:
 
     @property
     def on_device(self) -> int:
-        """The bytes of the table that are on the device."""
+        """The sum of the table's bytes that are on the device."""
         return sum(row.bytes for row in self.table if row.place == "device")
 
 
 def place_of(name: str, models: Models, cfg: Config) -> Literal["none", "host", "disk"]:
-    """Return the place of a model while the engine samples."""
+    """Return the place of a model while the engine samples; `none` if it stays on the device."""
     return cfg.policy.offload if name == "policy" or name in models.trained() else cfg.reference.offload
 
 
 class Memory:
-    """The phases of a run with its models and its engine, and the table of the bytes that each of them holds."""
+    """Switches between the rollout and training phases of a run, and keeps the table of memory by owner."""
 
     def __init__(self, cfg: Config, models: Models, engine: Engine | None, timer: Timer, world: World):
-        """models.policy is None on a rank that does not train, engine on one that does not sample. Collective."""
+        """Collective. models.policy: None on a rank that does not train. engine: None on one that does not sample."""
         self.cfg, self.models, self.policy, self.engine, self.timer = cfg, models, models.policy, engine, timer
         self.world, self.shared = world, models.policy is not None and engine is not None
         dtype, bucket_bytes = DTYPES[cfg.model.dtype], cfg.rollout.push_bucket_mib << 20
         self.transfer = Transfer(world, models.policy, engine, dtype, bucket_bytes, pushed_parts(cfg))
         self.last_push: PushReport | None = None
         self.version = -1
-        """Version of the policy when the rollout phase began, on every rank: engines sample from it."""
+        """Version of the policy when the rollout phase began, on every rank. Engines sample with these weights."""
         self.phases: dict[str, Border] = {}
-        """Last border of each name, in the order in which `rollout_phase` and `training_phase` pass them."""
+        """Newest border of each name, in the order in which `rollout_phase` and `training_phase` record them."""
         self.meter, self.peak = Meter(world.device), 0
         self.short = kind_of(world.device) == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
-        """True if freed memory goes back to the device."""
+        """True if the allocator must return freed memory to the device or the system."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
         self.lent = bool(frozen_judges(cfg) or cfg.engine_teachers())
-        """True if engines may hold the weights of a judge or a teacher; a rank then knows only its own engine."""
+        """True if engines may hold the weights of a judge or a teacher. Then versions may differ between engines."""
         self.check: EngineCheck | None = None
-        """Compares engine and policy in the first phases; None: no comparison."""
+        """The comparison of engine and policy in the first step; None if there is none."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
 
     @contextmanager
     def rollout_phase(self) -> Iterator[None]:
-        """Wake the engine with the policy's weights in it, and offload the trainer as set. Collective."""
+        """Wake the engine with the policy's weights, and offload the trainer as the settings require. Collective."""
         self._give_engine(dict(self.models.named()))
         with self._room("rollout", "sampling"):
             if self.check and self.check.due:
@@ -103,7 +103,7 @@ class Memory:
         self._border("sampled")
 
     def _give_engine(self, present: dict[str, Any]) -> None:
-        """Begin a rollout phase. present: the models that are on the device. Collective."""
+        """Move the trainer off and the engine onto the device. present: models on the device. Collective."""
         engine = self.engine if self.shared else None
         with self.timer("push"):
             if engine:
@@ -130,14 +130,14 @@ class Memory:
     def lend(self, folder: Tensors, version: int, whose: str) -> None:
         """Load other weights into the engine within a rollout phase. Collective over the ranks of the engine.
 
-        version: below 0, unlike those of policies. whose: the owner in messages, such as `judge`.
+        version: a number below -1, as policies have versions from 0 on. whose: the owner for messages, such as `judge`.
         """
         assert self.lent and version < -1
         with self.timer("push"), self._room("rollout", f"the {whose}'s weights"):
             self._give_back(self.transfer.load(folder, version))
 
     def restore(self) -> None:
-        """Push the policy's weights again into engines that hold a judge's, within a rollout phase. Collective."""
+        """Push the policy's weights again into engines with other weights, within a rollout phase. Collective."""
         assert self.engine and self.shared
         if not self._stale()[1]:
             return
@@ -150,7 +150,7 @@ class Memory:
 
     @contextmanager
     def training_phase(self) -> Iterator[None]:
-        """Put the engine to sleep and the trainer on the device. Collective."""
+        """Put the engine to sleep, and move the trainer onto the device. Collective."""
         engine = self.engine if self.shared else None
         with self.timer("sleep"):
             if engine:
@@ -183,7 +183,7 @@ class Memory:
             self._sent(held, {owner: "gone" if owner.endswith(" gradients") else place for owner in held})
 
     def _push(self) -> None:
-        """Push the policy's weights into every engine, if one lacks them. Collective."""
+        """Push the policy's weights into every engine if at least one engine lacks them. Collective."""
         version, stale = self._stale()
         self.version = version
         if stale:
@@ -195,10 +195,10 @@ class Memory:
             self._give_back(self.last_push.bytes)
 
     def _stale(self) -> tuple[int, bool]:
-        """Return the policy's version, and True if an engine lacks it. Collective."""
+        """Return the policy's version, and True if an engine has other weights. Collective."""
         if self.shared and self.engine and not self.lent:
             return self.policy.version, self.engine.version != self.policy.version
-        # A rank has the facts of its own side only.
+        # A rank knows only the version of its policy or of its engine.
         held = torch.tensor([self.policy.version if self.policy else -1])
         version = int(all_reduce(held, "max", self.world.host_group))
         lacks = torch.tensor([int(self.engine is not None and self.engine.version != version)])
@@ -209,7 +209,7 @@ class Memory:
             give_back(self.world.device, size)
 
     def table(self) -> list[Holding]:
-        """Return the bytes of each owner on this rank and their place; parked ones with their size on the device."""
+        """Return the bytes of each owner on this rank by place. Offloaded models count by their size on the device."""
         held = dict(self.engine.bytes_by_owner()) if self.engine else {}
         for name, model in self.models.named():
             learns = name == "policy" or name in self.models.trained()
@@ -227,7 +227,7 @@ class Memory:
         return rows
 
     def _sent(self, held: dict[str, int], places: dict[str, Any]) -> None:
-        """Record the places to which bytes were moved; `table` finds those that stayed on the device."""
+        """Record the places to which bytes were moved. `table` computes how many of them stayed on the device."""
         for owner, size in held.items():
             if size:
                 self.full[owner], self.sent[owner] = size, places[owner]
@@ -236,10 +236,10 @@ class Memory:
         self.sent = {owner: place for owner, place in self.sent.items() if not _belongs(owner, name)}
 
     def metrics(self) -> dict[str, float]:
-        """Return GiB for the step's log: the most of each owner at any border, and the peak between them.
+        """Return GiB for the step's log: the most of each owner at any border, and the peak of the measured memory.
 
-        On a GPU also the used memory that has no owner: CUDA's context, graphs, buffers of NCCL. Names are equal on all
-        ranks.
+        On a GPU, memory in use without an owner is included: CUDA's context and graphs, buffers of NCCL. The names are
+        equal on all ranks.
         """
         self._border("logged")
         border, self.peak = self.phases["logged"], 0
@@ -261,9 +261,10 @@ class Memory:
 
     @contextmanager
     def _room(self, phase: Literal["rollout", "training"], what: str, owner: str = "") -> Iterator[None]:
-        """Turn a failed allocation into an error with the table and the flags that would help.
+        """Convert a failed allocation in this context to an error that contains the table and flags that would help.
 
-        phase: the current one. what: the purpose of the memory. owner: row, or model, that comes back.
+        phase: the current phase. what: the purpose of the memory, for the message. owner: the row of the table, or the
+        model, that is moved onto the device.
         """
         try:
             yield
@@ -272,7 +273,7 @@ class Memory:
                 raise
             whole = sum(size for name, size in self.full.items() if owner and _belongs(name, owner))
             size = max(whole, requested_bytes(error))
-            wanted = f" ({size / GIB:.2f} GiB wanted)" if size else ""
+            wanted = f" ({size / GIB:.2f} GiB needed)" if size else ""
             measured, _ = self.meter.lap()
             rows = [row for row in self.table() if row.bytes]
             places: dict[str, list[str]] = {}
@@ -285,15 +286,15 @@ class Memory:
             engine = self.full if self.engine else {}
             flags = three_flags(self.cfg, self.world, phase, held, engine, trained, training, self.shared)
             raise NoRoomError(
-                f"no room for {what}{wanted}. Held in GiB: {report}; {measured / GIB:.2f} GiB taken as the "
-                f"system counts. What would help most: {'; '.join(flags)}"
+                f"no room for {what}{wanted}. Memory by owner: {report}; the system counts {measured / GIB:.2f} GiB "
+                f"in use. Flags that would help most: {'; '.join(flags)}"
             ) from error
 
 
 def _belongs(owner: str, name: str) -> bool:
-    """Return True for a row of `name`: the row itself, or one of a model's rows."""
+    """Return True if `owner` is the row `name`, or a row of the model `name`."""
     return owner == name or owner.startswith(name + " ")
 
 
 class NoRoomError(MemoryError):
-    """The device has no room; the message holds the table and what to change."""
+    """An allocation failed. The message contains the memory by owner and the flags to change."""

@@ -15,9 +15,9 @@ from spmdrl.session.session import Session
 
 @contextmanager
 def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
-    """Move models off the device inside this context, as in a rollout, while an engine is built and put to sleep.
+    """Move models off the device inside this context, as for a rollout, while an engine is built and put to sleep.
 
-    vLLM refuses to start if less than its share of the device is free.
+    vLLM refuses to start if its configured share of the device's memory is not free.
     """
     for name, model in models.named():
         if (place := place_of(name, models, cfg)) != "none":
@@ -28,9 +28,12 @@ def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
 
 
 def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) -> Engine:
-    """Start the engine of this rank; it sleeps if the models of the rank need its memory first."""
+    """Start the engine of this rank. It is put to sleep if the rank's models need the memory first.
+
+    stop: tokens that end a response.
+    """
     cfg, world = session.cfg, session.world
-    # vLLM runs full collections of its own while it starts.
+    # vLLM runs full garbage collections while it starts, which are slow with many objects.
     keep_what_started(done=False)
     with room_for_engine(models, cfg):
         engine = build_engine(cfg, world, stop)
@@ -39,8 +42,8 @@ def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) ->
         if level == 2 and len(pushed_parts(cfg)) > 1:
             held = engine.bytes_by_owner().get("engine weights", 0) / 2**30
             session.warn(
-                f"--rollout.sleep-level 2 with --lora.push adapter: the {held:.2f} GiB beneath the adapters travel "
-                "to every engine rank at every step; 1 keeps them in host memory"
+                f"--rollout.sleep-level 2 with --lora.push adapter: the {held:.2f} GiB of the base model are sent to "
+                "every engine rank at every step; --rollout.sleep-level 1 keeps them in host memory"
             )
         if models.policy is not None and not (on_cpu and cfg.policy.offload == "none"):
             engine.sleep(level)

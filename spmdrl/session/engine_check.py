@@ -1,7 +1,7 @@
-"""Compares log p of the engine with the trainer's once, after a run's first push, and refuses a model if they differ.
+"""Compares log p of the engine with the trainer's after the first push of a run, and refuses the model if they differ.
 
-A few prompts of several lengths are sampled together, some of them begun later and ended earlier than others. This
-reveals states that leak between the rows of a batch, and wrong attention windows. All ranks of an engine do the same.
+A few prompts of several lengths are sampled in one batch; some begin later and end earlier than others. This reveals
+states that leak between the rows of a batch, and wrong attention windows. All ranks of an engine sample the same.
 """
 
 import logging
@@ -25,18 +25,18 @@ from spmdrl.spmd.world import World
 log = logging.getLogger("spmdrl")
 
 ROWS = ((5, 8), (9, 4), (9, 7), (14, 8))
-"""Tokens of each prompt, and of its response."""
+"""Number of tokens of each prompt and of its response."""
 BEGUN = 2
-"""Rows that the engine begins with; the others join them a step later."""
-CHECKED = 0xE6C  # separates these draws from others that are keyed by (seed, number)
+"""Number of rows that the engine begins with; the others join the batch a step later."""
+CHECKED = 0xE6C  # a seed that separates these random draws from other draws
 EXACT = 1e-3
-"""Largest |dlogp| of a token in float32 and above, where right families differ by 1e-4 at most."""
+"""Largest allowed |dlogp| of a token in float32 and float64; correct models differ by at most 1e-4."""
 ROUNDED = 0.3
-"""Largest mean |dlogp| in 16 bits, where right families show 0.02 to 0.04 and single tokens 0.6."""
+"""Largest allowed mean |dlogp| in 16-bit types; correct models show means of 0.02 to 0.04, and up to 0.6 at a token."""
 
 
 def _excluded(cfg: Config, world: World) -> str:
-    """Return the setting that excludes the check; empty if it takes place."""
+    """Return the setting that switches off the check; empty if the check takes place."""
     if not cfg.model.self_check:
         return "--model.no-self-check"
     if world.roles.split:
@@ -45,10 +45,12 @@ def _excluded(cfg: Config, world: World) -> str:
 
 
 def check_frequencies(cfg: Config, hf_config: Any) -> None:
-    """Check that a model's rotary frequencies do not change within a sequence, whose length no sampler knows ahead.
+    """Check that a model's rotary frequencies are the same for all sequence lengths up to the longest of the run.
+
+    Some models change them above a limit; a sampler does not know in advance whether a response will exceed it.
 
     Raises:
-        ValueError: they do; the message names the settings of the longest sequence.
+        ValueError: sequences may exceed such a limit.
     """
     longest, new = longest_sequence(cfg), cfg.rollout.max_new_tokens
     for kind, limit in limits(hf_config).items():
@@ -56,30 +58,31 @@ def check_frequencies(cfg: Config, hf_config: Any) -> None:
             raise ValueError(
                 f"--rollout.max-prompt-tokens {cfg.rollout.max_prompt_tokens} --rollout.max-new-tokens {new}: the "
                 f"rotary embedding of {hf_config.model_type} ({kind}) has other frequencies in sequences of more than "
-                f"{limit:,} tokens, so that the end of a response would change the probabilities with which it began; "
-                f"let the two add up to {limit:,} at most"
+                f"{limit:,} tokens, so the end of a long response would change the probabilities of its beginning; "
+                f"choose values with a sum of at most {limit:,}"
             )
 
 
 class EngineCheck:
-    """The check of one run, in two parts: the engine samples in the rollout phase, the trainer scores in training."""
+    """The check of a run: the engine samples in the rollout phase, and the trainer scores in the training phase."""
 
     def __init__(self, cfg: Config, world: World, policy: Any, engine: Engine | None, experts_width: int):
         """experts_width: columns of `token["experts"]` under routing replay, else 0."""
         self.cfg, self.world, self.policy, self.engine, self.width = cfg, world, policy, engine, experts_width
         self.due, self.sampled = True, torch.empty(0)
-        """True until the comparison; the samples of rank 0's engine, see `_packed`."""
+        """`due` is True until the comparison; `sampled` holds samples of rank 0's engine in the form of `_packed`."""
         if setting := _excluded(cfg, world):
             self.due = False
             log.info(f"no check of the engine's log p against the trainer's: {setting}")
 
     def sample(self, version: int) -> None:
-        """Sample with the weights of this version, which the engine holds; nothing else may run on it. Collective."""
+        """Sample the rows of `ROWS`. The engine must be idle and have the weights of this version. Collective."""
         if len(self.sampled):
             return
         engine, done = self.engine, {}
         assert engine is not None
-        # Engines may draw from them. A resumed run checks again and must then draw as an uninterrupted one.
+        # Engines may draw from these generators, and a resumed run repeats the check. As their states are restored, it
+        # still draws the same numbers in its steps as an uninterrupted run.
         generators = generator_states(self.world.device)
         requests = [self._request(i, version) for i in range(len(ROWS))]
         for i, request in enumerate(requests):
@@ -89,7 +92,7 @@ class EngineCheck:
         while len(done) < len(requests):
             tick()
             done |= {made.key: made for made in engine.poll()}
-        # A resumed run samples its steps as an uninterrupted one, whose engine holds no prefix of these rows.
+        # A resumed run must sample like an uninterrupted one, whose engine has no cached prefixes of these rows.
         engine.reset_prefix_cache()
         set_generator_states(generators, self.world.device)
         self.sampled = _packed(requests, [done[request.key] for request in requests])
@@ -98,10 +101,10 @@ class EngineCheck:
         all_reduce(self.sampled, "sum", self.world.host_group)
 
     def compare(self) -> None:
-        """Compare the samples with the policy, which still has their version. Collective.
+        """Compare log p of the samples with that of the policy, which still has the same weights. Collective.
 
         Raises:
-            ValueError: on every rank, if log p differs by more than rounding.
+            ValueError: log p differs by more than rounding explains; raised on every rank.
         """
         if not len(self.sampled):
             return
@@ -109,27 +112,27 @@ class EngineCheck:
         batch, theirs = _unpacked(self.sampled, self.width)
         mine = policy.logprobs(batch, 1.0)[0][batch.token["mask"]].double()
         off = (theirs - mine).abs()
-        # The numbers of one rank decide for all.
+        # All ranks decide by the numbers of rank 0.
         numbers = torch.stack([off.mean(), off.max()])
         numbers = numbers if self.world.is_first else torch.zeros_like(numbers)
         mean, most = all_reduce(numbers, "sum", self.world.host_group).tolist()
         kind, family, engine = self.cfg.model.dtype, policy.hf_config.model_type, engine_name(self.cfg)
-        apart = f"differs from the trainer's by {mean:.2g} in the mean, {most:.2g} at most"
+        apart = f"differs from the trainer's by {mean:.2g} on average, {most:.2g} at most"
         result = f"log p of {len(off)} sampled tokens {apart}"
         rounds = kind in ("bfloat16", "float16")
         if not (mean <= ROUNDED if rounds else most <= EXACT):
-            bound = f"{ROUNDED:g} in the mean" if rounds else f"{EXACT:g}"
-            other = "--rollout.engine hf, which computes as transformers does"
+            bound = f"a mean of {ROUNDED:g}" if rounds else f"{EXACT:g}"
+            other = "--rollout.engine hf, which uses transformers"
             if engine == "hf":
-                other = "a model of another family, and report this one"
+                other = "a model of another family, and report this problem"
             raise ValueError(
-                f"--rollout.engine {engine}: {family} is not right there in {kind}: {result}, where rounding explains "
-                f"{bound}; take {other}; --model.no-self-check leaves this check out"
+                f"--rollout.engine {engine} computes {family} wrongly in {kind}: {result}, but rounding explains at "
+                f"most {bound}; use {other}; --model.no-self-check switches off this check"
             )
         log.info(f"check of the engine ({engine}, {family}, {kind}): {result}")
 
     def _request(self, row: int, version: int) -> Request:
-        """Return the request of a row, shortened to the engine's longest sequence."""
+        """Return the request of a row of `ROWS`, shortened if the engine's longest sequence is shorter."""
         length, new = ROWS[row]
         longest = longest_sequence(self.cfg)
         new = max(1, min(new, longest // 3))
@@ -139,7 +142,7 @@ class EngineCheck:
 
 
 def _packed(requests: list[Request], done: list[Completion]) -> torch.Tensor:
-    """Pack samples in float64 [rows, 2 + tokens + log p]: lengths of prompt and response, tokens, then log p."""
+    """Pack samples into float64 [rows, 2 + 2 * longest]: lengths of prompt and response, tokens, log p by token."""
     size = max(length + new for length, new in ROWS)
     out = torch.zeros(len(requests), 2 + 2 * size, dtype=torch.float64)
     for row, request, made in zip(out, requests, done, strict=True):
@@ -151,7 +154,7 @@ def _packed(requests: list[Request], done: list[Completion]) -> torch.Tensor:
 
 
 def _unpacked(sampled: torch.Tensor, experts_width: int) -> tuple[Batch, torch.Tensor]:
-    """Return the samples as a batch whose mask has the sampled tokens, and log p of these from the engine."""
+    """Return the samples as a batch whose mask selects the sampled tokens, and the engine's log p of these."""
     size = (sampled.shape[1] - 2) // 2
     place, begins, lengths = torch.arange(size), sampled[:, :1], sampled[:, :2].sum(1, keepdim=True)
     real, mask = place < lengths, (place >= begins) & (place < lengths)

@@ -1,6 +1,6 @@
-"""Defaults of the process: the environment before torch is imported, threads, the allocator.
+"""Sets defaults of the process: environment variables before torch is imported, threads, the allocator.
 
-Values that a user has set stay.
+Values that the user has set are kept.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Collectives that torch's recorder keeps for the flight record (health/flight_record.py), with their Python frames.
+    # Number of collectives that torch's flight recorder keeps, for health/flight_record.py.
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
 
@@ -23,10 +23,7 @@ COLLECTIONS = gc.get_threshold()
 
 
 def prepare() -> None:
-    """Set defaults of libraries. Under torchrun this process ends with its agent, even if that was killed.
-
-    torchrun gives one thread to each of several ranks; on GPUs `share_cores` sets another number.
-    """
+    """Set defaults of libraries. Under torchrun, let the kernel end this process when torchrun's agent has died."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -40,10 +37,10 @@ def postpone_collections() -> None:
 
 
 def keep_what_started(done: bool = True) -> None:
-    """Collect garbage once and exclude all objects of this moment from later collections.
+    """Collect garbage once and exclude all current objects from later collections.
 
-    A start imports a million objects; full collections of them took 3 s of CPU on each rank. done: the start is over,
-    so full collections follow Python's own rule again.
+    Imports create about a million objects; collecting them fully took 3 s of CPU time on each rank. done: True when the
+    start is over, to return to Python's default schedule of full collections.
     """
     gc.collect()
     gc.freeze()
@@ -52,11 +49,11 @@ def keep_what_started(done: bool = True) -> None:
 
 
 def torchrun_chose_one_thread() -> bool:
-    """Return True if OMP_NUM_THREADS is 1 because the user has not set it: torchrun sets it for several ranks."""
+    """Return True if OMP_NUM_THREADS is 1 because torchrun set it, as it does for several ranks, and not the user."""
     if os.environ.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:
-        # The environment of torchrun, the parent, lacks the variables that it sets for its ranks.
+        # torchrun is the parent; its environment does not contain the variables that it sets only for its ranks.
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
         return True
@@ -64,10 +61,10 @@ def torchrun_chose_one_thread() -> bool:
 
 
 def share_cores() -> str:
-    """Give torch this rank's share of the cores if torchrun chose one thread; return a line on the threads.
+    """Give torch this rank's share of the cores if torchrun chose one thread; return a line about threads to print.
 
-    For ranks on GPUs, whose hosts process billions of numbers (AdamW, checkpoints). Several ranks on a CPU keep one
-    thread each.
+    This is for ranks on GPUs, whose CPUs process billions of numbers in AdamW and checkpoints. Ranks that train on a
+    CPU keep one thread each.
     """
     import torch
 
@@ -78,11 +75,11 @@ def share_cores() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next allocation instead of returning it to the kernel.
+    """Let glibc keep freed memory for later allocations instead of returning it to the kernel.
 
     Every step frees and allocates gigabytes of activations, gathered weights and logits, and the kernel clears each new
     page: page faults took 40% of the update of SmolLM2-135M on two ranks. `storage.give_back` returns memory to the
-    kernel. Without glibc this does nothing.
+    kernel where that is needed. Without glibc this function does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""The kinds of jobs: each entry point declares one as a row, `JOB`, from which everything else about it follows."""
+"""The kinds of jobs. Each entry point describes its kind in a constant `JOB`, from which a job is checked and built."""
 
 import os
 import pkgutil
@@ -15,7 +15,7 @@ C = TypeVar("C")
 
 
 def late(name: str) -> Callable[..., Any]:
-    """Return the function `module:name`, which is imported when it is called: settings are checked before torch."""
+    """Return the function `module:name`, imported when called, so that settings are checked before torch is loaded."""
     module, _, attribute = name.partition(":")
 
     def call(*args: Any) -> Any:
@@ -27,46 +27,48 @@ def late(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Job(Generic[C]):
-    """A kind of job: its command, its settings, how it is built and what it shows.
+    """A kind of job: its command, its settings, and functions that build and run it.
 
-    Functions that need torch are given by `late`. Another kind that differs in some of these is made by `replace`.
+    Functions that need torch are wrapped by `late`. `dataclasses.replace` derives a similar kind of job from another.
     """
 
     module: str
-    """The entry point, which `python -m` takes."""
+    """Module of the entry point, for `python -m`."""
     page: str
-    """Its page of the docs."""
+    """Page of the docs that describes this kind of job."""
     settings: type[C]
     check: Callable[..., None]
-    """(settings, ranks of the job) -> None. Raises ConfigError, which lists every problem. Jobs with a method also take
-    `here`: False if the job is only planned on this machine."""
+    """(settings, number of ranks) -> None. Raises ConfigError, which lists every problem. If the job has a `method`,
+    `check` also takes `here`, which is False if the job is only planned on this machine."""
     lines: Callable[[Any, int], list[str]]
-    """(settings, ranks) -> the products of the settings' counts, printed at the start and by `--dry-run`."""
+    """(settings, number of ranks) -> lines that show the resulting sizes, such as tokens per rank. They are printed at
+    the start and by `--dry-run`."""
     build: Callable[..., Any]
-    """(session) -> the job, after the ranks have connected and the run folder is locked; a job with a method gets it as
-    the second argument. Collective."""
+    """(session) or, if the job has a `method`, (session, method) -> the job's `JobRun`. It is called after the ranks
+    have connected and the run folder is locked. Collective."""
     train: Callable[[Any], None]
-    """The loop over its steps."""
+    """(JobRun) -> None. Runs the loop over the steps."""
     dry: Callable[["Job[C]", Loaded[C]], None]
     """Prints the output of `--dry-run`. Raises ValueError if the job would not start."""
     columns: Sequence[str]
-    """Metrics on the console in their order; those of an evaluation only if it was measured."""
+    """Metrics on the console in their order. Those of an evaluation are shown only in steps with an evaluation."""
     phases: Sequence[str]
-    """Phases of the loop whose times the console shows, in the order of a step."""
+    """Phases of a step whose times the console shows, in their order."""
     reads: Callable[[], tuple[type, ...]] = tuple
-    """Settings of other kinds of jobs whose files it reads."""
+    """() -> classes of settings of other kinds of jobs, whose config files this kind can read."""
     method: Callable[[Any], Any] | None = None
-    """(run) -> the learning method of a job that samples (`rl/run.py`), for the run and for its plan on paper."""
+    """(run) -> the learning method of a job that samples (`rl/run.py`). Memory planning (`plan/`) uses it, too."""
     begin: Callable[[C], Any] | None = None
-    """For jobs on given rows: reads the tokenizer, and finds the encoder of the rows."""
+    """For jobs that train on given rows: (settings) -> the tokenizer and the encoder of the rows."""
     settle: Callable[["Job[C]", Loaded[C]], Loaded[Any]] = lambda job, loaded: loaded
     """Completes the settings from the data before ranks connect. Raises ValueError for a user's mistake."""
     keeps: Callable[[Any], bool] = lambda cfg: True
-    """True if the run folder belongs to the job alone and records its settings; False: it only holds its log."""
+    """(settings) -> True if the job owns its run folder and records its settings in it; False if it only writes a log
+    into the folder of another job."""
 
     @property
     def prog(self) -> str:
-        """Its command."""
+        """The command that starts this kind of job."""
         return f"python -m {self.module}"
 
 
@@ -77,17 +79,17 @@ def show(settings: Any, plan: list[str]) -> None:
 
 
 def ranks_of_job() -> int:
-    """Return the number of ranks with which the job was started."""
+    """Return the number of ranks of this job."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def job_of(cfg: Any) -> Job[Any]:
-    """Return the kind of job with these settings."""
+    """Return the kind of job to which these settings belong."""
     return next(job for job in jobs().values() if job.settings is type(cfg))
 
 
 def jobs() -> dict[str, Job[Any]]:
-    """Return all kinds of jobs by module: every module beside `train.py` that declares a JOB."""
+    """Return all kinds of jobs by module, from the modules in the folder of `train.py` that define `JOB`."""
     names = [f"spmdrl.{each.name}" for each in pkgutil.iter_modules(spmdrl.__path__) if not each.ispkg]
     found = {name: getattr(import_module(name), "JOB", None) for name in names}
     return {name: job for name, job in found.items() if job is not None}

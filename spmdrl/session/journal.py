@@ -1,4 +1,4 @@
-"""Writes metrics, samples and the console of a run, all on rank 0."""
+"""Writes the metrics, the samples and the console output of a run on rank 0."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger("spmdrl")
 
 
 class Journal:
-    """Writes a run's numbers and samples; on ranks other than 0 only to the log file."""
+    """Writes a run's numbers and samples. Ranks other than 0 only write a line per step to their log file."""
 
     def __init__(self, session: Session, start_step: int):
         self.console, self.trackers, self.samples = session.console, [], None
@@ -36,18 +36,18 @@ class Journal:
         if self.console:
             self.console.step(step, values, rows)
         self.numbers(step, values)
-        # One log is enough for the numbers, which are equal on all ranks.
+        # The numbers are equal on all ranks, so only rank 0 logs them.
         text = json.dumps({k: round(v, 6) for k, v in values.items()}) if self.first else "is done"
         log.info("step %d %s", step, text)
 
     def rows(self, rows: list[dict]) -> None:
-        """Write samples to show."""
+        """Append samples to `samples.jsonl`."""
         if self.samples:
             self.samples.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             self.samples.flush()
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
-        """Write further numbers of a step; those of the last step join its line."""
+        """Write numbers of a step to all trackers. Several calls for the last step are merged into one line."""
         for tracker in self.trackers:
             tracker.log(step, values)
 
@@ -60,19 +60,19 @@ class Journal:
 
 
 def _begin_anew(session: Session, files: list[Path]) -> None:
-    """Move aside files that an earlier run without a checkpoint wrote into this folder, with a note. On rank 0."""
-    steps = f"{session.folder} holds the numbers of a run without a checkpoint to go on from"
+    """Rename files that an earlier run without a checkpoint wrote into this folder, and note it. Runs on rank 0."""
+    steps = f"{session.folder} contains the numbers of an earlier run without a checkpoint to continue from"
     metrics = files[0].exists() and files[0].stat().st_size
     held = [path for path in files if metrics and path.exists() and path.stat().st_size]
     if held:
-        session.note(f"{steps}: this run begins at step 1, and they are now {', '.join(map(set_aside, held))}")
+        session.note(f"{steps}: this run begins at step 1; the old files are now {', '.join(map(set_aside, held))}")
 
 
 def merge_roles(values: dict[str, float], world: World) -> dict[str, float]:
-    """Merge the numbers of ranks that train, score and sample, on every rank. Collective under `split`.
+    """Return the merged numbers of the ranks that train, score and sample. Collective under split placement.
 
-    values: equal on all ranks of a role. A name of several roles takes the value of the ranks that train, else of those
-    that sample; memory takes the largest value.
+    values: this rank's numbers, equal on all ranks of a role. If several roles have a number, that of the training
+    ranks is used, else that of the sampling ranks; of memory the largest is used.
     """
     if not world.roles.split:
         return values

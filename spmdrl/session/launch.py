@@ -1,4 +1,4 @@
-"""Launches a job from its command line; every entry point ends with it."""
+"""Launches a job from its command line. Every entry point calls `launch`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,10 @@ from spmdrl.session.job import Job
 
 
 def launch(job: Job[Any], argv: Sequence[str] | None = None) -> None:
-    """Read flags, then build the job and run it, or show what it would do; a failure ends the whole job by name."""
+    """Read flags, then build and run the job, or with `--dry-run` print its plan.
+
+    A failure on one rank ends the job on all ranks, with a message that names the rank.
+    """
     loaded = load_or_exit(argv, job.prog, job.settings, job.check, job.reads())
     prepare()
     postpone_collections()

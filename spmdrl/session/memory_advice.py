@@ -1,4 +1,4 @@
-"""Names flags that would free memory of a device that has no room."""
+"""Suggests flags that would free memory after an allocation on the device failed."""
 
 from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
@@ -27,16 +27,16 @@ def three_flags(
         phase: `rollout` or `training`.
         held: bytes on the rank's device by owner.
         engine: bytes of the engine's `KV cache` and `engine weights` while it is awake; empty without an engine.
-        trained: models that learn.
-        training: the most bytes that training took beside those that have an owner.
-        shared: True if the rank trains and samples.
+        trained: names of the models that are trained.
+        training: peak bytes of a training phase in addition to the bytes that have an owner, such as activations.
+        shared: True if the rank both trains and samples.
     """
     on_cpu = kind_of(world.device) == "cpu"
     learns = sum(size for owner, size in held.items() if owner.split()[0] in trained)
     awake = sum(held.get(owner, 0) for owner in ("KV cache", "engine weights"))
     frozen = sum(held.values()) - learns - awake
     options: list[tuple[float, str]] = []
-    """(bytes that it would free, the flag)."""
+    """Pairs of the bytes that a flag would free, and the flag."""
     if phase == "rollout":
         away, cache = "disk" if on_cpu else "host", engine.get("KV cache", 0)
         if shared and not moves(cfg.policy.offload, world.device):
@@ -61,7 +61,7 @@ def three_flags(
             options.append((training / 3, "--policy.reduce-gradients each"))
         if not cfg.policy.reshard_after_forward:
             options.append((learns / 4, "--policy.reshard-after-forward true"))
-    # Flags whose gain the table does not show come last, in this order.
+    # Flags whose gain cannot be computed from the table come last, in this order.
     options.append((0, f"more ranks for --parallel.dp-shard than {len(world.roles.trainers)}"))
     options.append((0, f"--rollout.push-bucket-mib below {cfg.rollout.push_bucket_mib}"))
     if cfg.model.dtype != "bfloat16":

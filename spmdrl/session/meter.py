@@ -1,4 +1,4 @@
-"""Measures memory as the system counts it, for comparison with the table of owners."""
+"""Measures memory as the operating system or CUDA counts it, for comparison with the table of owners."""
 
 from contextlib import suppress
 
@@ -17,8 +17,9 @@ class Meter:
     def lap(self) -> tuple[int, int]:
         """Return the bytes in use, and the most bytes in use since the last call.
 
-        CPU: resident memory of this process, Python and its libraries included. GPU: used memory of the device without
-        torch's unused cache; the CUDA context, graphs, NCCL's buffers and other processes are included.
+        On a CPU this is the resident memory of the process, including Python and its libraries. On a GPU it is the used
+        memory of the device without torch's unused cache, but including CUDA's context and graphs, NCCL's buffers and
+        other processes.
         """
         if self.device.type == "cuda":
             return self._cuda()
@@ -29,16 +30,16 @@ class Meter:
             now = psutil.Process().memory_info().rss
             return now, now
         now, peak = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
-        # 5 resets the high-water mark. If that is forbidden, the peak is that of the whole process.
+        # Writing 5 resets the peak (VmHWM). If that is forbidden, the peak since the process started is returned.
         with suppress(OSError), open("/proc/self/clear_refs", "w") as f:
             f.write("5")
         return now, max(now, peak)
 
     def _cuda(self) -> tuple[int, int]:
-        """Add the growth of torch's own peak to the device's figure.
+        """Measure a GPU: the peak is the device's used memory at the last call plus the growth of torch's peak since.
 
-        vLLM's sleep unmaps memory that torch still counts as allocated, so torch's sum is too large. Its growth since
-        the last call is right: sleep and wake do not change it, and the device's figure contains them.
+        vLLM's sleep unmaps memory that torch still counts as allocated, so torch's total is too large. Its growth since
+        the last call is right, since sleep and wake do not change it.
         """
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)

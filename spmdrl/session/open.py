@@ -43,7 +43,10 @@ from spmdrl.tracking.metrics import Timer
 
 @contextmanager
 def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
-    """Open the job on this rank, yield it, and close it. A failure inside ends the whole job by name. Collective."""
+    """Open the job on this rank, yield it, and close it. Collective.
+
+    A failure inside ends the job on all ranks, with a message that names the rank and the cause.
+    """
     cfg, keeps = loaded.config, job.keeps(loaded.config)
     timer, console = Timer(), None
 
@@ -56,9 +59,9 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         folder = run_folder(cfg)
         newest = lambda: next(iter(steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
-            # For a failure before the watch begins.
+            # A failure before the call of `watch` reports this step, too.
             rank_status.saved = newest
-        # The group comes first: after it a single rank reports a failure.
+        # The process group comes first, as only then a failure of all ranks is reported by one rank.
         world, notes = _connect(cfg)
         check_run_folder(folder)
         if keeps:
@@ -72,7 +75,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
             notes += check_settings(folder, cfg, world, loaded.given, kinds)
         Today.first = today = first_day(folder, world)
         if today != date.today():
-            notes.append(f"chat templates that show the date show {today}, on which this run began first")
+            notes.append(f"chat templates that contain the date use {today}, the day on which this run first began")
         notes.append(_prepare_for(world.device.type, cfg))
         disable_progress_bar()
         if world.is_first:
@@ -84,7 +87,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
             session = Session(cfg, world, timer, console)
             run = job.build(session, job.method) if job.method else job.build(session)
             if keeps and world.is_first:
-                # After everything was built: a start that fails leaves an existing run folder as it was.
+                # Files are written after the build, so that a failed start does not change an existing run folder.
                 write_config(folder, cfg)
                 write_first_day(folder, today)
                 (folder / "PREEMPTED").unlink(missing_ok=True)
@@ -98,30 +101,30 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
 
 
 def _connect(cfg: TrainingConfig) -> tuple[World, list[str]]:
-    """Connect to the other ranks of the job; return all ranks, and lines for the console. Collective."""
+    """Connect to the other ranks of the job. Return the ranks (`World`) and lines for the console. Collective."""
     notes = [choose_interface()]
     world = start(cfg.parallel, cfg.engine_ranks, cfg.run.device, cfg.run.timeout)
     if world.device.type == "cuda":
         notes.append(share_cores())
-    # Without a handler Python would print the traceback of a mistake before there is a log file.
+    # Without a handler, Python would print log records to stderr until the log file is opened, tracebacks included.
     logging.getLogger("spmdrl").addHandler(logging.NullHandler())
     return world, notes
 
 
 def _prepare_for(device: str, cfg: TrainingConfig) -> str:
-    """Prepare the process for the kind of its device; return a warning, empty if there is none."""
+    """Prepare the process for the type of its device; return a warning or an empty text."""
     if device == "cpu":
         keep_freed_memory()
         if cfg.run.device == "auto" and (why := without_gpu()):
-            return f"warning: this run is on the CPU: {why} (--run.device cpu says that it is meant)"
+            return f"warning: this run is on the CPU: {why} (if this is intended, set --run.device cpu)"
     return ""
 
 
 def _leave(world: World, give_terminal_back: Callable[[], None]) -> None:
-    """End the process when all ranks have come to this point."""
+    """End the process when all ranks have reached this point."""
     give_terminal_back()
     with suppress(Exception):
         dist.barrier(group=world.host_group)
-    # Engines would print errors while the process group is torn down.
+    # A normal exit would tear down the process group, during which engines print errors.
     sys.stdout.flush()
     os._exit(0)

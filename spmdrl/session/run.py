@@ -1,4 +1,4 @@
-"""One job on one rank: the work of every kind of job between two steps and at the end."""
+"""A job on one rank: the work of every kind of job between two steps and at the end."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ C = TypeVar("C", bound=TrainingConfig)
 
 @dataclass(kw_only=True)
 class JobRun(Generic[C]):
-    """The parts of every job on a rank. A kind of job adds others, and its own sampling, measuring and logging."""
+    """A job on a rank, with the parts that all kinds of jobs have. Subclasses add sampling, evaluation and logging."""
 
     session: Session[C]
     models: Models
@@ -34,7 +34,7 @@ class JobRun(Generic[C]):
     journal: Journal
     step_began: float = 0.0
     digits: ClassVar[int] = 4
-    """Decimals of the numbers in the last lines."""
+    """Decimals of the numbers in the closing lines on the console."""
 
     @property
     def cfg(self) -> C:
@@ -43,17 +43,17 @@ class JobRun(Generic[C]):
 
     @property
     def world(self) -> World:
-        """All ranks."""
+        """The ranks of the job."""
         return self.session.world
 
     @property
     def timer(self) -> Timer:
-        """Seconds of a step by phase."""
+        """The timer, which measures the seconds of a step by phase."""
         return self.session.timer
 
     @property
     def policy(self) -> Any:
-        """The model that learns; None on a rank that does not train."""
+        """The policy; None on a rank that does not train."""
         return self.models.policy
 
     def steps(self) -> Iterator[int]:
@@ -70,7 +70,7 @@ class JobRun(Generic[C]):
     def reduced(
         self, stats: Metrics, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> dict[str, float]:
-        """Reduce a step's numbers and times over the ranks of a group. Collective over them."""
+        """Return a step's numbers and times, reduced over the ranks of a group. Collective over the group."""
         for name, seconds in self.timer.flush().items():
             stats.add(name, seconds)
         stats.add_max("time/step", time.perf_counter() - self.step_began)
@@ -85,11 +85,11 @@ class JobRun(Generic[C]):
         return {"version": self.policy.version}
 
     def leave(self, left: PreemptedError) -> None:
-        """Save the models unless a checkpoint has them. Collective."""
+        """Save a checkpoint before the job leaves at a preemption, unless it is saved already. Collective."""
         self.checkpoints.leave(left)
 
     def finish(self) -> None:
-        """Measure the models, and show the places of the results. Collective."""
+        """Evaluate the models at the end of the job, and print the numbers and the paths of the results. Collective."""
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
         rank_status.step = rank_status.done = done
         numbers, saver = self.measure_last(done), self.checkpoints.saver
@@ -100,7 +100,7 @@ class JobRun(Generic[C]):
         self.session.finish([shown] if numbers else [])
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Measure the models after `done` steps, log it, and return the numbers of the last lines. Collective."""
+        """Evaluate the models after `done` steps, log it, and return numbers for the closing lines. Collective."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Session of a job on a rank: settings, ranks, clock, console and folder."""
+"""The session of a job on a rank: settings, ranks, timer, console and folder."""
 
 import logging
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=TrainingConfig, covariant=True)
 
 @dataclass
 class Session(Generic[C]):
-    """One job on one rank, whatever its kind; `open_run` creates it."""
+    """The settings, ranks, timer and console of a job on one rank. `open_run` creates it for every kind of job."""
 
     cfg: C
     world: World
@@ -47,14 +47,14 @@ class Session(Generic[C]):
             self.console.note(f"warning: {text}")
 
     def steps(self, first: int) -> Iterator[int]:
-        """Yield the remaining steps, counted from 0, and record the current one in the rank's status."""
+        """Yield the steps from `first` on, counted from 0, and record the current step in the rank's status."""
         for step in range(first, self.cfg.run.steps):
             rank_status.step = step + 1
             yield step
             rank_status.done = step + 1
 
     def finish(self, lines: list[str]) -> None:
-        """Write the closing lines to the console, and the places of the results."""
+        """Write closing lines to the console, and the paths of the results."""
         latest = self.folder / "checkpoints" / "latest"
         saved = latest if latest.exists() else "none"
         if self.console:

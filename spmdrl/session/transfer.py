@@ -1,7 +1,7 @@
-"""Pushes weights into engines: each rank gets the parts that its engine reads, with checksums on both sides (law 5).
+"""Pushes weights into engines: each rank gets the weights that its engine reads, with checksums on both sides (law 5).
 
-Trainer and engine may have any layouts ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy lists the
-pieces that a rank holds, the engine the parts that it reads, and `weights/reshard.py` moves the difference.
+Trainer and engine may use different layouts ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy lists the
+pieces of tensors that a rank has, the engine those that it reads, and `weights/reshard.py` sends the missing ones.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from spmdrl.weights.reshard import (
 
 @dataclass
 class PushReport:
-    """The bytes that a push brought to this rank."""
+    """The result of a push on this rank."""
 
     version: int
     bytes: int
@@ -41,36 +41,36 @@ class PushReport:
     received: int
     """Bytes that came from other ranks, checksums included."""
     deep: bool
-    """True if the engine's own memory was compared, too."""
+    """True if the engine's memory was compared with the checksums after loading."""
 
 
 @dataclass
 class Route:
-    """The messages by which one part of a policy travels."""
+    """The planned messages of one part of a policy (`Part`), such as the base model or the adapter."""
 
     plan: Reshard
     entries: list[Entry]
     needs: Needs
-    """Boxes that this rank's engine reads."""
+    """Boxes (index ranges of tensors) that this rank's engine reads."""
     sums: list[torch.Tensor] = field(default_factory=list)
-    """One sum for each counted tensor, over the words that the last push brought."""
+    """Checksums of the last push, one for each box in `counted`."""
 
     def __post_init__(self):
         self.counted: dict[str, list[tuple[Box, Box]]] = {}
-        """Boxes with sums to compare, by tensor, each with the box of the whole tensor."""
+        """Boxes whose checksums are compared, by tensor, each with the box of the complete tensor."""
         for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
             if counted:
                 self.counted.setdefault(self.entries[i].name, []).append((box, self.entries[i].box))
 
     def count(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add the sums of a bucket's words."""
+        """Append the checksums of a bucket of tensors."""
         self.sums += word_sums(
             inside(x, box, origin) for name, x in tensors.items() for box, origin in self.counted.get(name, ())
         )
 
 
 class Transfer:
-    """The transfer from a policy to its engines, planned at the first push."""
+    """The transfer of weights from a policy to its engines. The messages are planned at the first push."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class Transfer:
         bucket_bytes: int,
         parts: tuple[Part, ...] = ("model",),
     ):
-        """policy, engine: None on ranks that do not train, or do not sample. dtype: of the engine.
+        """Take the two ends of the transfer. policy, engine: None on ranks that do not train or do not sample.
 
-        parts: the parts of a policy that the engine holds. All but the last are pushed only to engines without
-        weights.
+        dtype: type of the engine's weights. parts: the parts of a policy that the engine needs. All parts but the last
+        are pushed only if an engine has no weights.
         """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
         self.bucket_bytes, self.parts = bucket_bytes, parts
@@ -94,7 +94,7 @@ class Transfer:
         return self.policy.pieces(part) if self.policy else []
 
     def _route(self, part: Part) -> Route:
-        """Plan the messages between the ranks that hold a part and those that read it. Collective."""
+        """Plan the messages between the ranks that have a part and the ranks that read it. Collective."""
         pieces, world = self._pieces(part), self.world
         entries = catalogue(pieces, world.host_group)
         needs = self.engine.needs(entries) if self.engine else Needs()
@@ -109,7 +109,7 @@ class Transfer:
         return self.parts if int(all_reduce(empty, "max", self.world.host_group)) else self.parts[-1:]
 
     def push(self, version: int) -> PushReport:
-        """Bring every engine to the policy's version. Collective over all ranks.
+        """Send the policy's weights of this version to every engine. Collective over all ranks.
 
         Raises:
             CorruptWeightsError: checksums differ, or the engine's memory differs from the push.
@@ -143,27 +143,29 @@ class Transfer:
         return PushReport(version, needed, sum(p.received_bytes for p in plans), compared)
 
     def _compare(self, routes: list[Route], content: str) -> bool:
-        """Compare the engine's memory with the sums of the routes; return False if the engine has no sums.
+        """Compare the engine's memory with the checksums of the routes; return False if the engine computes none.
+
+        content: describes the weights in the message.
 
         Raises:
-            CorruptWeightsError: they differ; content: the weights, for the message.
+            CorruptWeightsError: the checksums differ.
         """
         assert self.engine
         held = self.engine.held_words()
         if held is not None and held != total_of([x for route in routes for x in route.sums]):
             self.engine.version = None
-            raise CorruptWeightsError(f"the engine's memory does not hold {content}")
+            raise CorruptWeightsError(f"the engine's memory does not contain {content}")
         return held is not None
 
     def load(self, folder: Tensors, version: int) -> int:
         """Load the weights of a folder into this rank's engine in place of the policy's; return the bytes read.
 
-        Collective over the ranks of the engine, after a push, whose parts each rank reads itself.
+        Each rank reads the tensors that it needs itself. Collective over the ranks of the engine, after a push.
 
         Raises:
             CorruptWeightsError: the engine's memory differs from the folder.
         """
-        assert self.engine and list(self.routes) == ["model"], "an engine of whole weights, after a push"
+        assert self.engine and list(self.routes) == ["model"], "load needs an engine without adapters, after a push"
         route, device = self.routes["model"], self.world.device
         boxes: dict[int, list[Box]] = {}
         for i, box in route.needs.boxes:
@@ -187,7 +189,7 @@ class Transfer:
                 route.count(found)
             return found
 
-        # All ranks of the engine have the same number of buckets, some of them empty.
+        # All ranks of the engine load the same number of buckets; some may be empty.
         self.engine.load((bucket(number) for number in range(1 + max(places, default=-1))), version)
         if deep:
             self._compare([route], f"the weights of {folder.folder} after loading")

@@ -1,6 +1,6 @@
-"""Processes that work for this one and can be killed: environments and graders run in them.
+"""Child processes that can be killed and replaced. Environments and graders run in them.
 
-processes.py   starts a fixed number of them, exchanges JSON lines, watches deadlines, and replaces processes
+processes.py   starts a fixed number of processes, exchanges JSON lines, watches deadlines, and replaces processes
 child.py       the parent's side of one process
-in_child.py    the child's side
+in_child.py    the child's side of one process
 """

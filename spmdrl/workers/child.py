@@ -20,7 +20,7 @@ _RANK_VARIABLES = {
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 }
 LEAVES_WITHIN = 2.0
-"""Seconds that an idle process gets to end by itself."""
+"""Seconds in which a process may exit after its input is closed."""
 
 
 @dataclass(eq=False)
@@ -29,11 +29,11 @@ class Child:
 
     process: subprocess.Popen
     selector: selectors.BaseSelector
-    """Selector of the pipes; `data` of a key is the child."""
+    """Selector of the pipes; the `data` of its keys is the child."""
     spawned: float
-    """Time at which its process was started, or began to load something else (time.monotonic())."""
+    """Time of the process's start, or of the last begin or end of loading a file (time.monotonic())."""
     ready: bool = False
-    """True: it has started, and is not loading."""
+    """True if the process has started and is not loading a file."""
     to_send: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
 
@@ -48,7 +48,7 @@ class Child:
         return cast(IO[bytes], self.process.stdout)
 
     def flush(self) -> None:
-        """Write as much as the pipe takes, and watch the pipe for the rest."""
+        """Write as much as the pipe takes, and let the selector watch the pipe if something is left."""
         fd = self.stdin.fileno()
         try:
             while self.to_send:
@@ -56,7 +56,7 @@ class Child:
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self.to_send.clear()  # the process ended: reading shows how
+            self.to_send.clear()  # the process has ended, which `read_lines` will report
         watched = fd in self.selector.get_map()
         if self.to_send and not watched:
             self.selector.register(self.stdin, selectors.EVENT_WRITE, self)
@@ -64,7 +64,7 @@ class Child:
             self.selector.unregister(self.stdin)
 
     def read_lines(self) -> tuple[list[bytes], bool]:
-        """Return the whole lines that came since the last call, and whether the pipe was closed."""
+        """Return the complete lines received since the last call, and whether the process has closed the pipe."""
         ended = False
         while True:
             try:
@@ -80,14 +80,14 @@ class Child:
         return lines, ended
 
     def hang_up(self) -> None:
-        """Close the pipe to the process, at which it ends by itself. May be called twice."""
+        """Close the pipe to the process, which makes it exit. May be called twice."""
         if not self.stdin.closed:
             if self.stdin.fileno() in self.selector.get_map():
                 self.selector.unregister(self.stdin)
             self.stdin.close()
 
     def await_end(self, within: float) -> None:
-        """Wait for the end, without reaping: the id stays that of the process and its children until `kill`."""
+        """Wait up to `within` seconds for the process to exit. It is not reaped, so its id stays valid for `kill`."""
         until = time.monotonic() + within
         while self.process.returncode is None and time.monotonic() < until:
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
@@ -101,14 +101,14 @@ class Child:
             if self.stdout.fileno() in self.selector.get_map():
                 self.selector.unregister(self.stdout)
             self.stdout.close()
-        if self.process.returncode is None:  # not reaped, so the id is still its own
+        if self.process.returncode is None:  # the process was not reaped, so no other process has its id
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def end(self) -> str:
-        """Wait briefly for the end of a process that closed its pipe. Return how it ended, as `by signal SIGKILL`."""
-        self.await_end(1.0)  # so that a kill does not hide the exit code
+        """Wait briefly for the end of a process that closed its pipe. Return its end as text: `by signal SIGKILL`."""
+        self.await_end(1.0)  # a kill at once would hide the exit code
         self.kill()
         code = self.process.returncode
         hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
@@ -121,9 +121,10 @@ C = TypeVar("C", bound=Child)
 def spawn(
     kind: type[C], module: str, selector: selectors.BaseSelector, hello: dict[str, Any], variables: dict, python: str
 ) -> C:
-    """Start `python -m module <pid of this process>` and send it its first line.
+    """Start `python -m module <pid of this process>`, send the line `hello` to it, and return the child.
 
-    kind: class of the child. variables: further environment variables. python: another interpreter than this one.
+    kind: class of the child. selector: will watch the child's pipes. variables: additional environment variables.
+    python: interpreter; if empty, that of this process.
     """
     process = subprocess.Popen(
         [python or sys.executable, "-m", module, str(os.getpid())],
@@ -131,7 +132,7 @@ def spawn(
         stdout=subprocess.PIPE,
         env=_environment() | variables,
         bufsize=0,
-        start_new_session=True,  # a kill reaches its children too, and Ctrl-C is the caller's to handle
+        start_new_session=True,  # a kill also reaches its children, and Ctrl-C goes only to the caller
     )
     child = kind(process, selector, spawned=time.monotonic())
     os.set_blocking(child.stdin.fileno(), False)
@@ -143,11 +144,11 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return the caller's environment without the variables of a rank, with one thread and no GPU."""
+    """Return the caller's environment variables without those of a rank, with one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }
     root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
-    # No GPU: the table of the device's memory would not count a child's.
+    # The session's table of device memory would not count memory that a child takes, so children get no GPU.
     return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,6 +1,6 @@
-"""The child's side of child.py: a process that serves its parent over its first two pipes, and dies with it.
+"""The child's side of child.py: a process serves its parent over stdin and stdout, and dies with it.
 
-`python -IS in_child.py <parent pid> <command> ...` runs any command so that it dies with its parent.
+`python -IS in_child.py <parent pid> <command> ...` runs a command that dies with its parent.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """End this process when its parent ends, however that happens. parent: its id."""
+    """End this process when its parent ends for any reason. parent: process id of the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before the call above
@@ -20,14 +20,14 @@ def die_with(parent: int) -> None:
 
 
 def take_pipes() -> tuple[int, int]:
-    """Return descriptors of the requests and the answers, and hide both from the user's code.
+    """Return file descriptors of the requests and the answers, and hide both from user code.
 
-    User code reads an empty stdin, and its output goes to stderr. Signals that a cluster sends to all processes of a
-    job do nothing, since the ranks handle them.
+    User code gets an empty stdin, and its output goes to stderr. Signals that a cluster sends to all processes of a job
+    are ignored, since the ranks handle them.
     """
-    # A handler is set, because children of user code would inherit an ignored signal.
+    # An empty handler instead of SIG_IGN, which children of user code would inherit.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    # A child that user code forks ends by these signals.
+    # These signals must still end children that user code forks.
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, old) for number, old in before.items()])
     requests, answers = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -37,12 +37,15 @@ def take_pipes() -> tuple[int, int]:
 
 
 def write_all(answers: int, line: bytes) -> None:
-    """Write to the parent, waiting as long as the pipe is full. Where the parent has ended, this process ends too."""
+    """Write a line to the parent; block while the pipe is full. If the parent has ended, end this process, too.
+
+    answers: file descriptor of the pipe.
+    """
     try:
         while line:
             line = line[os.write(answers, line) :]
     except BrokenPipeError:
-        # The rank has ended, and nobody waits for this answer.
+        # The parent has ended, and nobody waits for this answer.
         os._exit(0)
 
 

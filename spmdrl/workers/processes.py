@@ -1,7 +1,8 @@
-"""The processes of a pool, which starts them, exchanges JSON lines with them, watches deadlines, and replaces them.
+"""The processes of a pool: starts them, exchanges JSON lines with them, watches deadlines, and replaces them.
 
-A process first sends `{"ready": true}`. `{"loading": true}` and `{"loading": false}` enclose the loading of a file,
-which counts to no answer's time. `{"alive": true}` is a sign of life. All other lines are for the pool.
+A process first sends `{"ready": true}`. It sends `{"loading": true}` before it loads a file and `{"loading": false}`
+after that; deadlines of answers do not apply in between. `{"alive": true}` is a heartbeat. All other lines are for the
+pool.
 """
 
 import json
@@ -16,10 +17,10 @@ from spmdrl.health.status import tick
 from spmdrl.workers.child import LEAVES_WITHIN, Child, spawn
 
 START_SECONDS = 120.0
-"""Longest a process may take to start, or to import a user's file (a cold file system is slow)."""
+"""Seconds that a process may take to start, or to import a user's file (a cold file system is slow)."""
 LOOK_EVERY = 0.05
-"""Seconds between two looks at all deadlines by a caller that does not wait, which may come between two steps of an
-engine with hundreds of requests under way."""
+"""Seconds between two checks of all deadlines when `turn` is called without waiting, which may happen between two steps
+of an engine with hundreds of running requests."""
 
 
 @dataclass(eq=False)
@@ -27,36 +28,36 @@ class Process(Child):
     """A process of a pool."""
 
     retired: bool = False
-    """True: it ends with its requests under way, and no other takes its place."""
+    """True if the process exits after its current requests and is not replaced then."""
     silent: float | None = None
-    """Time at which nothing was read from it after its deadline; None once it sent anything (time.monotonic())."""
+    """Time of the first check after its deadline (time.monotonic()); None if the process has sent something since."""
 
 
 P = TypeVar("P", bound=Process)
 
 
 class Listener(Protocol):
-    """The pool, as its processes call it."""
+    """The methods of a pool that `Processes` calls."""
 
     def on_message(self, process: Any, message: dict[str, Any], /) -> None:
-        """Handle a line of a process."""
+        """Handle a line that a process sent."""
         ...
 
     def deadline(self, process: Any, /) -> float:
-        """Return the time at which a process should have answered (time.monotonic())."""
+        """Return the deadline by which a process must answer (time.monotonic())."""
         ...
 
     def on_timeout(self, process: Any, /) -> None:
-        """Replace a process that is silent after its deadline, or does not start."""
+        """Replace a process that missed its deadline or did not start in time."""
         ...
 
     def on_exit(self, process: Any, how: str, /) -> None:
-        """Replace a process that ended by itself."""
+        """Replace a process that exited. how: the result of `Child.end`."""
         ...
 
 
 class Processes(Generic[P]):
-    """A fixed number of processes."""
+    """A fixed number of processes, of which a process that ends is replaced by another."""
 
     def __init__(
         self,
@@ -69,10 +70,11 @@ class Processes(Generic[P]):
         variables: dict[str, str] | None = None,
         python: str = "",
     ):
-        """Start them, without waiting for them.
+        """Start the processes, without waiting for them.
 
         kind, module, hello, variables, python: as in `spawn`. grace: seconds that a process may be silent after its
-        deadline, counted from the first look at its pipe: a caller that was away for long has not read all yet.
+        deadline. They count from the first check after the deadline, since a caller that did not call `turn` for long
+        may not have read everything.
         """
         self._listener, self._grace = listener, grace
         self._selector = selectors.DefaultSelector()
@@ -86,14 +88,14 @@ class Processes(Generic[P]):
         process.flush()
 
     def replace(self, process: P) -> None:
-        """Kill a process, and put a fresh one in its place unless it is retired."""
+        """Kill a process, and start another in its place unless it is retired."""
         process.kill()
         place = self.all.index(process)
         self.all[place : place + 1] = [] if process.retired else [self._spawn()]
 
     def turn(self, wait: float) -> None:
-        """Handle lines of the processes, waiting up to `wait` seconds for the first, and look at their deadlines."""
-        tick()  # a sign of life: work that hangs is ended by the clocks of its process and of this one
+        """Handle lines from the processes, wait up to `wait` seconds for the first, and check all deadlines."""
+        tick()  # tells the watchdog that this rank lives; the deadlines below end work that hangs
         look = wait > 0 or time.monotonic() >= self._look_at
         if wait > 0:
             due = min(self._due(process) for process in self.all)
@@ -115,7 +117,7 @@ class Processes(Generic[P]):
                     self._listener.on_timeout(process)
 
     def _due(self, process: P) -> float:
-        """Return the time at which the silence of a process must be looked at."""
+        """Return the time at which the next deadline of a process must be checked."""
         if process.silent is not None:
             return process.silent + self._grace
         return self._listener.deadline(process) if process.ready else process.spawned + START_SECONDS
@@ -137,7 +139,7 @@ class Processes(Generic[P]):
             self._listener.on_exit(process, process.end())
 
     def shutdown(self) -> None:
-        """End the processes: those that are ready get a moment to clear up. May be called twice."""
+        """End the processes. Those that have started get up to `LEAVES_WITHIN` seconds to exit. May be called twice."""
         for process in self.all:
             process.hang_up()
         until = time.monotonic() + LEAVES_WITHIN

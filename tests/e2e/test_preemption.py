@@ -1,4 +1,4 @@
-"""A request to leave: the step is finished or abandoned, saved, marked, and the same command goes on from there."""
+"""A request to leave: the step is finished or abandoned, saved, marked, and the same command continues from there."""
 
 import json
 import os
@@ -109,8 +109,8 @@ def test_preemption_abandons_a_step_that_would_sample_too_long(tmp_path):
     assert 11 < ended.ended - told < 24 + 10, ended.show()
     assert metrics(folder) == [] and marker(folder)["step"] == 0 and marker(folder)["checkpoint"] == ""
     assert said(ended) == [
-        "preempted (SIGUSR1 at rank 0): step 1 was abandoned while it sampled; nothing is learnt yet, and the same "
-        "command goes on from there"
+        "preempted (SIGUSR1 at rank 0): step 1 was abandoned while it sampled; no step is finished yet, and the same "
+        "command continues from there"
     ], ended.show()
 
 
@@ -138,8 +138,8 @@ def test_preemption_saves_what_was_learnt_before_what_is_abandoned(every, what, 
     assert not ended.timed_out and not ended.left and ended.rc == 0 and ended.messages == [], ended.show()
     assert ended.ended - told < 16 + 10, ended.show()
     assert said(ended) == [
-        f"preempted (SIGUSR1 at rank 1): {what}; step 2 is in {folder}/checkpoints/step_2, and the same command goes "
-        "on from there"
+        f"preempted (SIGUSR1 at rank 1): {what}; step 2 is in {folder}/checkpoints/step_2, and the same command "
+        "continues from there"
     ], ended.show()
     assert marker(folder)["step"] == 2 and len(metrics(folder)) == 2
     slow.unlink()

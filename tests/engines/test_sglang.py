@@ -86,7 +86,7 @@ def test_stale_after_a_corrupt_push(facts, case):
     corrupt = facts["corrupt"]
     told, version, submit = corrupt[case]
     assert told.startswith("CorruptWeightsError"), told
-    assert {"turned in memory": corrupt["name in memory"]}.get(case, "the engine's memory does not hold") in told
+    assert {"turned in memory": corrupt["name in memory"]}.get(case, "the engine's memory does not contain") in told
     assert version is None and submit.startswith("StaleEngineError: the engine holds no weights")
     assert corrupt["mended"] == "no error" and corrupt["agreement after"]["engine_hf"] < FP32, corrupt
 

@@ -97,7 +97,7 @@ def test_stale_adapters_are_refused_and_their_prefixes_dropped(measured):
     assert facts["after_stale"]["engine_hf"] < FP32, "after level 2 the weights beneath are pushed again"
     wrong = facts["corrupt_adapter"]
     for how in ("turned bit", "lost", "beneath"):
-        assert wrong[how].startswith("CorruptWeightsError: the engine's memory does not hold version"), wrong
+        assert wrong[how].startswith("CorruptWeightsError: the engine's memory does not contain version"), wrong
     assert wrong["version after turned bit"] is None and wrong["version after lost"] is None
     assert wrong["mended"]["engine_hf"] < FP32, wrong
 
@@ -132,7 +132,7 @@ def test_stale_engine_refuses(measured):
 
 def test_stale_after_a_corrupt_bucket(measured):
     facts = measured["tied"]["corrupt"]
-    assert facts["turned bit"].startswith("CorruptWeightsError: the engine's memory does not hold version")
+    assert facts["turned bit"].startswith("CorruptWeightsError: the engine's memory does not contain version")
     assert facts["version"] is None and facts["submit"].startswith("StaleEngineError: the engine holds no weights")
     assert facts["lost tensor"].startswith("CorruptWeightsError"), "what the engine holds is what counts"
     assert facts["version after lost tensor"] is None
@@ -178,7 +178,7 @@ def test_sleep_levels_in_a_run(measured):
 def test_wake_without_memory_names_the_flags(measured):
     facts = measured["tied"]["memory"]
     message = facts["no room"]
-    assert message.startswith("NoRoomError: no room for the KV cache (0.50 GiB wanted). Held in GiB: "), message
+    assert message.startswith("NoRoomError: no room for the KV cache (0.50 GiB needed). Memory by owner: "), message
     assert "gone: KV cache 0." in message and "device: engine weights 0.0" in message, message
     flags = message.split("help most: ")[1].split("; ")
     assert flags[0] == "--rollout.kv-cache-gib 0.25" and "--policy.offload disk" in flags and len(flags) == 3, message

@@ -392,12 +392,12 @@ def out_of_room_in_training(memory) -> str:
 
 def test_wake_without_memory_is_answered_by_the_table_and_three_flags(big_folder):
     [(wake, works, back, training, norm)] = run_ranks(starved, 1, big_folder)
-    assert wake.startswith("no room for the engine's weights (0.13 GiB wanted)") and works and norm == [0.25], wake
+    assert wake.startswith("no room for the engine's weights (0.13 GiB needed)") and works and norm == [0.25], wake
     assert "gone: engine weights 0." in wake and "policy parameters 0.13 GiB" in wake, wake
-    assert "as the system counts. What would help most: --policy.offload disk; a larger --rollout.tp" in wake
+    assert " GiB in use. Flags that would help most: --policy.offload disk; a larger --rollout.tp" in wake
     assert back.startswith("no room for the policy (0.") and "disk: policy parameters 0." in back, back
     assert "device: engine weights 0." in back and "--rollout.sleep-level 1" in back, back
-    assert training.startswith("no room for training (1.00 GiB wanted)"), training
+    assert training.startswith("no room for training (1.00 GiB needed)"), training
     for message in (wake, back, training):
         assert message.split("help most: ")[1].count("--") == 3 and "\n" not in message, message
 

@@ -370,7 +370,7 @@ def test_resume_with_other_settings_takes_those_and_other_prompts_or_files_are_r
     assert step == 2 and coef not in (0.05, 0.5), "steered by two steps"
     assert told["set anew"] == (2, 0.5) and told["allowed"] == 2
     assert "trained on other prompts" in told["other prompts"] and "--run.fresh" in told["other prompts"]
-    said = f"--reward.function {tmp_path}/reward.py has another content than when {tmp_path}/run/checkpoints/step_2"
+    said = f"--reward.function {tmp_path}/reward.py has changed since {tmp_path}/run/checkpoints/step_2"
     assert told["other reward"].startswith(said) and "--run.allow-changes" in told["other reward"]
     assert told["allowed reward"] == 2
     assert "allow_changes: true" not in settings

@@ -140,7 +140,7 @@ def corrupted(world, folder, how):
 def test_stale_corrupt_push_is_refused_and_the_engine_too(folder, how):
     for n in (1, 2):
         for (message,), after, version, now, deep in run_ranks(corrupted, n, folder, how):
-            assert "the engine's memory does not hold version 1" in message and deep
+            assert "the engine's memory does not contain version 1" in message and deep
             assert all("the engine holds no weights" in m for m in after) and len(after) == 2
             assert version == 1 and now == ""  # A clean push repairs it.
 
@@ -209,7 +209,7 @@ def checked(world, folder):
 def test_stale_or_wrong_engines_are_refused_on_every_rank_after_the_first_push(folder):
     (right, wrong), (right_1, wrong_1) = run_ranks(checked, 2, folder)
     assert right[0] == "" and wrong[0] == wrong_1[0]
-    assert wrong[0].startswith("--rollout.engine hf: qwen2 is not right there in float32: log p of 2"), wrong
+    assert wrong[0].startswith("--rollout.engine hf computes qwen2 wrongly in float32: log p of 2"), wrong
     assert "0.01 at most" in wrong[0] and all(x[1] for x in (right, wrong, right_1, wrong_1))
     assert torch.equal(right[2], right_1[2]) and right[2][:, 0].tolist() == [5, 9, 9, 14]
     assert right[3] == wrong[3] and right[4] == ["time/push", "time/sleep", "time/wake"]

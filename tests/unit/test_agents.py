@@ -437,17 +437,17 @@ def test_an_mcp_server_that_dies_is_told_and_comes_back(make, tmp_path):
 
 CALLED = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {"a": [1]}}}
 MALFORMED = [
-    ({"tool_calls": "str"}, "whose tool_calls are no list: 'str'"),
-    ({"tool_calls": {"a": 1}}, "whose tool_calls are no list: \"{'a': 1}\""),
-    ({"tool_calls": 5}, "whose tool_calls are no list: '5'"),
+    ({"tool_calls": "str"}, "whose tool_calls are not a list: 'str'"),
+    ({"tool_calls": {"a": 1}}, "whose tool_calls are not a list: \"{'a': 1}\""),
+    ({"tool_calls": 5}, "whose tool_calls are not a list: '5'"),
     ({"tool_calls": ["x"]}, 'with a tool call that is not {"type": "function", "function"'),
     ({"tool_calls": [{"function": "f"}]}, 'with a tool call that is not {"type": "function", "function"'),
     ({"tool_calls": [{"function": {"name": 5}}]}, 'with a tool call that is not {"type": "function", "function"'),
-    ({"tool_calls": [{"name": "f", "arguments": "{no"}]}, "whose arguments are no object: '{no'"),
-    ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "whose arguments are no object: '[1]'"),
-    ({"tool_calls": [CALLED | {"id": 5}]}, "whose id is no text: '5'"),
-    ({"reasoning_content": ["x"]}, "whose reasoning_content is no text"),
-    ({"tool_call_id": {}}, "whose tool_call_id is no text: '{}'"),
+    ({"tool_calls": [{"name": "f", "arguments": "{no"}]}, "whose arguments are not an object: '{no'"),
+    ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "whose arguments are not an object: '[1]'"),
+    ({"tool_calls": [CALLED | {"id": 5}]}, "whose id is not text: '5'"),
+    ({"reasoning_content": ["x"]}, "whose reasoning_content is not text"),
+    ({"tool_call_id": {}}, "whose tool_call_id is not text: '{}'"),
 ]
 """Parts of a message -> the reason for which the environment has failed."""
 WELL_FORMED = [
@@ -482,7 +482,7 @@ def test_malformed_messages_of_an_environment_are_its_failure_alone(make):
 
 def test_two_tools_of_one_name_are_refused_at_start(make, file):
     for name in ("TWO", "Twice"):
-        with pytest.raises(ValueError, match="two tools of the name one: rename one") as refused:
+        with pytest.raises(ValueError, match="two tools named one: rename one") as refused:
             make(name)
         assert name in str(refused.value)
 
@@ -624,7 +624,7 @@ def advantages(episodes: list[Episode]) -> list[float]:
 
 def test_a_state_key_that_fails_is_a_failure_of_its_environment(make):
     (episode,) = (played := Played(make("NoKey"), [said("a")])).play()
-    assert episode.finish == "abort" and "returned no JSON value from state_key" in played.why[0]
+    assert episode.finish == "abort" and "returned a value from state_key that is not JSON" in played.why[0]
 
 
 def test_states_are_those_of_a_conversation_that_was_never_cut(make):

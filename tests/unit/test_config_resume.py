@@ -126,7 +126,7 @@ def test_resume_on_another_device_draws_otherwise_with_vllm_alone():
     for engine, count in {"vllm": 1, "hf": 0, "sglang": 0}.items():
         cfg = dataclasses.replace(Config(), rollout=dataclasses.replace(Config().rollout, engine=engine))
         said = changes_since(cfg, Path("step_2"), now | {"device": "cpu"}, now)
-        assert said == ["step_2 was made on cpu; on cuda vllm draws other tokens from the same seeds"] * count
+        assert said == ["step_2 was made on cpu; on cuda vllm samples other tokens from the same seeds"] * count
         assert changes_since(cfg, Path("step_2"), now, now) == changes_since(cfg, Path("step_2"), {}, now) == []
 
 

@@ -100,7 +100,7 @@ def test_an_engine_is_refused_above_rounding(monkeypatch, dtype, off, refused):
     message = outcome(check(Engine(off), monkeypatch, dtype))
     assert bool(message) is refused
     if refused:
-        assert f"--rollout.engine hf: toy is not right there in {dtype}: log p of 27 sampled tokens differs" in message
+        assert f"--rollout.engine hf computes toy wrongly in {dtype}: log p of 27 sampled tokens differs" in message
         assert f"{off:.2g} at most" in message and "--model.no-self-check" in message
 
 

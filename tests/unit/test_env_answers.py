@@ -167,5 +167,5 @@ def test_surrogates(units):
 def test_blocks_of_text():
     assert joined([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
     for bad in ([{"type": "image", "image": 1}], ["text"], [{"type": "text"}]):
-        with pytest.raises(TypeError, match="only texts are taken"):
+        with pytest.raises(TypeError, match="only text blocks are supported"):
             joined(bad)

@@ -274,11 +274,11 @@ def test_text_calls_and_thoughts_are_kept_apart(text, content, names, thought):
     [
         ("hermes", "<tool_call>{'name': 'f'}</tool_call>", "", "Expecting property name"),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', "f", 'no "arguments"'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "f", "no JSON object"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "f", "not a JSON object"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "", "NaN"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', "", "too large"),
         ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "", 'no "name"'),
-        ("hermes", f"<tool_call>{CALL} and more</tool_call>", "f", "other text before </tool_call>"),
+        ("hermes", f"<tool_call>{CALL} and more</tool_call>", "f", "text between the call and </tool_call>"),
         ("hermes", "<tool_call>" + "[" * 100_000, "", "nested too deeply"),
         (
             "hermes",
@@ -288,7 +288,7 @@ def test_text_calls_and_thoughts_are_kept_apart(text, content, names, thought):
         ),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1", "f", "</function>"),
         ("qwen3_coder", "<tool_call>hello</tool_call>", "", "<function=NAME>"),
-        ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</tool_call>", "f", "closed"),
+        ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</tool_call>", "f", "is not followed by"),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', "f", "not valid JSON"),
         ("mistral", "[TOOL_CALLS][1]", "", "not a JSON object"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{a}<｜tool▁call▁end｜>", "f", "JSON"),
@@ -318,7 +318,7 @@ def test_forms_without_marks():
     assert content == text
     assert [call.arguments for call in calls] == [{"code": "x = '```'\nprint(x)\n"}, {"code": "1\n"}]
     assert parse(f"<tool_call>{CALL}</tool_call>", "none")[:2] == (f"<tool_call>{CALL}</tool_call>", [])
-    with pytest.raises(ValueError, match="take one of hermes"):
+    with pytest.raises(ValueError, match="use one of hermes"):
         parse("", "xml")
 
 

@@ -115,8 +115,9 @@ def test_an_environment_is_played_by_hand(game):
         "user: Find it.",
         "tool look: box True: blue\ufffd",
         "reward 0.25",
-        "not understood: a call is look(key=value) with plain values ('(' was never closed (<unknown>, line 1))",
-        "tool look: look lacks the argument place",
+        "not understood: write a call as look(key=value) with literal values "
+        "('(' was never closed (<unknown>, line 1))",
+        "tool look: the call of look lacks the argument place",
         "final reward 1 (style 0.5)",
         "the episode has ended, with 1.25 in all",
     ]
@@ -144,10 +145,10 @@ def test_a_history_of_the_environment_is_shown_and_is_all_that_a_model_sees(tmp_
     with Play(f"{tmp_path / 'notes.py'}:Notes") as play:
         shown: list[str] = []
         by_hand(play, {}, 0, lines("a"), shown.append)
-        assert shown[1:4] == ["user: go", "the conversation goes on from these messages alone:", "user: so far: a"]
+        assert shown[1:4] == ["user: go", "the conversation continues from only these messages:", "user: so far: a"]
         by_model(play, ModelPlayer(speak, "none"), {}, 0, 3, shown.append)
     assert heard == [["go"], ["so far: note 1"], ["so far: note 2"]]
-    assert shown.count("the conversation goes on from these messages alone:") == 4
+    assert shown.count("the conversation continues from only these messages:") == 4
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_lines_are_parsed(line, text, calls):
     ["f(1)", "f(a=g())", "f(**{})", "f(a=1) and more", "f(a={1, 2})", "{not json", '{"name": "f"}', '[{"name": 1}]'],
 )
 def test_lines_that_begin_as_calls_and_are_none(line):
-    with pytest.raises(ValueError, match="a call is|no JSON"):
+    with pytest.raises(ValueError, match="write a call as|not JSON"):
         parse_line(line, {"f"})
 
 
@@ -193,7 +194,7 @@ def test_a_model_plays_and_its_calls_are_read(game):
     shown: list[str] = []
     with Play(game) as play:
         assert by_model(play, ModelPlayer(speak, "hermes"), {}, 1, 5, shown.append) == 1.25
-        with pytest.raises(ValueError, match="name their form with --format"):
+        with pytest.raises(ValueError, match="name the form of its calls with --format"):
             by_model(play, ModelPlayer(speak, "none"), {}, 1, 5, shown.append)
     assert shown[2:7] == [
         "assistant (thought): Where?",
@@ -244,7 +245,7 @@ def test_what_init_writes_works_and_passes_its_test(tmp_path):
 
     before = (tmp_path / "coin_game.py").read_text()
     again = run("spmdrl.env", "init", "coin_game", folder=tmp_path)
-    assert again.returncode == 2 and "coin_game.py is there already" in again.stderr
+    assert again.returncode == 2 and "coin_game.py exists already" in again.stderr
     assert (tmp_path / "coin_game.py").read_text() == before
 
 
@@ -254,10 +255,10 @@ def test_names_for_init(tmp_path, monkeypatch, capsys):
     assert "class TwoBoxes:" in (tmp_path / "envs" / "two_boxes.py").read_text()
     for name in ("a-b", "class", "", "1st", "envs/a-b"):
         assert main(["init", name]) == 2
-        assert "no name of a Python module" in capsys.readouterr().err
+        assert "is not a valid name of a Python module" in capsys.readouterr().err
     for name in ("json", "envs/random", "numpy"):
         assert main(["init", name]) == 2
-        assert f"{name.rpartition('/')[2]} is a module of Python or of a package" in capsys.readouterr().err
+        assert f"would hide the module {name.rpartition('/')[2]} of Python or of a package" in capsys.readouterr().err
     assert [each.name for each in (tmp_path / "envs").iterdir() if "two_boxes" not in each.name] == []
     (tmp_path / "test_other.py").write_text("mine")
     assert main(["init", "other"]) == 2
@@ -267,12 +268,12 @@ def test_names_for_init(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words, code, why",
     [
-        (["--row", "[1]"], 2, "--row is an object"),
-        (["--row", "{"], 2, "--row is no JSON"),
+        (["--row", "[1]"], 2, "--row must be a JSON object"),
+        (["--row", "{"], 2, "--row is not valid JSON"),
         (["--set", "word"], 2, "write KEY=VALUE"),
         (["--set", "colour=red"], 2, "do not fit"),
         (["--model", "tiny", "--turns", "0"], 2, "--turns must be 1 or more"),
-        (["--format", "xml"], 2, "take one of hermes"),
+        (["--format", "xml"], 2, "must be one of hermes"),
         (["--row", '{"fail": true}'], 1, "no game today"),
     ],
 )
@@ -303,7 +304,7 @@ def test_a_file_of_settings_is_tried_with_its_limits(game, tmp_path, capsys, mon
     assert "of 20 " in capsys.readouterr().out
     file.write_text("environment: rows\n")
     assert main(["try", str(file)]) == 2
-    assert "each row names its environment" in capsys.readouterr().err
+    assert "each row of the data names an environment" in capsys.readouterr().err
     file.write_text("environment: builtin:guess\nmax_turn: 2\n")
     assert main(["try", str(file)]) == 2 and main(["try", "game.yml"]) == 2 and main(["try", "games"]) == 2
     said = capsys.readouterr().err

@@ -154,8 +154,8 @@ def test_settings_are_keyword_arguments(file):
         ),
         ("FILE:number", "is of the type int: name a class, a function that is a tool, or a list"),
         ("FILE:empty", "is an empty list"),
-        ("FILE:twice", "has two tools of the name double: rename one"),
-        ("FILE:bare", "bare is no tool: .*docstring"),
+        ("FILE:twice", "has two tools named double: rename one"),
+        ("FILE:bare", "bare is not a tool: .*docstring"),
         ("FILE:NoReset", r"has no reset: write def reset\(self, row, seed\)"),
         ("FILE:Half", "has state without restore: write both or neither"),
         ("FILE:NoCall", "has tool_schemas without call"),
@@ -209,7 +209,7 @@ def test_class_of_trl(file):
     assert judged.reset({"prompt": prompt, "no": "parameter"}, 0)[-1]["content"] == "Guess.!"
     assert [tool.__name__ for tool in judged.tools] == ["step"]
     assert judged.reward() == {"score": 0.5, "part": 1}
-    with pytest.raises(TypeError, match="block of the kind image, and only texts"):
+    with pytest.raises(TypeError, match="block of type image, but only text blocks"):
         load(f"{file}:Images").make({}).reset({"prompt": prompt}, 0)
 
 

@@ -101,9 +101,9 @@ def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_a_broken_puzzle_is_sai
     "name, settings, message",
     [
         ("reasoning_gym:leg_count", {}, "no task reasoning_gym:leg_count: did you mean 'leg_counting'"),
-        ("reasoning_gym:leg_counting", {"attempts": 0}, "attempts is a number from 1 on, not 0"),
-        ("reasoning_gym:leg_counting", {"attempts": True}, "attempts is a number from 1 on, not True"),
-        ("reasoning_gym:leg_counting", {"keep": "all"}, "keep is best or last, not 'all'"),
+        ("reasoning_gym:leg_counting", {"attempts": 0}, "attempts must be a whole number of 1 or more, not 0"),
+        ("reasoning_gym:leg_counting", {"attempts": True}, "attempts must be a whole number of 1 or more, not True"),
+        ("reasoning_gym:leg_counting", {"keep": "all"}, "keep must be best or last, not 'all'"),
     ],
 )
 def test_puzzles_that_are_refused(puzzles, name, settings, message):
@@ -115,9 +115,9 @@ def test_rows_that_puzzles_refuse(puzzles):
     env = wrap("reasoning_gym:leg_counting", {"legs": 3})
     with pytest.raises(ValueError, match="refuses {'legs': 3}"):
         env.reset({}, 0)
-    with pytest.raises(ValueError, match="got a row of the task other: name the same task"):
+    with pytest.raises(ValueError, match="got a row of the task other: name that task"):
         env.reset({"task": "other", "entry": {}, "config": {}}, 0)
-    with pytest.raises(ValueError, match="the column seed of a row holds a whole number, not '1'"):
+    with pytest.raises(ValueError, match="the column seed of a row must hold a whole number, not '1'"):
         wrap("reasoning_gym:leg_counting", {}).reset({"seed": "1"}, 0)
 
 
@@ -301,7 +301,7 @@ def test_results_of_step_that_are_refused():
 
     env = wrap(Wrong, {})
     env.reset({}, 0)
-    with pytest.raises(TypeError, match=r"step returned str, not \(observation, reward, terminated"):
+    with pytest.raises(TypeError, match=r"step returned str; it must return \(observation, reward, terminated"):
         env.step(said("go"))
 
 

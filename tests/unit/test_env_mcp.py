@@ -195,7 +195,7 @@ def test_a_server_over_http_that_is_killed_and_comes_back(script):
         assert tool.call("tally", {}).startswith("1 of ")
         server.kill()
         server.wait()
-        for kind, why in ((McpError, "the MCP server ended"), (BrokenError, "is no MCP server that can be used")):
+        for kind, why in ((McpError, "the MCP server ended"), (BrokenError, "cannot use .* as an MCP server")):
             with pytest.raises(kind, match=why) as error:
                 tool.call("add", {"a": 1})
             assert SECRET not in str(error.value)
@@ -219,21 +219,21 @@ def test_a_server_over_http_that_is_killed_and_comes_back(script):
 @pytest.mark.parametrize(
     "settings, why",
     [
-        ({"command": "cat"}, "cat is no MCP server that can be used"),
+        ({"command": "cat"}, "cannot use cat as an MCP server"),
         (
             {"command": "sleep 30", "connect": 0.5},
-            "^sleep 30 is no .*: it did not list its tools within 0.5 s, which its setting `connect` changes",
+            "^cannot use sleep 30 as an MCP server: it did not list its tools within 0.5 s, which the setting",
         ),
         (
             {"command": f"cat --api-key {SECRET} --token={SECRET}"},
-            "^cat --api-key '<redacted>' '--token=<redacted>' is no MCP server",
+            "^cannot use cat --api-key '<redacted>' '--token=<redacted>' as an MCP server",
         ),
-        ({"command": "yes", "connect": 0.5}, "yes is no MCP server"),
-        ({"command": "echo hello"}, "echo hello is no MCP server"),
+        ({"command": "yes", "connect": 0.5}, "cannot use yes as an MCP server"),
+        ({"command": "echo hello"}, "cannot use echo hello as an MCP server"),
         ({"command": "no-such-command-here"}, "No such file"),
         ({"command": ["sh", "-c", "echo bad token $KEY >&2"], "env": {"KEY": SECRET}}, "error: bad token <redacted>"),
-        ({"url": "http://127.0.0.1:9/mcp"}, "http://127.0.0.1:9/mcp is no MCP server"),
-        ({"url": f"http://user:{SECRET}@127.0.0.1:9/mcp"}, "is no MCP server"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "cannot use http://127.0.0.1:9/mcp as an MCP server"),
+        ({"url": f"http://user:{SECRET}@127.0.0.1:9/mcp"}, "as an MCP server"),
     ],
 )
 def test_a_server_that_speaks_no_protocol_is_refused(settings, why):
@@ -257,7 +257,7 @@ def test_servers_start_a_few_at_once_and_the_wait_before_counts_for_none(tmp_pat
     begun = time.monotonic()
     with ThreadPoolExecutor(6) as threads:
         said = list(threads.map(begin, range(6)))
-    assert all("script.py is no MCP server" in each and "within 0.3 s" in each for each in said)
+    assert all("script.py as an MCP server" in each and "within 0.3 s" in each for each in said)
     assert time.monotonic() - begun >= 0.9
     assert Mcp(command=command).timeout_s > mcp_tools.QUEUE_SECONDS
 
@@ -266,7 +266,7 @@ def test_settings_that_make_no_sense():
     for settings in ({}, {"command": "a", "url": "http://a"}):
         with pytest.raises(ValueError, match="either `command`"):
             Mcp(**settings)
-    with pytest.raises(ValueError, match="http address"):
+    with pytest.raises(ValueError, match="http or https address"):
         Mcp(url="ftp://a")
     with pytest.raises(ValueError, match="NO_SUCH_VARIABLE_HERE, which is not set"):
         Mcp(command="a", env={"A": "$NO_SUCH_VARIABLE_HERE"})
@@ -291,7 +291,7 @@ def test_a_server_in_a_worker(script):
         assert opened.tools[0]["function"]["name"] == "add"
         assert play.call("add", a=1, b="2").messages[0]["content"] == "3"
         assert "the MCP server ended during the call" in play.call("die").messages[0]["content"]
-    why = "failed in reset: .*cat is no MCP server"
+    why = "failed in reset: .*cannot use cat as an MCP server"
     with Play("spmdrl.env.mcp_tools:Mcp", {"command": "cat"}) as play, pytest.raises(PlayError, match=why):
         play.open({"prompt": "Add."})
 

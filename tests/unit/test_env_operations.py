@@ -143,17 +143,17 @@ def test_functions_that_are_no_tools_are_refused():
         """
 
     for function, says in [
-        (bare, "bare is no tool: .*docstring"),
-        (lambda x: x, "is no tool"),
+        (bare, "bare is not a tool: .*docstring"),
+        (lambda x: x, "is not a tool"),
         (len, None),
         (untyped, "the argument x of tool untyped has no type: annotate it, as in `x: str`"),
-        (odd, "x of tool odd has the type Colour, which no call can give"),
+        (odd, "x of tool odd has the type Colour, which JSON cannot express"),
         (inside, "x of tool inside has the type set"),
         (by_position, "takes x by position"),
         (star, "takes x by position"),
         (unknown, "types of tool unknown cannot be read: NameError"),
-        (choices, "choices of x of tool choices are no JSON list"),
-        (5, "int is no tool"),
+        (choices, "choices of x of tool choices are not a JSON list"),
+        (5, "int is not a tool"),
     ]:
         with pytest.raises(ValueError, match=says):
             tool_of(function)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_two_tools_of_one_name_are_refused():
         """Add."""
 
     other.__name__ = "add"
-    with pytest.raises(ValueError, match="it has two tools of the name add: rename one"):
+    with pytest.raises(ValueError, match="it has two tools named add: rename one"):
         by_name([tool_of(add), tool_of(other)], "it")
 
 
@@ -251,21 +251,21 @@ def test_arguments_become_the_types_of_the_schema(kind, value, fits):
 @pytest.mark.parametrize(
     ("kind", "value", "says"),
     [
-        (INTEGER, "four", 'the argument x of tool must be an integer, and it is "four"'),
-        (INTEGER, 4.5, "must be an integer, and it is 4.5"),
+        (INTEGER, "four", 'the argument x of tool must be an integer, but it is "four"'),
+        (INTEGER, 4.5, "must be an integer, but it is 4.5"),
         (INTEGER, math.nan, "must be an integer"),
         (INTEGER, math.inf, "must be an integer"),
-        (INTEGER, True, "must be an integer, and it is true"),
+        (INTEGER, True, "must be an integer, but it is true"),
         (INTEGER, "9" * 5000, "must be an integer"),
-        (INTEGER, None, "must be an integer, and it is null"),
+        (INTEGER, None, "must be an integer, but it is null"),
         (NUMBER, "1e", "must be a number"),
         (BOOL, 1, "must be a boolean"),
         (TEXT, {"a": 1}, "must be a string"),
         (TEXT, ["\ud800"], "must be a string"),
-        ({"type": "string", "enum": ["a"]}, "b", r'must be one of \["a"\], and it is "b"'),
+        ({"type": "string", "enum": ["a"]}, "b", r'must be one of \["a"\], but it is "b"'),
         ({"type": "array", "items": INTEGER}, [1, "b"], "item 1 of the argument x of tool must be an integer"),
         ({"type": "object", "required": ["a"]}, {}, "lacks a"),
-        ({"anyOf": [INTEGER, BOOL]}, "b", "has none of its types"),
+        ({"anyOf": [INTEGER, BOOL]}, "b", "has none of the allowed types"),
     ],
 )
 def test_arguments_that_do_not_fit_are_told(kind, value, says):
@@ -277,7 +277,7 @@ def test_names_of_arguments():
     tool = tool_of(add)
     assert tool.bound({"a": "1"})() == 1.5
     assert tool.bound({"a": 1, "b": None})() == 1.5, "models write null for what they leave out"
-    with pytest.raises(ArgumentsError, match="add lacks the argument a"):
+    with pytest.raises(ArgumentsError, match="the call of add lacks the argument a"):
         tool.bound({})
     with pytest.raises(ArgumentsError, match='add has no argument "c": its arguments are a, b'):
         tool.bound({"a": 1, "c": 2})

@@ -487,7 +487,7 @@ def test_an_environment_that_brings_its_tools(room):
     room.pool.say("a", AssistantTurn("", [Call("two", {"x": 1})]))
     assert json.loads(room.answers()["a"].messages[0]["content"]) == {"called": "two", "with": {"x": 1}}
     for bad, says in [
-        ([{"name": "one"}] * 2, "two tools of the name one"),
+        ([{"name": "one"}] * 2, "two tools named one"),
         ([5], "it has a tool whose schema is not"),
     ]:
         room.begin("b", "Own", {"schemas": bad})
@@ -598,7 +598,7 @@ def test_a_tool_of_a_broken_environment_is_a_failure(room, what):
         ("Steps", {"fail": "reset type"}, "must return messages, a text or None from reset, and returned int"),
         ("Steps", {"fail": "reset role"}, "with a role of system, .* from reset, and returned .*wizard"),
         ("Steps", {"wrong": 1}, r"cannot be made: its settings \(given: wrong\) do not fit"),
-        ("Slow", {}, "has the timeout_s -1: give seconds above 0"),
+        ("Slow", {}, "has the timeout_s -1: give a number of seconds above 0"),
         ("Nothing", {}, "cannot be loaded: .*mine.py has no Nothing"),
     ],
 )
@@ -629,7 +629,7 @@ def test_rows_and_states_that_are_no_json_are_failures(room):
         ("b", Opening(f"{room.file}:Tools", {}, 0), {"state": {1, 2}}),
     ]:
         room.pool.open(key, opening, **more)
-        assert "are no JSON" in room.answers()[key].failure
+        assert "are not JSON" in room.answers()[key].failure
     room.begin("c", "Tools", {"prompt": ""})
     assert "returned None from reset, and the row has no prompt" in room.answers()["c"].failure
 
@@ -920,7 +920,7 @@ def test_a_state_that_is_no_json_is_told_once_and_replayed(make, caplog):
             room.told(key, "x")
             assert room.pool.state(key) is None
     told = [record.getMessage() for record in caplog.records if "cannot be saved" in record.getMessage()]
-    assert len(told) == 1 and "state is no JSON value: TypeError: Object of type lock" in told[0]
+    assert len(told) == 1 and "state is not a JSON value: TypeError: Object of type lock" in told[0]
     os.kill(room.pids()[0], signal.SIGKILL)
     assert room.told("a", "log") == ['["x", "log"]']
     room.begin("c", "Tools", state={"log": []})
@@ -1023,11 +1023,11 @@ def test_hundreds_of_environments_of_one_process(make):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"timeout_s": 0}, "timeout_s is 0: give seconds above 0"),
+        ({"timeout_s": 0}, "timeout_s is 0: give a number of seconds above 0"),
         ({"reward_timeout_s": float("inf")}, "reward_timeout_s is inf"),
         ({"longest_answer": 0}, "longest_answer must be 1 or more"),
-        ({"cut": "left"}, "cut is 'left': take head, tail or middle"),
-        ({"on_timeout": "stop"}, "on_timeout is 'stop': take tell or end"),
+        ({"cut": "left"}, "cut must be head, tail or middle, not 'left'"),
+        ({"on_timeout": "stop"}, "on_timeout must be tell or end, not 'stop'"),
     ],
 )
 def test_settings_that_mean_nothing(settings, says):

@@ -79,5 +79,5 @@ def test_blocks_of_code_are_run_in_a_worker():
         assert play.turn(parse_turn("It is 42.", "python")).done
     with Play("spmdrl.env.python_tool:Python", {"provider": "wonder"}) as play:
         play.open({"prompt": "a"})
-        with pytest.raises(PlayError, match="failed in tool python: no sandbox works here"):
+        with pytest.raises(PlayError, match="failed in tool python: no sandbox works on this machine"):
             play.call("python", code="1")

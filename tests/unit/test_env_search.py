@@ -104,9 +104,9 @@ def test_several_threads_search_one_corpus(file, tmp_path):
     [
         ("a.jsonl", '{"text": "a"}\n{"name": "no text"}\n', "a.jsonl:2 has no text"),
         ("a.jsonl", "{not json\n", "not JSON"),
-        ("a.jsonl", "", "holds no passages"),
-        ("a.txt", "\n\n \n", "holds no passages"),
-        ("a.txt", "the of a", "holds no words"),
+        ("a.jsonl", "", "contains no passages"),
+        ("a.txt", "\n\n \n", "contains no passages"),
+        ("a.txt", "the of a", "contains no words"),
         ("a.csv", "x", "neither a .jsonl nor a .txt"),
     ],
 )
@@ -122,7 +122,7 @@ def test_settings_that_make_no_sense(tmp_path):
             Search(**settings)
     with pytest.raises(ValueError, match="cannot read the corpus"):
         Search(corpus=str(tmp_path / "missing.jsonl"))
-    with pytest.raises(ValueError, match="http address"):
+    with pytest.raises(ValueError, match="http or https address"):
         Search(url="file:///etc/passwd")
 
 
@@ -175,8 +175,8 @@ def test_a_server_answers(address):
         ("slow", "did not answer within 0.5 s"),
         ("drops", "did not answer within 0.5 s"),
         ("broken", "answered 503"),
-        ("other", "another form"),
-        ("noise", "another form"),
+        ("other", "an unknown form"),
+        ("noise", "an unknown form"),
     ],
 )
 def test_a_server_that_fails_is_named(address, mode, why):

@@ -346,7 +346,7 @@ def test_observations_of_blocks(pool, file):
         assert begun.messages == [{"role": "user", "content": "Stop. Look around."}]
 
 
-@pytest.mark.parametrize("name, message", [("Pictures", "image"), ("Bad", "reset returned int")])
+@pytest.mark.parametrize("name, message", [("Pictures", "image"), ("Bad", "and returned int")])
 def test_observations_that_fail(pool, file, name, message):
     pool.open("bad", Opening(f"{file}:{name}", {"prompt": "?", "target": 1}, 7))
     assert message in reply(pool).failure
@@ -356,7 +356,7 @@ def test_observations_that_fail(pool, file, name, message):
 def test_a_reset_with_another_name_for_the_row_is_named(pool, file):
     pool.open("data", Opening(f"{file}:Data", {"prompt": "?", "x": "1"}, 7))
     failure = reply(pool).failure
-    assert r"its reset(data, seed) is read as TRL's" in failure
+    assert r"its reset(data, seed) looks like TRL's" in failure
     assert "has no column data (it has prompt, x)" in failure and failure.endswith("reset(self, row, seed)")
     pool.close("data")
     with pytest.raises(ValueError, match=r"Scored is called as def reset\(self, row, seed\): missing .*'data'"):

@@ -554,10 +554,10 @@ BAD_FILES = {
     "class without module": ("tools: [{class_name: Safe}]", "has no module: give it as package.module.Class"),
     "no such module": ("tools: [{class_name: nowhere_at_all.Safe}]", "cannot import nowhere_at_all"),
     "no such class": ("tools: [{class_name: safe_tools.Nothing}]", "has no class Nothing: change class_name"),
-    "not a tool": ("tools: [{class_name: safe_tools.NoTool}]", "NoTool is no tool; it has no create"),
+    "not a tool": ("tools: [{class_name: safe_tools.NoTool}]", "NoTool is not a class of tools, as it has no create"),
     "part of verl": (
         "tools: [{class_name: verl.tools.search_tool.SearchTool}]",
-        "of it there are only verl.tools.schemas, ",
+        "only these modules of it exist: verl.tools.schemas, ",
     ),
     "no schema": ("tools: [{class_name: safe_tools.Nameless}]", "has no tool_schema"),
     "no name": ("tools: [{class_name: safe_tools.Safe, tool_schema: {type: function, function: {}}}]", "has no name"),
@@ -566,13 +566,13 @@ BAD_FILES = {
         "tools: [{class_name: safe_tools.Safe, tool_schema: {type: function, function: {name: a}}}]",
         "description",
     ),
-    "mcp": ("tools: [{class_name: verl.tools.mcp.Tool, config: {type: mcp}}]", "this is of type 'mcp'; name an MCP"),
-    "config": ("tools: [{class_name: safe_tools.Safe, config: 3}]", "config is a mapping, not 3"),
-    "no list": ("tools: {class_name: safe_tools.Safe}", "has a list `tools` or a list `interaction`"),
-    "not YAML": ("tools: [", "is no YAML"),
+    "mcp": ("tools: [{class_name: verl.tools.mcp.Tool, config: {type: mcp}}]", "this type is 'mcp'; use an MCP"),
+    "config": ("tools: [{class_name: safe_tools.Safe, config: 3}]", "config must be a mapping, not 3"),
+    "no list": ("tools: {class_name: safe_tools.Safe}", "must have a list `tools` or a list `interaction`"),
+    "not YAML": ("tools: [", "is not valid YAML"),
     "twice": (
         "interaction: [{class_name: safe_users.Bare}, {class_name: safe_users.Bare}]",
-        "two interactions named 'bare'",
+        "two interactions are named 'bare'",
     ),
     "no interaction": ("interaction: [{class_name: safe_tools.NoTool}]", "it has no generate_response"),
 }
@@ -586,11 +586,11 @@ def test_files_that_are_refused(users, name):
 
 
 def test_other_files_are_refused(users):
-    with pytest.raises(ValueError, match="two tools named 'safe'"):
+    with pytest.raises(ValueError, match="two tools are named 'safe'"):
         load_yaml(tools_yaml(users, tool_entry("Safe"), tool_entry("Safe")))
     with pytest.raises(ValueError, match="cannot read"):
         load_yaml(str(users / "missing.yaml"))
-    with pytest.raises(ValueError, match="there is no setting 'turns'"):
+    with pytest.raises(ValueError, match="environments of verl have no setting 'turns'"):
         load_yaml(yaml_of(users, json.dumps({"tools": [tool_entry("Safe")]}), "one.yaml"))({"turns": 3})
     for text in ("- 1", "tools: 3", "other: []"):
         assert not is_verl_yaml(yaml_of(users, text, "other.yaml"))
@@ -606,7 +606,7 @@ def test_values_of_omegaconf_are_filled_in_or_refused(users, monkeypatch):
     try:
         import omegaconf  # noqa: F401
     except ImportError:
-        with pytest.raises(ValueError, match="pip install omegaconf, or write the values out"):
+        with pytest.raises(ValueError, match="pip install omegaconf, or write out the values"):
             load_yaml(path)
     else:
         assert load_yaml(path)({})._parts.interactions["teacher"].config["patience"] == 4
@@ -616,7 +616,7 @@ def test_rows_that_are_refused(users):
     env = load_yaml(tools_yaml(users, tool_entry("Safe", bonus=1)))({})
     bad = {
         "'vault'; the YAML has the tools safe": {"tools_kwargs": {"vault": {}}},
-        "hold 'create'; they may hold create_kwargs": {"tools_kwargs": {"safe": {"create": {}}}},
+        "have 'create'; known keys: create_kwargs": {"tools_kwargs": {"safe": {"create": {}}}},
         "its tools_kwargs are empty": {"need_tools_kwargs": True, "tools_kwargs": {"safe": None}},
     }
     for message, extra in bad.items():
@@ -634,7 +634,7 @@ def test_results_that_are_refused(users):
         await env.reset({"interaction_kwargs": {"query": "?"}}, 0)
         answer = await env.call("odd", {})
         assert answer.text == "odd" and answer.reward != answer.reward, "the pool refuses rewards that are not finite"
-        with pytest.raises(TypeError, match="calc_reward of odd returned 'much'; a reward is a number"):
+        with pytest.raises(TypeError, match="calc_reward of odd returned 'much'; it must return a number"):
             await env.reward()
         with pytest.raises(BrokenError, match=r"execute of nameless returned str, not \(response, reward, metrics\)"):
             await env.call("nameless", {})
@@ -689,7 +689,7 @@ def test_verls_files_in_a_pool(users):
 
     try:
         assert pool.check(path, {}) and pool.check(f"{users}/safe_users.py:TeacherInteraction", {})
-        with pytest.raises(ValueError, match="there is no setting 'turns'"):
+        with pytest.raises(ValueError, match="environments of verl have no setting 'turns'"):
             pool.check(path, {"turns": 3})
         row = {"prompt": "Open.", "extra_info": {"tools_kwargs": {"safe": {"create_kwargs": {"code": 3}}}}}
         begun = asked("open", "a", Opening(path, row, 1))
