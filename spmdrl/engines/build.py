@@ -112,7 +112,8 @@ def check_tp(cfg: Config, engine: str) -> None:
 def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> str:
     """Return why an engine's ranks cannot divide a model, with the values of `--rollout.tp` that would work; else "".
 
-    config: transformers' config of the model. A config without a number of heads is not checked; the engine does that.
+    config: transformers' config of the model. If it has no number of heads, the function returns "" and the engine
+    itself checks the model.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", tp)

@@ -119,7 +119,7 @@ class Engine(Protocol):
         ...
 
     def held_words(self) -> int | None:
-        """Return the sum over the weights that `needs` counts (`spmd.checksum.word_sum`), or None if unknown."""
+        """Return the checksum (`spmd.checksum.word_sum`) of the weights that `needs` counts, or None if unknown."""
         ...
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class ConversationState:
         """
         self.env_state, self.opening, self.request, self.next_request = env_state, None, "", None
         self.reopening, self.failure = True, ""
-        # Without a limit, nothing in a checkpoint depends on a clock.
+        # Without a limit the duration is not saved, so that checkpoints do not depend on a clock.
         self.seconds = time.monotonic() - self.began if timed else 0.0
 
     def copy(self) -> "ConversationState":

@@ -140,7 +140,7 @@ class Distillation(PolicyGradient):
         return dict(zip(self.teachers, table_BK.unbind(1), strict=True))
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the batch unchanged, because divergences do not depend on rewards."""
+        """Return the batch unchanged, because the loss is a divergence and needs no advantages."""
         return batch
 
     def update(self, batch: Batch, step: int) -> Metrics:

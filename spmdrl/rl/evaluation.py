@@ -28,7 +28,7 @@ from spmdrl.tracking.trackers import plain
 EVALUATION = 0x45564C
 """Key of the random draws of evaluations. It is the same at every step, so that evaluations are comparable."""
 MEASURED = "eval/measured"
-"""Name of the number of graded samples, which an evaluation that may be interrupted adds to its metrics."""
+"""Name under which an evaluation that may be interrupted stores its number of samples among the metrics."""
 
 
 class Evaluation:

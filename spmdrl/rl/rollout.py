@@ -215,8 +215,8 @@ def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
     if completion.tokens or completion.finish != "abort":
         episode.add_sampled(completion.tokens, completion.logp, plan.version)
     if completion.experts is not None:
-        # A continued episode ran its earlier tokens again, with later weights; for those, the experts with which their
-        # logp were computed are kept.
+        # In a continued episode the engine ran earlier tokens again, with newer weights. `add_experts` keeps the
+        # experts of their first run, in which their logp were computed.
         episode.add_experts(completion.experts)
 
 

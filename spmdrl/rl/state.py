@@ -42,7 +42,7 @@ class RunState:
 
     def __init__(self, algo: Algorithm, spikes: Spikes):
         self.algo, self.spikes = algo, spikes
-        # At this point the coefficients have the values of the settings.
+        # No step has adapted the coefficients yet, so these are the values of the settings.
         self.begun_with = dict(algo.state)
         self.draws = 0
         """Number of prompts drawn for the steps that were learnt from."""
@@ -230,7 +230,7 @@ def episode(tree: dict) -> Episode:
 
 
 def group_tree(g: PromptGroup) -> dict:
-    """Return a group as a tree, in which the prompt is an index."""
+    """Return a group as a tree, in which the prompt is replaced by its index."""
     return fields_of(g) | {"prompt": g.prompt.index, "episodes": [episode_tree(e) for e in g.episodes]}
 
 

@@ -65,7 +65,7 @@ def teacher_prompts(
 
 
 class EngineTeachers:
-    """Teachers in this rank's engine. Their weights replace the student's after each step is sampled."""
+    """Teachers in this rank's engine. When a step is sampled, their weights temporarily replace the student's."""
 
     def __init__(self, run: Run):
         """Open the teachers' folders.

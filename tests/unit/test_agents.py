@@ -944,7 +944,7 @@ def test_each_row_names_its_environment(make, file):
     for env, why in (
         (None, "row 7 has no environment in the column 'env'"),
         ({"settings": {}}, "row 7 has no environment in the column 'env'"),
-        ({"name": f"{file}:Does", "setings": {"most": 2}}, "row 7: .* column 'env' has the key 'setings', and takes"),
+        ({"name": f"{file}:Does", "setings": {"most": 2}}, "row 7: .* column 'env' has the unknown key 'setings'"),
         (f"{file}:Nobody", "has no Nobody"),
         ({"name": f"{file}:Does", "settings": {"size": 2}}, "do not fit"),
     ):

@@ -57,7 +57,7 @@ class HFEngine:
         self.decoder = Decoder(self.model, self.group)
         self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
         self.parked: Parked | None = None
-        # Softmax at least in float32, like the trainer's head.
+        # The softmax is computed in float32 or float64, as in the trainer's head.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
         # A checkpoint contains the parameters, tied ones once, and persistent buffers (routing biases).
         scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}

@@ -79,7 +79,7 @@ def reason(error: Exception) -> str:
 
 
 def advice(error: Exception) -> str:
-    """Return advice on which settings to change after vLLM failed to start."""
+    """Return advice on which settings to change, for an error with which vLLM failed to start."""
     if "memory" not in str(error).lower():
         return (
             "Try --rollout.engine hf, or other values of --rollout.max-sequences, --rollout.kv-cache-gib, --rollout.tp"

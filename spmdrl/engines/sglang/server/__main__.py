@@ -179,7 +179,7 @@ class Server:
         self.check(await self.tokenizer_manager.update_weights_from_tensor(request, None))
 
     async def join(self, host: str, port: int, backend: str) -> None:
-        """Join the group over which the spmdrl rank broadcasts weights, as rank 0 of that group."""
+        """Join the group over which the spmdrl rank broadcasts weights. That rank is number 0 in the group."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         request = InitWeightsUpdateGroupReqInput(
