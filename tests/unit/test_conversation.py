@@ -321,7 +321,7 @@ BROKEN = {
         "depends on the text of the turn",
     ),
     "in the prompt": (LOOP + ASK + "{{ messages[-2].content | length if messages | length > 1 }}", "depends on"),
-    "hoists the answer": ("Asked: {{ messages[-1].content }}\n" + LOOP + ASK, "when the answer to it changes"),
+    "hoists the answer": ("Asked: {{ messages[-1].content }}\n" + LOOP + ASK, "when the answer to the turn changes"),
     "no control token": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}",

@@ -366,9 +366,9 @@ def test_tools_that_the_template_does_not_show_are_named_at_the_first_step(tmp_p
 @pytest.mark.parametrize("name", ["enable_thinking", "depth"])
 def test_a_variable_of_the_whole_run_that_the_template_does_not_read_is_refused(tmp_path, name):
     kwargs = {"template_kwargs": json.dumps({name: True})}
-    with pytest.raises(ValueError, match=f"--data.template-kwargs: .* because of '{name}': leave it out"):
+    with pytest.raises(ValueError, match=f"--data.template-kwargs: .* the same text without '{name}': leave it out"):
         prompts(tmp_path, [{"prompt": "q", "answer": "a"}], PLAIN, **kwargs)
-    with pytest.raises(ValueError, match=f"--data.template-kwargs: .* because of '{name}': leave it out"):
+    with pytest.raises(ValueError, match=f"--data.template-kwargs: .* the same text without '{name}': leave it out"):
         Encoder(dataclasses.replace(SFTConfig().data, **kwargs), tokenizer_for(PLAIN), 99)
     read = f"{{% if {name} %}}x{{% endif %}}{PLAIN}"
     assert prompts(tmp_path, [{"prompt": "q", "answer": "a"}], read, **kwargs).prompts[0].text.startswith("x")
