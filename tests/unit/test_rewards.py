@@ -517,13 +517,13 @@ def test_a_tensor_of_one_number_is_that_number(tensors, started):
 @pytest.mark.parametrize(
     ("solution", "says"),
     [
-        ("two", r"returned Tensor of shape \(2,\) where a number"),
-        ("empty", r"returned Tensor of shape \(0,\) where a number"),
+        ("two", r"returned Tensor of shape \(2,\), not a number"),
+        ("empty", r"returned Tensor of shape \(0,\), not a number"),
         ("nan", "returned the score nan, which is not finite"),
-        ("complex", "returned Tensor of shape .* where a number"),
-        ("text", "returned str where a number"),
-        ("list", "returned list where a number"),
-        ("set", "returned set where a number"),
+        ("complex", "returned Tensor of shape .*, not a number"),
+        ("text", "returned str, not a number"),
+        ("list", "returned list, not a number"),
+        ("set", "returned set, not a number"),
     ],
 )
 def test_another_tensor_or_type_is_named(tensors, started, solution, says):
