@@ -124,7 +124,7 @@ class ParallelConfig:
     virtual_stages: int = setting(1, COUNT)
     """Megatron: parts of the model on each rank of the pipeline (interleaved schedule)."""
     ep: int = setting(1, COUNT)
-    """Megatron: ranks that divide the experts; they are ranks of the other axes, without pp."""
+    """Megatron: ranks that divide the experts; they are taken from the ranks of one pipeline stage."""
     etp: int = setting(1, COUNT)
     """Megatron: ranks that divide every expert's matrices."""
 

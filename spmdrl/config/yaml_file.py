@@ -32,7 +32,7 @@ def read_settings(
     secret: Collection[str] = (),
     prefix: str | None = None,
 ) -> S:
-    """Return the settings of a file.
+    """Return the settings of a YAML file as an instance of `schema`.
 
     Args:
         flag: the flag that named the file.

@@ -1,7 +1,7 @@
 """Makes a model's folder with tokens added to its tokenizer, once, and keeps it in the cache.
 
 A new token's row in an embedding table is the mean of the other tokens' rows, so that the token starts as likely as an
-average one. The row replaces a row that pads the table, or is appended. All other weight files are links to those of
+average one. The row replaces a padding row of the table, or is appended. All other weight files are links to those of
 the model.
 """
 

@@ -86,7 +86,7 @@ class Metrics:
             self._entries[name] = ("sum", total * factor, 0.0)
 
     def prefixed(self, prefix: str) -> "Metrics":
-        """Return the same numbers under longer names."""
+        """Return the same entries with `prefix` in front of their names."""
         out = Metrics()
         out._entries = {prefix + name: entry for name, entry in self._entries.items()}
         return out
