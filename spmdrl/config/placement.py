@@ -33,8 +33,7 @@ def how_to_have_more(count: int) -> str:
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
-    """Return lines about roles without ranks, and ranks without roles. If there are such lines, axes cannot be
-    checked."""
+    """Return lines about roles without ranks, and ranks without roles. With such lines, axes cannot be checked."""
     parallel, problems = config.parallel, Problems(config)
     if parallel.placement == "colocated":
         for name in ("parallel.rollout_ranks", "parallel.scoring_ranks", "rollout.staleness"):
