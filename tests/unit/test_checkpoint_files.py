@@ -116,7 +116,7 @@ WRONG = {
     "absolute name": (lambda m: rename(m, "/etc/hostname"), "is outside of the checkpoint"),
     "name that leaves": (lambda m: rename(m, "model/../../step_1/model/config.json"), "is outside of the checkpoint"),
     "name with a zero": (lambda m: rename(m, "model/a\0b"), "is outside of the checkpoint"),
-    "other step": (lambda m: m.update(step=2), "is of step 2"),
+    "other step": (lambda m: m.update(step=2), "is for step 2"),
     "other world": (lambda m: m.update(world_size=3), "holds files of 1 ranks instead of 3"),
     "no world": (lambda m: m.pop("world_size"), "has no step and number of ranks"),
     "no size": (lambda m: m["files"]["model/config.json"].pop("bytes"), "has no size and hash"),
