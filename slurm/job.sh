@@ -1,12 +1,10 @@
 #!/usr/bin/env bash
-# The common part of all jobs: slurm/job.sh CONFIG [FLAGS] checks settings and nodes, and starts one torchrun on each
-# node by one srun. After SIGUSR1 the run saves and ends, and this script requeues the job. docs/slurm.md lists the
-# variables.
+# slurm/job.sh CONFIG [FLAGS]: checks settings and nodes, and starts one torchrun on each node by srun. After SIGUSR1
+# the run saves and ends, and this script requeues the job. docs/slurm.md lists the variables.
 set -euo pipefail
 label=job
 source launch/checks.sh
-[[ -n ${SLURM_JOB_ID:-} ]] ||
-    fail 'no SLURM job: run sbatch slurm/NAME.sh; without SLURM, run HOSTS="a b" ./launch/node.sh'
+[[ -n ${SLURM_JOB_ID:-} ]] || fail 'not in SLURM: run sbatch slurm/NAME.sh, or HOSTS="a b" ./launch/node.sh without it'
 (($# > 0)) || fail "no config is given: slurm/job.sh configs/gsm8k_grpo.yaml [FLAGS]"
 signalled=0
 trap 'signalled=1' USR1
@@ -20,7 +18,6 @@ case " ${*//_/-} " in
     *" --run.dir"*) fail "--run.dir: the scripts need it too; set RUN_DIR before sbatch" ;;
     *" --run.grace"*) fail "--run.grace: torchrun needs it too; set GRACE before sbatch" ;;
 esac
-
 source slurm/container.sh
 words=(--config "$1" --run.dir "$RUN_DIR" --run.grace "$GRACE" "${@:2}")
 if [[ " $* " == *" --dry-run "* ]]; then # one process plans the job for all ranks

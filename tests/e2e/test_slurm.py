@@ -232,7 +232,7 @@ def test_bad_settings_are_told_before_any_node_is_looked_at(tmp_path):
 
 def test_bad_start_without_slurm_says_how():
     ended = subprocess.run(["slurm/gsm8k_8gpu.sh"], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1 and "run sbatch slurm/NAME.sh; without SLURM, run HOSTS=" in ended.stderr
+    assert ended.returncode == 1 and "not in SLURM: run sbatch slurm/NAME.sh, or HOSTS=" in ended.stderr
 
 
 def test_job_that_failed_is_not_requeued_and_keeps_its_exit_code(tmp_path):
