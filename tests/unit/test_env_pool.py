@@ -526,7 +526,7 @@ def test_malformed_calls_are_answered(room):
     reply = room.answers()["a"]
     texts = [message["content"] for message in reply.messages]
     assert texts[0] == "6"
-    assert texts[1] == 'the argument x of double must be an integer, and it is "three"'
+    assert texts[1] == 'the argument x of double must be an integer, but it is "three"'
     assert texts[2] == 'double has no argument "y": its arguments are x'
     assert texts[3].startswith("there is no tool 'doubel") and texts[3].endswith("the tools are: double")
     assert texts[4:] == ["the JSON of this call ends too early", "the arguments of this call cannot be read"]
@@ -1033,7 +1033,7 @@ def test_hundreds_of_environments_of_one_process(make):
 def test_settings_that_mean_nothing(settings, says):
     with pytest.raises(ValueError, match=says):
         PoolSettings(**settings)
-    with pytest.raises(ValueError, match="0 processes"):
+    with pytest.raises(ValueError, match="must be 1 or more, not 0"):
         Pool(0)
 
 
