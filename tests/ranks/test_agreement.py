@@ -162,7 +162,7 @@ def test_lockstep_reader_tells_of_any_malformed_record_in_one_message(tmp_path):
             if change == "left out" and (isinstance(way[-1], int) or way[-1] in ("1", "g")):
                 reader.report(tmp_path)  # one entry less
                 continue
-            with pytest.raises(ValueError, match="rank_00000.json is not a flight record: .*remove it"):
+            with pytest.raises(ValueError, match="rank_00000.json is not a flight record: .*remove the file"):
                 reader.report(tmp_path)
     assert tried > 80
     for text in ("", "[]", "3", "null", "\x00", "[" * 100000, '{"job": NaN}'):
