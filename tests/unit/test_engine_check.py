@@ -117,7 +117,7 @@ def test_other_engines_are_told_to_take_hf(monkeypatch):
     found = check(Engine(1.0), monkeypatch)
     found.cfg.rollout.engine = "vllm"
     message = outcome(found)
-    assert message.startswith("--rollout.engine vllm computes toy") and "take --rollout.engine hf, which" in message
+    assert message.startswith("--rollout.engine vllm computes toy") and "use --rollout.engine hf, which" in message
 
 
 def test_rows_fit_into_the_engines_longest_sequence_and_hold_ordinary_tokens(monkeypatch):
