@@ -40,7 +40,7 @@ def judge(
         if value is None or not value <= most:
             wrong.append(f"step {row['step']}: {name} is {value}, not below {most:g}")
     if not any(row.get("grad_norm", 0.0) > 0 for row in rows[:-1]):
-        wrong.append("no gradient: no weights changed, so what engines hold proves nothing")
+        wrong.append("no gradient: weights did not change, so the run proves nothing about pushes")
     if not all(math.isfinite(row.get("loss", math.nan)) for row in rows):
         wrong.append("a loss is missing or not finite")
     wrong += engines_placed(folder, samplers, engine, device)
@@ -53,7 +53,7 @@ def judge(
         if None in loose:
             wrong.append("memory/unaccounted_gib is not in every step")
         elif loose[-1] - loose[1] > GROWTH:
-            wrong.append(f"memory that nobody accounts for grew from {loose[1]:.2f} to {loose[-1]:.2f} GiB")
+            wrong.append(f"memory without a known owner grew from {loose[1]:.2f} to {loose[-1]:.2f} GiB")
     return wrong, figures
 
 
@@ -68,7 +68,7 @@ def engines_placed(folder: Path, samplers: list[int], engine: str, device: str) 
         log = file.read_text() if file.is_file() else ""
         own = "cpu" if device == "cpu" else f"cuda:{rank}"
         if engine == "vllm" and not re.search(rf"vllm: [1-9]\d* parameters and KV caches, all on {own}$", log, re.M):
-            wrong.append(f"rank {rank} does not say that its engine is on {own}")
+            wrong.append(f"the log of rank {rank} has no line that its engine is on {own}")
         if "after a push the engine's own memory is summed" not in log:
-            wrong.append(f"rank {rank} does not say that its engine's memory is summed after a push")
+            wrong.append(f"the log of rank {rank} has no line about checksums of its engine's memory after a push")
     return wrong

@@ -184,7 +184,7 @@ def look(python: str, work: Path) -> dict:
     log = work / "facts.log"
     wrong = run([python, "-m", "benchmarks._gpu_facts", str(work / "facts.json")], log, FACTS, {})
     if wrong:
-        raise SystemExit(f"{python}: the machine cannot be looked at, {wrong}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(f"{python}: cannot collect facts about the machine, {wrong}:\n{log.read_text()[-3000:]}")
     return json.loads((work / "facts.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""Measures the memory of a rank while it loads a model, which must not exceed the rank's final share by much.
+"""Measures the peak memory of a rank while it loads a model, compared with the memory of the loaded model.
 
     python benchmarks/load.py [--quick] [--json FILE] [--only KIND ...] [--ranks N ...]
 

@@ -117,8 +117,8 @@ def _not_best(found: Trial) -> list[str]:
     best, most, out = found.best(), found.undeserved(), []
     if not best:
         if any(row.rewards for row in found.gold):
-            return ["none of the right answers could be graded: nothing is known of them"]
-        return ["no row holds an answer that can be tried: nothing is known of right answers"]
+            return ["none of the right answers could be graded, so the reward was not checked on them"]
+        return ["no row has an answer to try, so the reward was not checked on right answers"]
     for source, (count, share) in found.best_shares().items():
         if not count or share >= ENOUGH:
             continue
@@ -127,7 +127,7 @@ def _not_best(found: Trial) -> list[str]:
         of = f" of {source}" if len(set(found.sources.values())) > 1 else ""
         out.append(
             f"right answers score best in {share:.1%} of the rows{of} (in their best form they get {right:.3g} on "
-            f"average, and the best of those that deserve nothing {wrong:.3g}): the reward does not find the truth "
+            f"average, and the best of the wrong ones {wrong:.3g}): the reward does not find the truth "
             "(--reward.function, --data.answer-column) or rewards something else, or rows are wrong"
         )
     return out
@@ -163,8 +163,8 @@ def _notes(found: Trial) -> list[str]:
     most = found.undeserved()
     if count := sum(is_right(x) and x < best.get(i, x) for i, x in most.items()):
         out.append(
-            f"answers that deserve nothing get 1 or more in {count / len(most):.1%} of the rows, if less than right"
-            " ones, and eval/accuracy counts them as right"
+            f"wrong answers get 1 or more in {count / len(most):.1%} of the rows, although less than right ones, and"
+            " eval/accuracy counts them as right"
         )
     shares = found.best_shares()
     for source, (count, share) in shares.items() if len(shares) > 1 else ():

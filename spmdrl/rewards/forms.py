@@ -22,8 +22,8 @@ from spmdrl.rewards.base import Reward, RewardInput
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = tuple(f"{name}s" for name in VERL)
 TRUTHS = ("ground_truth", "answer", "solution")
-"""Names that data sets for TRL use for the truth; a function receives the row's truth under those that are not columns
-of the row."""
+"""Column names of the truth in data sets for TRL. A function receives the row's truth as an argument of each name,
+unless the row has a column of this name."""
 OF_TRL = ("prompts", "completions", "data_source", *TRUTHS)
 """Arguments with which a function in TRL's form is called for every row."""
 

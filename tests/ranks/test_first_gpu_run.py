@@ -274,8 +274,8 @@ def test_judge_names_what_is_wrong(tmp_path):
     assert "no gradient" in wrong([row | {"grad_norm": 0.0} for row in good])
     assert "a loss is missing" in wrong([*good[:2], good[2] | {"loss": float("inf")}])
     assert "grew from 3.00 to 3.60 GiB" in wrong([*good[:2], good[2] | {"memory/unaccounted_gib": 3.6}])
-    assert "rank 3 does not say that its engine is on cuda:3" in wrong(good, logs | {3: said.format(0)})
-    assert "rank 2 does not say that its engine's memory is summed" in wrong(
+    assert "the log of rank 3 has no line that its engine is on cuda:3" in wrong(good, logs | {3: said.format(0)})
+    assert "the log of rank 2 has no line about checksums" in wrong(
         good, logs | {2: said.format(2).replace("is summed", "is not summed")}
     )
     assert "logp_diff/max is None, not below 0.0001" in wrong(good, device="cpu")

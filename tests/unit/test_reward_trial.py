@@ -145,7 +145,7 @@ def own(tmp_path):
 def test_right_answers_score_best_on_any_scale(rows, own, capsys):
     """Rewards below 1, above it, and less something for length: only the order of scores counts."""
     below = "right answers get 1 or more in 0.0% of the rows, and eval/accuracy counts such scores alone"
-    above = "answers that deserve nothing get 1 or more in 100.0% of the rows, if less than right ones"
+    above = "wrong answers get 1 or more in 100.0% of the rows, although less than right ones"
     for function, more, told in (
         (f"{own}:half", [], [below]),
         (f"{own}:ten", [], [above]),
@@ -161,9 +161,7 @@ def test_right_answers_score_best_on_any_scale(rows, own, capsys):
     # So much for length that saying nothing is best.
     assert main(flags(rows, "gsm8k", "--reward.more", f"{own}:short=0.5", "--json")) == 1
     best = (2 * (1 - 0.5 * len("It is 6.\n#### 6")) + 10 * (1 - 0.5 * len("It is 10.\n#### 10"))) / 12
-    assert (
-        f"they get {best:.3g} on average, and the best of those that deserve nothing 0)" in said(capsys)["problems"][0]
-    )
+    assert f"they get {best:.3g} on average, and the best of the wrong ones 0)" in said(capsys)["problems"][0]
 
 
 def test_a_reward_for_the_form_alone_is_found_out(rows, own, capsys):
@@ -263,7 +261,9 @@ def test_a_judge_that_does_not_answer_is_told_after_one_kind_of_answers(rows, tm
             ]
             continue
         assert len(server.requests) == 2 * len(ROWS) and len(found["kinds"]) == 1
-        assert found["problems"][0] == "none of the right answers could be graded: nothing is known of them"
+        assert (
+            found["problems"][0] == "none of the right answers could be graded, so the reward was not checked on them"
+        )
         words = "12 of 12 answers could not be graded, in 12 of 12 rows, the first (prompt 0) because the judge gave no"
         assert found["problems"][1].startswith(words)
 
