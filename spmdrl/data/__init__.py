@@ -27,6 +27,6 @@ batch.py          many episodes packed end to end
 pack.py           packs the paths of episodes into a batch, and unpacks them
 step_batch.py     makes the batch of a step: columns, replayed sequences, optimizer steps
 distribute.py     distributes a batch over ranks and optimizer steps
-packing.py        forms micro-batches up to a token budget
+microbatch.py     forms micro-batches up to a token budget
 tree.py           shares the computation of tokens that samples of a prompt or paths of an episode have in common
 """

@@ -12,8 +12,8 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, concatenate
 from spmdrl.data.distribute import assign_updates, gather_rows
 from spmdrl.data.episode import Episode
+from spmdrl.data.microbatch import work_of
 from spmdrl.data.pack import from_episodes
-from spmdrl.data.packing import work_of
 from spmdrl.spmd.exchange import gather_names
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for, seed_for, uniform

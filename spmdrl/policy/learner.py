@@ -10,7 +10,7 @@ import torch
 from spmdrl.config.engines import Part
 from spmdrl.config.schema import OptimizerConfig, TrainingConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.packing import microbatch_count, microbatches, units_of
+from spmdrl.data.microbatch import microbatch_count, microbatches, units_of
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import fp8_blocks
 from spmdrl.hub.resolve import resolve

@@ -10,7 +10,7 @@ import torch
 
 from spmdrl.data.batch import Batch
 from spmdrl.data.distribute import distribute
-from spmdrl.data.packing import work_of
+from spmdrl.data.microbatch import work_of
 from spmdrl.policy.contract import HeadFunction, Policy, Second
 from spmdrl.spmd.exchange import Table, exchange, select
 from spmdrl.spmd.peers import Peers

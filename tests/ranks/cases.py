@@ -13,8 +13,8 @@ from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config
 from spmdrl.data.distribute import assign_updates, balance
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
+from spmdrl.data.microbatch import work_of
 from spmdrl.data.pack import from_episodes
-from spmdrl.data.packing import work_of
 from spmdrl.data.step_batch import ReplayBuffer
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models

@@ -28,7 +28,7 @@ from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, OptimizerConfig, ParallelConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
-from spmdrl.data.packing import microbatch_count, microbatches
+from spmdrl.data.microbatch import microbatch_count, microbatches
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from spmdrl.policy.objectives.reinforcement import PolicyObjective

@@ -7,8 +7,8 @@ a mean over sequences is a mean over episodes.
 import pytest
 import torch
 
+from spmdrl.data.microbatch import units_of
 from spmdrl.data.pack import from_episodes
-from spmdrl.data.packing import units_of
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from tests.ranks.cases import (

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.data.batch import Batch
-from spmdrl.data.packing import first_fit_decreasing, microbatch_count, microbatches
+from spmdrl.data.microbatch import first_fit_decreasing, microbatch_count, microbatches
 from spmdrl.spmd.balance import assign_balanced, karmarkar_karp, with_swaps
 from spmdrl.spmd.seeds import generator_for
 

@@ -11,7 +11,7 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig, PreferenceDataConfig, check_preference
 from spmdrl.config.reward_model import ScoredDataConfig
 from spmdrl.data.builtin import builtin_rows
-from spmdrl.data.packing import units_of
+from spmdrl.data.microbatch import units_of
 from spmdrl.data.preferences import CHOSEN, REJECTED, PreferenceColumns, preference_of
 from spmdrl.data.row_columns import RowError
 from spmdrl.data.tokens import Masked

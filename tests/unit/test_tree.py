@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from spmdrl.data.episode import episode_of
+from spmdrl.data.microbatch import microbatch_count, microbatches, units_of, work_of
 from spmdrl.data.pack import from_episodes
-from spmdrl.data.packing import microbatch_count, microbatches, units_of, work_of
 from spmdrl.data.tree import plan_tree, prompt_lengths, shared_tokens
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.varlen import KERNELS
