@@ -35,7 +35,7 @@ def evaluate(run) -> None:
 
 def settle(job: Job, loaded: Loaded[EvaluationConfig]) -> Loaded[Any]:
     """Return the settings of a run that only evaluates; for a dry run return the user's settings unchanged."""
-    # `eval.prompts` in a run folder's config.yaml concerns the evaluations during training.
+    # A value of `eval.prompts` in a run folder's config.yaml is for evaluations during training, so it is ignored here.
     prompts = loaded.config.eval.prompts if "eval.prompts" in loaded.given else 0
     config = dataclasses.replace(loaded.config, eval=dataclasses.replace(loaded.config.eval, prompts=prompts))
     return dataclasses.replace(loaded, config=config if loaded.dry_run else as_run(config, prompts))

@@ -17,10 +17,10 @@ from spmdrl.spmd.world import World
 
 GIB = 1 << 30
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Config fields with the number of experts in a layer."""
+"""Names under which models' configs contain the number of experts in a layer."""
 VLLM_TEMPERATURE = (0.01, 2.0)
-"""Temperatures that vLLM 0.32 supports (`vllm.sampling_params`): it silently raises lower ones to 0.01 and refuses
-higher ones."""
+"""Lowest and highest temperature that vLLM 0.32 supports (`vllm.sampling_params`): it silently raises lower
+temperatures to 0.01 and refuses higher ones."""
 
 
 def check_engine(cfg: Config, on_cpu: bool) -> None:
@@ -80,8 +80,8 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     """Raise ValueError if the model reads more than text and the engine cannot run it.
 
-    transformers has no causal language model class for such a model. vLLM has one, but its CPU build cannot run it for
-    lack of torchvision.
+    transformers has no causal language model class for a model that reads images or sound. vLLM has one, but its CPU
+    build cannot run it without torchvision.
     """
     from transformers import AutoModelForCausalLM
 
@@ -156,7 +156,8 @@ def check_experts(cfg: Config) -> None:
 def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
     """Raise ValueError if the KV cache is too small for one sequence of the longest length, or exceeds free memory.
 
-    The setting is the size of one rank's cache. The HF engine's cache grows as it samples and has no fixed size.
+    The setting `--rollout.kv-cache-gib` is the size of one rank's cache. The HF engine's cache grows as it samples and
+    has no fixed size.
     """
     gib = cfg.rollout.kv_cache_gib
     if engine == "hf" or not gib:

@@ -22,7 +22,7 @@ from spmdrl.weights.safetensors import stored
 Owner = Literal["weights", "kv_cache"]
 Finish = Literal["stop", "length", "abort"]
 Key = tuple[int, ...]
-"""(position, sample, turn): identifies a request within a round."""
+"""Identifies a request within a rollout: (position, sample, turn) for a request of the policy."""
 
 
 class StaleEngineError(RuntimeError):
@@ -37,7 +37,7 @@ class Request:
     prompt: list[int]
     """Prompt tokens."""
     seed: int
-    """Seed of 63 bits."""
+    """Seed of the request's random draws, from 0 to 2**63 - 1."""
     version: int
     """The trainer's weight version; an engine that holds another version refuses the request."""
     max_new_tokens: int
@@ -58,8 +58,8 @@ class Completion:
     """Version of the weights that sampled it; None if it was aborted while the weights were replaced."""
     experts: torch.Tensor | None = None
     """int16 [n, W] under routing replay: the experts of each token of prompt and response except the last, layer by
-    layer (`hub.routing.Experts`); -1 for a token that the model did not process. Also None for an aborted request of an
-    engine that reports experts only at the end."""
+    layer (`hub.routing.Experts`); -1 for a token that the model did not process. None without routing replay, and for
+    an aborted request of an engine that reports experts only at the end."""
 
 
 class Engine(Protocol):
@@ -68,7 +68,7 @@ class Engine(Protocol):
     version: int | None
     """Version of the engine's weights; None if the engine has no weights to sample from."""
     capacity: int
-    """Number of sequences that the engine runs at a time."""
+    """Most sequences that the engine runs at the same time."""
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -104,14 +104,14 @@ class Engine(Protocol):
         ...
 
     def sleep(self, level: int) -> None:
-        """Free memory. Level 0 frees nothing, 1 frees the KV cache and parks the weights on the host, 2 frees both.
+        """Free memory. Level 0 frees nothing; 1 frees the KV cache and moves the weights to the host; 2 frees both.
 
         After level 2 the version is None.
         """
         ...
 
     def wake(self, what: Owner) -> None:
-        """Allocate the memory of `what` again."""
+        """Allocate the memory of `what` again, for a sleeping engine."""
         ...
 
     def bytes_by_owner(self) -> dict[str, int]:
@@ -133,7 +133,7 @@ class ScoreRequest:
 
     tokens: list[int]
     count: int
-    """Number of last tokens to score. The first token of a sequence has no log-probability."""
+    """Number of last tokens to score. The first token of a sequence has no log-probability and cannot be scored."""
 
 
 Likeliest = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -173,7 +173,7 @@ def check_version(version: int, held: int | None) -> None:
 def check_request(request: Request, version: int | None, longest: int, awake: bool = True) -> None:
     """Check that an engine can sample a request.
 
-    version: of the engine's weights. longest: the engine's longest sequence, in tokens.
+    version: weight version of the engine. longest: the engine's longest sequence, in tokens.
 
     Raises:
         StaleEngineError: the engine holds other weights or none, or it sleeps.

@@ -1,4 +1,4 @@
-"""Finds the parts of checkpoint tensors that an engine's loader reads, by recording its copies.
+"""Finds the parts of checkpoint tensors that an engine's loader reads, by recording the loader's copies.
 
 This works however an engine divides q, k and v, experts or the vocabulary over its ranks: each rank runs the engine's
 loader once on tensors without values, and the copies that the loader would make show which part of which tensor the
@@ -42,7 +42,8 @@ def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
     steps = [(int(n), int(step) * x.itemsize) for n, step in zip(x.shape, x.stride(), strict=True)] + [(x.itemsize, 1)]
     box = []
     for n in whole.shape:
-        # The view's offset within a row of `size` bytes, and its end relative to that row.
+        # a, b: where the view begins and ends, in bytes from the start of the row of `size` bytes that contains its
+        # beginning.
         a = start % size
         b = a + sum((count - 1) * (step % size) for count, step in steps)
         inner = size // n
@@ -106,7 +107,8 @@ class Watch(TorchDispatchMode):
         for x in read:
             self._record(x, None)
         if func not in FILLS:
-            # A part that is changed in place after its copy (the decay of Mamba's states) differs from the sent bytes.
+            # A part that is changed in place after its copy (the decay of Mamba's states) differs from the sent bytes,
+            # so it has no checksum.
             self.odd |= places & set(self.into)
         return func(*args, **kwargs)
 

@@ -1,9 +1,9 @@
 """Conversations of the policy with environments in worker processes, from messages to tokens and back.
 
 First the environment opens the conversation. Then each response is parsed (`env/calls.py`) and sent to the environment
-(`env/pool.py`), and its messages become tokens, after which the policy continues (`data/conversation.py`). At the end
-the environment scores the conversation. All conversations of an engine run at the same time, so a slow tool delays only
-one episode.
+(`env/pool.py`). The environment's answer becomes tokens, and the policy continues after them (`data/conversation.py`).
+At the end the environment scores the conversation. All conversations of an engine run at the same time, so a slow tool
+delays only one episode.
 """
 
 import math
@@ -26,9 +26,9 @@ from spmdrl.rl.tool_calls import form_of, unfit
 from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
-"""Key of the seeds of environments."""
+"""Part of the key of environments' seeds; it makes them differ from all other seeds of the run."""
 CHARACTERS = 200
-"""Assumed largest number of characters in a token. A text with more characters than this times the token limit is
+"""Assumed maximum number of characters in a token. A text with more characters than this times the token limit is
 rejected without tokenizing it."""
 
 
@@ -48,12 +48,13 @@ class Agents(Environment):
     ):
         """Start the workers, and create the environment once to check it.
 
-        ends: tokens that end a response. answer_column: the environment's row contains the ground truth under this name
-        and under `ground_truth`. weight: factor on the environment's rewards (`config.environment.weight_of`).
+        ends: tokens that end a response. answer_column: key under which the environment's row contains the ground
+        truth, in addition to the key `ground_truth`. weight: factor on the environment's rewards
+        (`config.environment.weight_of`).
 
         Raises:
-            ValueError: the environment does not exist, or it has tools and the chat template shows neither them nor
-                the format of calls.
+            ValueError: the environment does not exist, or it has tools, but the chat template does not show them or
+                their call format is unknown.
         """
         self.found, self.renderer, self.ends = found, renderer, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
@@ -103,7 +104,7 @@ class Agents(Environment):
             self._fail(episode, state.failure)
             return
         if state.finish:
-            # Before the episode was cut short, the environment answered this turn but did not return the final reward.
+            # The environment answered this turn before the episode was cut short, so only the final reward is missing.
             self._begin(state, lambda: self._score(episode, state.finish))
             return
         # A complete turn is sent even if no tokens are left, because the environment may end the episode with it.
@@ -129,7 +130,7 @@ class Agents(Environment):
                 self._take(self.episodes[place], reply)
             if self.ready or not left or not self.pool.pending:
                 break
-        # Sorted, so that the order of replies that arrive together does not depend on timing.
+        # The observations are sorted, so that the order of replies that arrive together does not depend on timing.
         ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
         return ready
 
@@ -169,7 +170,7 @@ class Agents(Environment):
         return made, bool(made) and made[-1] in self.ends
 
     def _begin(self, state: ConversationState, request: Callable[[], None]) -> None:
-        """Begin a request, or if another one is pending, begin it after that is answered."""
+        """Begin a request at once, or, if another request is pending, after the answer to that request."""
         if state.request:
             state.next_request = request
         else:
@@ -184,7 +185,7 @@ class Agents(Environment):
         again = request == "open" and state.reopening
         failure = reply.failure or (state.difference(reply) if again else "")
         if failure and again and not state.next_request:
-            # The engine is sampling a response for the episode; the episode ends after that response.
+            # The engine is sampling a response for the episode, so the episode ends only after that response.
             state.failure = failure
         elif failure:
             state.next_request = None
@@ -253,7 +254,7 @@ class Agents(Environment):
         except ValueError as error:
             self._fail(episode, f"{state.name}: {error}")
             return
-        # A branch has at least one token that it does not share.
+        # At least the last token of a branch counts as new, even if the earlier path contains all of its tokens.
         shared = min(shared_length(path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
         if state.room <= len(tokens) - shared:
             self._score(episode, "length")

@@ -1,8 +1,8 @@
 """Distils a teacher with another tokenizer, by comparing spans of text.
 
-The teacher's tokenizer encodes the student's response, which follows the teacher's prompt. The loss compares spans of
-text that consist of complete tokens of both tokenizers (`rl/retokenize.py`, `policy/objectives/aligned.py`). Responses
-that cannot be aligned are counted, and the log gives the reasons.
+The teacher reads its own prompt, followed by the student's response encoded in the teacher's tokens. The loss compares
+spans of text that consist of complete tokens of both tokenizers (`rl/retokenize.py`, `policy/objectives/aligned.py`).
+Responses that cannot be aligned are counted, and the log gives the reasons.
 """
 
 import logging
@@ -36,7 +36,7 @@ class Alignment:
     """The computations with the teacher in a distillation between two tokenizers."""
 
     def __init__(self, run: Run, cfg: DistillationConfig, reader: TargetReader):
-        """reader: selects what is read from the teacher's hidden states.
+        """reader: computes the student's targets from the teacher's hidden states.
 
         Raises:
             ValueError: the teacher has no tokenizer, or its prompts are too long or cannot be rendered.
@@ -102,7 +102,10 @@ class Alignment:
         return metrics
 
     def align(self, batch: Batch) -> tuple[list[Aligned | None], Metrics]:
-        """Return the alignment of each sequence, None if there is none, and the metric that counts the latter."""
+        """Return each sequence's alignment, and metrics.
+
+        The alignment is None for a sequence that cannot be aligned; a metric counts these sequences.
+        """
         lengths, metrics, out = batch.lengths.tolist(), Metrics(), []
         starts = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
         rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
@@ -143,14 +146,14 @@ class Alignment:
     def places(
         self, batch: Batch, read: Batch, kept: list[int], found: list[Aligned]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[range]]:
-        """Return the rows of the tokens in the N aligned spans.
+        """Return where the tokens of the N aligned spans are, as row numbers in the two batches.
 
-        A span has one base token of the student and one of the teacher, whose distributions are compared.
+        In each span the distributions at one base token of the student and at one of the teacher are compared.
 
         Returns:
-            The rows of the base tokens: the student's [N] and the teacher's [N].
-            For the teacher's M other tokens, the number of their span [M] and their row [M].
-            For each span, all rows of the student.
+            The rows of the base tokens: the student's in `batch` [N] and the teacher's in `read` [N].
+            For each of the teacher's M other tokens, the number of its span [M] and its row in `read` [M].
+            For each span, the range of its rows in `batch`.
         """
         last = self.cfg.distill.merge == "last"
         starts = [
@@ -171,7 +174,10 @@ class Alignment:
 
     @torch.no_grad()
     def factors(self, read: Batch, states_UE: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:
-        """Return the teacher's logp of the tokens in some rows, on the host. Collective over the ranks that train."""
+        """Return the teacher's logp of the tokens in the given rows of `read`, on the host.
+
+        Collective over the ranks that train.
+        """
         head: OutputHead = self.teacher.output_head()
         if not len(rows_M):
             return torch.zeros(0, dtype=wide(states_UE))
@@ -186,5 +192,5 @@ class Alignment:
 
 
 def columns(pairs: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return two int64 tensors: the first numbers of the pairs, and the second ones."""
+    """Return two int64 tensors: the first number of every pair, and the second number of every pair."""
     return list(torch.tensor(pairs, dtype=torch.int64).reshape(len(pairs), 2).unbind(1))

@@ -53,16 +53,16 @@ class Sources:
     """Folder of the policy's model."""
     tokenizer: Any
     limit: int
-    """Largest number of tokens of a prompt."""
+    """Most tokens that a prompt may have."""
     stop: set[int]
     """Tokens that end a response."""
     prompts: PromptSet
     eval_prompts: PromptSet | None
-    """Prompts of evaluations."""
+    """Prompts of evaluations; None if the run never evaluates."""
 
 
 def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] = PolicyGradient) -> Run:
-    """Build a run. Collective over all ranks. method: makes the learning method from the run."""
+    """Build a run. Collective over all ranks. method: creates the learning method for the run."""
     cfg, world = session.cfg, session.world
     algo = compose(cfg)
     keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
@@ -73,7 +73,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     data_sources = {prompt.data_source for each in (read.prompts, read.eval_prompts) if each for prompt in each.prompts}
     grader = load_reward(cfg.reward, cfg.sandbox, finite, data_sources) if world.samples else None
     judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
-    # Computed on every rank, because the batches of ranks without samples must have the same columns.
+    # Every rank computes this width, because the batches of ranks without samples must have the same columns.
     experts_width = experts_of(read.folder, cfg.model.trust_remote_code).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     environment = None
@@ -144,7 +144,7 @@ def read_sources(session: Session[Config]) -> Sources:
 
 
 def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
-    """Build and check the models of a run, with the readings of its reward models. Collective over all ranks.
+    """Build and check the models of a run, with the readers of its reward models' scores. Collective over all ranks.
 
     Raises:
         ValueError: a model is unsuitable for its role, or computes wrong numbers on this machine.
@@ -164,7 +164,7 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
 def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment:
     """Open the environment for the samples of this rank's engine. Collective over the engine.
 
-    ends: tokens that end a response. room: largest number of tokens of an episode's first prompt.
+    ends: tokens that end a response. room: most tokens of an episode's first prompt.
 
     Raises:
         ValueError: the environment does not exist, or the chat template cannot render conversations.

@@ -1,4 +1,4 @@
-"""Makes an `Algorithm` from settings: finds functions by name or in a user's file, and the settings of each."""
+"""Creates the `Algorithm` of a run: finds its functions by name or in a user's file, and gives them their settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +52,7 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
 
 
 def settings_of(function: Callable, cfg: Config) -> dict[str, Any]:
-    """Return the settings that a function has as parameters, without those that are None."""
+    """Return the values of the settings that a function has as parameters, by parameter name, without None values."""
     values = {name: get(cfg, setting) for name, setting in parameters_of(function).items()}
     if "weights" in values:
         values["weights"] = part_weights(values["weights"])

@@ -13,7 +13,7 @@ from spmdrl.env.base import AssistantTurn, Call, Opening, Reply
 from spmdrl.env.messages import OPENING
 
 KEYS = ("name", "settings")
-"""Keys of the environment in a row's column, if that is an object."""
+"""Keys that an object in a row's environment column may have: the environment's name and its settings."""
 SAVED = {
     **{"messages": "messages", "tools": "tools", "said": "turns", "given": "total", "reward": "reward"},
     **{"finish": "finish", "turns": "responses", "calls": "calls", "first": "first_state", "state": "env_state"},
@@ -47,10 +47,10 @@ class ConversationState:
     first_state: str = ""
     """Digest of the state in which the episode began, if the environment names states; else empty."""
     env_state: Any = None
-    """State from which the environment continues after the episode was cut short, a JSON value. None: its turns are run
-    again instead."""
+    """JSON value from which the environment continues an episode that was cut short. None: the environment runs the
+    turns again instead."""
     seconds: float = 0.0
-    """Duration of the episode until it was cut short, if the duration is limited."""
+    """Seconds that the episode had lasted when it was cut short; 0 if the duration of episodes is not limited."""
 
     opening: Opening | None = None
     """The environment that is open or being opened; None between two rollouts."""
@@ -61,13 +61,13 @@ class ConversationState:
     request: str = ""
     """The pending request to the environment: `open`, `say`, `score`, or empty."""
     next_request: Callable[[], None] | None = None
-    """Function that begins the next request when the pending one is answered."""
+    """Function that begins the next request when the pending one is answered; None if no further request waits."""
     reopening: bool = False
     """True if the conversation continues after a cut, and its environment is not open yet."""
     failure: str = ""
     """Reason for which the environment could not be opened again; empty if it could."""
     room: int = 0
-    """Number of tokens that the episode may still have."""
+    """Most tokens that may still be added to the episode."""
 
     def open(self, opening: Opening, variables: dict) -> None:
         """Begin the conversation, or continue it after a cut."""
@@ -85,7 +85,10 @@ class ConversationState:
         self.seconds = time.monotonic() - self.began if timed else 0.0
 
     def copy(self) -> "ConversationState":
-        """Return a copy that can continue without changing this state. Only for a conversation that was cut."""
+        """Return a copy that can continue without changing this state.
+
+        Only a conversation that was cut can be copied.
+        """
         return replace(self, turns=list(self.turns))
 
     def saved(self) -> dict:
@@ -95,7 +98,10 @@ class ConversationState:
 
     @staticmethod
     def restored(saved: dict) -> "ConversationState":
-        """Return the conversation that `saved` described. It was cut short, so its environment has to be reopened."""
+        """Return the conversation that `saved` described.
+
+        It continues after a cut, so its environment has to be reopened.
+        """
         calls = [[Call(**call) for call in turn["calls"]] for turn in saved["said"]]
         turns = [AssistantTurn(**turn | {"calls": made}) for turn, made in zip(saved["said"], calls, strict=True)]
         values: dict[str, Any] = {name: saved[key] for key, name in SAVED.items()}
@@ -109,7 +115,10 @@ class ConversationState:
         return before
 
     def prompt(self, renderer: Conversation, hidden: bool) -> list[int]:
-        """Return the tokens of all messages. hidden: as in `Conversation.begin`, whose errors it raises."""
+        """Return the tokens of all messages, as `Conversation.begin` does.
+
+        hidden: True if the template may omit the tools.
+        """
         return renderer.of(self.variables).begin(self.messages, self.tools or None, hidden)
 
     def next_tokens(
@@ -118,7 +127,7 @@ class ConversationState:
         """Return the tokens after which the policy continues, and True if they are its complete context.
 
         before: messages before the last turn. reply: the answer to that turn, passed to `add_answer` before. made:
-        tokens of the turn. ended: True if the last of them ends a turn.
+        tokens of the turn. ended: True if the turn's last token is one that ends turns.
 
         Raises:
             ValueError: the template renders nothing for the answer.
@@ -132,7 +141,9 @@ class ConversationState:
         return (seen.tokens, False) if seen.fork is None else (seen.fork, True)
 
     def state_number(self, key: str) -> int | None:
-        """Return the number of a state: 0 for the state in which the episode began, as for the prompt.
+        """Return the number of a state.
+
+        The state in which the episode began has number 0, like the state of the prompt.
 
         key: digest of the state. Returns None if the environment does not name states.
         """
@@ -164,10 +175,10 @@ class ConversationState:
 def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int) -> Opening:
     """Return the environment of a prompt, with the row that the environment gets.
 
-    answer_column: the environment's row contains the ground truth under this name and under `ground_truth`.
+    answer_column: key under which the row contains the ground truth, in addition to the key `ground_truth`.
 
     Raises:
-        ValueError: rows name their environments, and this row names none or has an unknown key.
+        ValueError: each row must name its environment, and this row names none or has an unknown key.
     """
     row = prompt.extra | {"extra_info": prompt.extra, "data_source": prompt.data_source}
     row |= {"prompt": prompt.content, answer_column: prompt.ground_truth, "ground_truth": prompt.ground_truth}
@@ -176,7 +187,7 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
     name, settings = found.environment, found.settings
     if name == ROWS:
         named = prompt.extra.get(COLUMN)
-        # In a table every row has the keys of all rows, with None for keys that it lacks.
+        # Table formats such as Parquet give every row the keys of all rows, with None where a row has no value.
         if isinstance(named, dict) and (odd := [k for k, v in named.items() if k not in KEYS and v is not None]):
             raise ValueError(
                 f"row {prompt.index}: the environment in its column {COLUMN!r} has the unknown key {odd[0]!r}; it may "

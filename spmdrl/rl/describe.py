@@ -38,7 +38,7 @@ def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Column
 def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = None) -> dict:
     """Return an episode as a row of text, with its segments if it has several turns, weight versions or an environment.
 
-    reader: reads the tool calls of its turns; None without an environment.
+    reader: reads the tool calls of the episode's turns; None without an environment.
     """
     begin, rest = episode.segments[: episode.opening], episode.segments[episode.opening :]
     row = {
@@ -66,8 +66,8 @@ def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = 
 def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
     """Add metrics of a batch's rewards and response lengths. Every rank adds the same names.
 
-    reward_model: True if the run has one. `reward/mean` is then computed from the batch, because the reward model does
-    not score other samples.
+    reward_model: True if the run has a reward model. `reward/mean` is then computed from the batch, because the reward
+    model does not score other samples.
     """
     seq = {name: x_B[batch.firsts] for name, x_B in batch.seq.items()}
     n = len(seq["reward"])
@@ -77,7 +77,7 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
         stats.add(name, reward.mean() if len(reward) else 0.0, len(reward))
     for name in seq:
         if name.startswith("part/"):
-            # A sample without this part has nan.
+            # A sample whose reward has no such part has the value nan, which is left out.
             part = seq[name][~seq[name].isnan()]
             stats.add(f"reward/{name}", part.mean(), len(part))
     sampled = batch.sampled_per_episode.double()
@@ -92,14 +92,14 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
 
 
 def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
-    """Add the staleness of sampled tokens, in versions of the weights. version: of the weights before this update."""
+    """Add the staleness of sampled tokens, in weight versions. version: weight version before this step's update."""
     age_T = (version - batch.token["version"][batch.sampled]).double()
     stats.add("rollout/staleness", age_T.mean(), len(age_T))
 
 
 WARN_EXACT, WARN_ROUNDED = 1e-3, 0.1
-"""Default thresholds of `--rollout.logp-diff-warn`: logp of engine and trainer differ by 1e-5 if both compute in the
-same types, and by 0.01 or more in 16 or 8 bits."""
+"""Defaults of `--rollout.logp-diff-warn`. In float32 or float64 the logp of engine and trainer differ by about 1e-5; in
+16 or 8 bits, or with stale samples, by 0.01 or more, so that the second default applies."""
 
 
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
@@ -142,7 +142,7 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
 
 
 def with_rates(values: dict[str, float]) -> dict[str, float]:
-    """Return a step's reduced metrics with three kinds more: `tokens/s`, `mismatch/*` and `time/outside_model`.
+    """Return a step's reduced metrics, and in addition `tokens/s`, `mismatch/*` and `time/outside_model`.
 
     `tokens/s` counts tokens of prompts and responses of all ranks.
     """

@@ -62,7 +62,9 @@ class Distillation(PolicyGradient):
                 answer(prompt, self.cfg)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """Return a batch of this rank's episodes and its responses of the data set. Collective, within a rollout phase.
+        """Return a batch of this rank's episodes and of its responses from the data set.
+
+        Collective, within a rollout phase.
 
         If teachers run in the engine, the batch gets their columns.
         """
@@ -78,7 +80,7 @@ class Distillation(PolicyGradient):
             return []
         prompts, world, out = run.prompts.prompts, run.world, []
         drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN), self.cfg.data.shuffle)
-        # Their positions follow those of the sampled prompts.
+        # The positions of these episodes follow those of the sampled prompts.
         first = self.cfg.rollout.prompts_per_step
         for place in range(world.engine_index, count, world.engine_count):
             prompt = prompts[drawn[place]]
@@ -114,7 +116,7 @@ class Distillation(PolicyGradient):
             batch.seq[share_name(name)] = share_B
             if self.on_engine:
                 continue
-            # The choice is collective: ranks that train and ranks that score must select the same sequences.
+            # Reading is collective, so all ranks of a data position must select the same sequences.
             selected = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
             read = with_teacher_prompts(selected, self.prompts) if self.prompts else selected
             found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
@@ -127,13 +129,16 @@ class Distillation(PolicyGradient):
 
     @property
     def teachers(self) -> dict[str, Any]:
-        """All teachers by name, the reference first; models that are in the engine are None."""
+        """All teachers by name, the reference first. A teacher that runs in the engine has the value None."""
         if self.on_engine:
             return dict.fromkeys(self.on_engine.models.folders)
         return {"reference": self.run.models.reference} | self.run.models.teachers
 
     def shares(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the weight of each teacher in each sequence, [B], by name; those of a sequence sum to 1."""
+        """Return each teacher's weights for the sequences, [B], by its name.
+
+        The teachers' weights for a sequence sum to 1.
+        """
         sources = [self.sources[prompt] for prompt in batch.seq["prompt"].tolist()]
         rows = [self.shares_of.get(source, self.shares_of[""]) for source in sources]
         table_BK = torch.tensor(rows, dtype=torch.float64).view(len(batch), len(self.teachers))
@@ -163,7 +168,10 @@ class Distillation(PolicyGradient):
 
 
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
-    """Return the teachers' weights for each `data_source`, the reference's first; under "" for all other sources."""
+    """Return the teachers' weights for each `data_source`, the reference's first.
+
+    The key "" is for all other sources.
+    """
     further = list(cfg.further_teachers().values())
     mixed = [1.0, *(0.0 if each.source else each.weight for each in further)]
     out = {"": [weight / sum(mixed) for weight in mixed]}
@@ -174,7 +182,7 @@ def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
 
 
 def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
-    """Return the response of the data set to a prompt. Raises ValueError if there is none."""
+    """Return the data set's response to a prompt. Raises ValueError if there is none."""
     name = cfg.distill.given_column or cfg.data.answer_column
     value = prompt.ground_truth if name == cfg.data.answer_column else prompt.extra.get(name)
     if not isinstance(value, str):

@@ -84,7 +84,9 @@ class EngineJudges:
     """The judges of a run on this rank's engine."""
 
     def __init__(self, cfg: Config, world: World, tokenizer: Any, grader: Grader):
-        """Check all judges, before models are built. grader: of the run, whose judges will ask this rank's engine.
+        """Check all judges, before models are built.
+
+        grader: the run's grader, whose judges then use this rank's engine.
 
         Raises:
             ValueError: a judge cannot run on the engine; the message names the setting to change.
@@ -110,7 +112,10 @@ class EngineJudges:
         self.plan: RolloutPlan | None = None
 
     def begin(self, plan: RolloutPlan) -> None:
-        """Load the policy again into engines that have a judge's weights. Collective over the ranks that sample."""
+        """Restore the policy's weights in engines that hold a judge's weights.
+
+        Collective over the ranks that sample.
+        """
         self.plan = plan
         if self.frozen.folders and self.memory:
             self.memory.restore()

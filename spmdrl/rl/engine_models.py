@@ -21,14 +21,14 @@ UNSEEN = frozenset(
         *("attention_dropout", "max_window_layers", "quantization_config", "id2label", "label2id"),
     }
 )
-"""Entries of a model's config.json that do not affect the engine's forward."""
+"""Keys of config.json that may differ from the policy's, because they do not affect the engine's forward."""
 
 
 class EngineModels:
     """Frozen models of the policy's architecture, by name."""
 
     def __init__(self, cfg: Config, first: int, advice: str):
-        """Keep the numbering and the advice for later models.
+        """Prepare for models, which `open` adds.
 
         first: weight version of the first model; each further model gets the next lower number. The numbers are
         negative, so they differ from every version of the policy. advice: end of the message about a model that does

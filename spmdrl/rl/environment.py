@@ -15,8 +15,8 @@ COUNTS = (
     *("whole_turns", "whole_calls", "seconds", "idle"),
 )
 """Names of an environment's counts in a rollout. episodes: episodes that ended without a failure; whole_turns and
-whole_calls: turns and calls of those episodes. seconds: total time of all answers; idle: time in which an engine had
-nothing to do but wait for answers."""
+whole_calls: turns and calls of those episodes. seconds: total duration of all answers; idle: seconds in which an engine
+only waited for answers."""
 Place = tuple[int, int]
 """(position, sample): identifies an episode within a rollout."""
 
@@ -35,11 +35,11 @@ class Observation:
     over: str = ""
     """Reason for which the episode ends with this observation (`FINISH_REASONS`); empty if it continues."""
     reward: float = 0.0
-    """Reward for the turn that is answered."""
+    """Reward for the turn that this observation answers."""
     given: float | None = None
     """At the end of an episode: unweighted sum of the environment's rewards. None: the environment has no rewards."""
     parts: dict[str, float] = field(default_factory=dict)
-    """At the end of an episode: parts of the final reward."""
+    """At the end of an episode: the parts of the final reward, by name."""
     failure: str = ""
     """Reason for which the environment failed, for the log; the episode is then left out. Empty: it did not fail."""
 
@@ -53,9 +53,9 @@ class Environment:
     """
 
     turn_tokens = 0
-    """Largest number of tokens of a response; 0: limited only by the episode."""
+    """Most tokens of a response; 0: only the limit on the complete episode applies."""
     most_open = 0
-    """Largest number of episodes that are open at once; one group of samples is allowed to exceed it. 0: no limit."""
+    """Most episodes that are open at the same time; a single group of samples may exceed this limit. 0: no limit."""
     remote = False
     """True if other processes answer. Answers then take time, and only the engine's first rank gets them."""
 
@@ -102,7 +102,10 @@ class Environment:
 
 
 class OnFirstRank(Environment):
-    """A remote environment on an engine's other ranks, which get the observations of the first rank by `share`."""
+    """Stand-in for a remote environment on an engine's other ranks.
+
+    They get the first rank's observations by `share`.
+    """
 
     remote = True
 
@@ -127,7 +130,7 @@ def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Pla
 def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:
     """Add the metrics `env/*`, `time/env_answer` and `time/env_idle` (docs/metrics.md).
 
-    counts: by the names in COUNTS, summed over all engines.
+    counts: the value of each name in COUNTS, summed over all engines.
     """
     episodes, turns = max(1.0, counts["episodes"]), max(1.0, counts["turns"])
     stats.add("env/turns", counts["whole_turns"] / episodes)

@@ -42,7 +42,8 @@ class Evaluation:
         self.rows: list[dict] = []
         """Rows of some conversations for samples.jsonl until they are written, on the first rank."""
         self.to_judge: list[Episode] | None = None
-        """Episodes of this rank that the reward model still has to score; None if there is no such evaluation."""
+        """Episodes of this rank that the reward model still has to score; None if no evaluation waits for its
+        scores."""
         self.keeps_graded = False
 
     def keep_graded(self) -> None:
@@ -90,7 +91,7 @@ class Evaluation:
         return numbers
 
     def summary(self) -> dict[str, Any]:
-        """Return model, data, counts and metrics as JSON values, and under `stopped` the reason of an interruption."""
+        """Return model, data, counts and metrics as JSON values, and under `stopped` the reason for an interruption."""
         assert self.prompts is not None
         prompts, each = len(self.prompts), self.cfg.eval.samples
         out: dict[str, Any] = {"model": self.cfg.model.path, "data": self.cfg.data.eval}
@@ -102,7 +103,10 @@ class Evaluation:
         return out | {name: plain(value) for name, value in self.numbers.items()}
 
     def show(self, rows: list[dict]) -> None:
-        """Store rows of some conversations, given by the first rank that samples. Collective under `split`."""
+        """Store rows of some conversations of the first rank that samples.
+
+        Collective over all ranks if roles are split.
+        """
         self.rows = [row | {"evaluation": True} for row in rows]
         if self.world.roles.split:
             texts = all_gather_text(json.dumps(self.rows), self.world.host_group)
@@ -145,7 +149,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
         AbandonedError: the rollout was interrupted. Every rank that samples raises it.
     """
     world, cfg = sampler.world, sampler.cfg
-    # A separate timer, because the rollout's time counts as time of the evaluation.
+    # The rollout gets a separate timer, because its time counts as time of the evaluation.
     done = sampler.rollout(plan, Timer()).episodes
     # A sample without a score (--filter.bad-sample skip) counts as wrong; one that could not be graded is left out.
     scores = [
@@ -173,7 +177,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
 
 
 def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:
-    """Return the reward model's mean score over all ranks' episodes, and that of each label. Collective over all ranks.
+    """Return the mean score of all ranks' episodes by the reward model, also for each label. Collective over all ranks.
 
     The names are `eval/model` and `eval/model/<label>`.
     """
@@ -188,7 +192,8 @@ def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, wo
         of_each = (scores.response_B, *scores.labels.values(), torch.ones(len(batch)))
         # If an episode branches, its final answer is in the last path.
         sums = torch.stack([x[batch.lasts].sum() for x in of_each])
-    # Ranks of the same data position have the same sequences, so every sequence is counted equally often.
+    # Ranks of the same data position have the same sequences. Each sequence is counted equally often, so the mean is
+    # right.
     *totals, count = all_reduce(sums.double(), "sum", world.host_group).tolist()
     return {name: total / max(1.0, count) for name, total in zip(names, totals, strict=True)}
 

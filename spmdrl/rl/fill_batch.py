@@ -1,4 +1,4 @@
-"""Fills the batch of one step: adds up rollouts until the filter has kept enough prompts."""
+"""Fills the batch of one step: collects the results of rollouts until the filter has kept enough prompts."""
 
 import math
 from collections import Counter
@@ -19,11 +19,11 @@ from spmdrl.spmd.world import World
 
 
 class Filling:
-    """Adds up the rollouts of a step, on all ranks that sample, until enough prompts are kept.
+    """Collects the results of a step's rollouts, on all ranks that sample, until enough prompts are kept.
 
-    All ranks run the same number of rollouts, because they count the prompts that all ranks kept (law 1). If there are
-    too many, the prompts that were drawn first are used, regardless of the rank that sampled them. The others are
-    dropped and counted.
+    All ranks run the same number of rollouts, because they count the prompts that all ranks kept (law 1). If more
+    prompts are kept than the step needs, those that were drawn first are used, regardless of the rank that sampled
+    them. The others are dropped and counted.
     """
 
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
@@ -37,12 +37,13 @@ class Filling:
         self.advantage = ADVANTAGES.get(cfg.algo.advantage)
         """Facts about the advantage estimator; None for a user's function."""
         self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
-        """True if a sample is left out when all other samples of its prompt are."""
+        """True if a sample is left out when all other samples of its prompt are left out, because nothing remains to
+        compare it with."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
         """Number of carried groups, over all engines."""
         self.done = Experience([])
-        """The sum of the rollouts so far, with the episodes that were kept."""
+        """Sum of the results of all rollouts so far; its episodes are those that the filter kept."""
         self.rewards: list[float] = []
         """Rewards of this rank's samples; nan for a sample that could not be graded."""
         self.positions = torch.zeros(0, dtype=torch.int64)
@@ -53,7 +54,7 @@ class Filling:
 
     @property
     def most_rounds(self) -> int:
-        """Largest number of rollouts for the step."""
+        """Most rollouts that the step may run."""
         return self.cfg.filter.max_rounds if self.keep else 1
 
     @property
@@ -85,7 +86,8 @@ class Filling:
         self.version = plan.version
         done.carried += result.carried
         if self.oversampled:
-            # A rollout may end before all prompts are begun. The next one draws the prompts after the last begun one.
+            # A rollout may end before all of its prompts are begun. The next rollout draws the prompts after the last
+            # begun one.
             drawn = int(all_reduce(torch.tensor([result.drawn]), "max", self.world.rollout_group))
             rest = plan.unbegun(result, drawn, self.world)
             if self.partial:
@@ -93,7 +95,8 @@ class Filling:
             else:
                 self.unbegun += len(rest)
         done.drawn += drawn
-        # Like `reward/ungraded`, this counts failures of completed groups; those of carried groups are counted later.
+        # Like `reward/ungraded`, `failures` counts only completed groups; a carried group is counted when it is
+        # completed.
         counts = result.counts | {"failures": sum(e.finish == "abort" for e in result.episodes)}
         done.counts = {name: done.counts.get(name, 0.0) + n for name, n in counts.items()}
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
@@ -106,7 +109,7 @@ class Filling:
         self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
         self.why = self.why or next((e.why for e in result.episodes if e.why), "")
         if self.keep:
-            # Checked before the next rollout, because prompts that cannot be graded would never fill the step.
+            # This is checked before the next rollout, because prompts that cannot be graded would never fill the step.
             counts = torch.tensor([sum(e.ungraded for e in result.episodes), len(result.episodes)])
             ungraded, graded = all_reduce(counts, "sum", self.world.rollout_group).tolist()
             self._check(ungraded, graded, "a rollout")
@@ -146,7 +149,7 @@ class Filling:
         self._check(ungraded, len(reward_N), "a step")
         stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
-            # The mean is over all graded samples, including dropped ones. They are sorted, because the order of
+            # The mean is over all graded samples, including dropped ones. The rewards are sorted, because the order of
             # arrival would change the rounding.
             reward_N = reward_N[~reward_N.isnan()].sort().values
             stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))

@@ -33,7 +33,10 @@ class Grading:
         warn_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
 
     def ended(self, group: PromptGroup, episode: Episode) -> None:
-        """Submit an ended episode; if the grader needs groups, submit all episodes of a group once all have ended."""
+        """Submit an episode that has ended.
+
+        A grader that needs groups gets all episodes of a group together, once all of them have ended.
+        """
         if not self.grader.wants_groups:
             self.submit(group, episode)
         elif group.done:
@@ -49,7 +52,7 @@ class Grading:
         if not self.graders:
             return
         prompt = group.prompt
-        # Rewards get the text of the response without its end token.
+        # Reward functions get the text of the response without its end token.
         prefill, mark = divided(prompt.reply)
         item = RewardInput(
             prompt.data_source,
@@ -87,7 +90,7 @@ class Grading:
             self._take(grader.poll())
 
     def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
-        """Wait for the rewards of finished groups; return False if the rollout was abandoned meanwhile."""
+        """Wait for the rewards of finished groups; return False if the rollout was abandoned while waiting."""
         # Episodes of a carried group that ended in an earlier step are graded again. Grading is cheap, and checkpoints
         # then need not store rewards. A grader that needs groups has already received all episodes.
         for group in groups:

@@ -26,7 +26,8 @@ from spmdrl.rl.update import refresh_reference
 from spmdrl.tracking.metrics import Metrics
 
 ROUNDING = 1e-6
-"""Relative difference by which two rewards must exceed `--preference.gap`, so that rounding does not make a pair."""
+"""Relative amount by which a difference of rewards must exceed `--preference.gap`, so that rounding never makes a
+pair."""
 
 
 class OnlinePreference(PolicyGradient):
@@ -35,13 +36,16 @@ class OnlinePreference(PolicyGradient):
     replays = False
 
     def __init__(self, run: Run):
-        """Read the run's settings of preference learning."""
+        """Read from the run's settings whether the method learns from pairs or only from the best sample."""
         super().__init__(run)
         self.cfg = cast(OnlinePreferenceConfig, run.cfg)
         self.alone = takes_best_alone(self.cfg)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """Return this rank's episodes as a batch whose groups stay together on a rank. Collective over all ranks."""
+        """Return this rank's episodes as a batch; balancing will keep the samples of each prompt on one rank.
+
+        Collective over all ranks.
+        """
         batch = super().pack(episodes, step)
         if batch.branches:
             raise ValueError(
@@ -159,5 +163,5 @@ class OwnPairs(PairObjective):
 
 
 def sampled_of(batch: Batch, algo: Algorithm, version: int) -> tuple[torch.Tensor, ...]:
-    """Return the columns that `add_mismatch` compares with the policy's logp. version: of the policy."""
+    """Return the columns that `add_mismatch` compares with the policy's logp. version: the policy's weight version."""
     return batch.token["rollout_logp"], batch.token["mask"], batch.seq_index, algo.fresh_mask(batch, version)

@@ -30,7 +30,8 @@ class Scores:
     response_B: torch.Tensor
     """The score that enters the reward."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Label -> the model's scores for it [B]; if steps are scored, their mean."""
+    """Label -> the model's scores of the responses for that label, [B]; if steps are scored, the mean over a response's
+    steps."""
     steps_B: torch.Tensor | None = None
     """Number of steps of each response; None if responses are not scored by steps."""
     process_T: torch.Tensor | None = None
@@ -46,9 +47,9 @@ class AtLast:
     prefix: str = "the reward model"
     """The flag and the path, for messages."""
     positions: int = 0
-    """Largest number of tokens that the model can read; 0: unknown."""
+    """Most tokens that the model can read; 0: unknown."""
     steps: bool = False
-    """True to return the score also as that of a single step."""
+    """True to also return the score as that of a single step, which spans the response."""
     names: tuple[str, ...] = ()
 
     def of(self, prompts: PromptSet) -> "AtLast":
@@ -72,7 +73,7 @@ class AtLast:
 
 @dataclass
 class Reading:
-    """Reads responses as described in a file of `--reward.model`."""
+    """Scores responses in the way that the file given by `--reward.model` describes."""
 
     classifier: ClassifierConfig
     labels: Labels
@@ -130,10 +131,10 @@ class Reading:
     def places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch, torch.Tensor]:
         """Find the ends of steps in the policy's tokens and in the reward model's.
 
-        A response that is not scored by steps is one step.
+        A response that is not scored by steps counts as one step.
 
         Returns:
-            The sequence of each step, int64 [n], ascending.
+            The index of each step's sequence in the batch, int64 [n], ascending.
             The index of each step's last sampled token in the batch, int64 [n].
             The model's input, which is the batch itself or the same responses in the model's tokens.
             The index of each step's last token in that input, at which the model scores the step, int64 [n].
@@ -200,7 +201,7 @@ class Reading:
         Returns:
             For each step, the indices in `tokens` of its last sampled token and of the token with its last character.
             The text of the response.
-            The end of each step in the text.
+            The end of each step in the text, in characters.
         """
         last = len(tokens) - 1
         if not self.classifier.steps:
@@ -220,8 +221,8 @@ class Reading:
 def reduced(score_n: torch.Tensor, seq_n: torch.Tensor, count_B: torch.Tensor, how: str) -> torch.Tensor:
     """Reduce the scores of the steps of each response to one score, [B]; 0 for a response without steps.
 
-    seq_n: the response of each step, int64, ascending. count_B: number of steps of each response. how: `min`, `mean`,
-    `product` or `last`.
+    seq_n: index of each step's response, int64, ascending. count_B: number of steps of each response. how: `min`,
+    `mean`, `product` or `last`.
     """
     if how == "last":
         out_B = torch.zeros(len(count_B), dtype=torch.float64)

@@ -27,14 +27,17 @@ BEFORE = 4
 """Number of prompt tokens that are decoded with a response, because some tokenizers drop a blank at a text's start."""
 
 Span = tuple[range, range]
-"""Indices of the student's and of the teacher's tokens in their responses."""
+"""Range of the student's tokens and range of the teacher's tokens, both as indices within the response."""
 
 
 class Rewriter:
     """Converts a prompt and a response to the tokens of another tokenizer."""
 
     def __init__(self, tokenizer: Any, prefix: str, pad: int | None):
-        """tokenizer: of the reward model. prefix: start of messages. pad: token that transformers skips at the end."""
+        """tokenizer: the reward model's. prefix: start of messages.
+
+        pad: padding token, which is skipped to find the score.
+        """
         self.tokenizer, self.prefix, self.pad = tokenizer, prefix, pad
         self.control = control_words(tokenizer)
 
@@ -59,7 +62,7 @@ class Rewriter:
     def stepwise(self, prompt: Prompt, response: str, ends: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens of a prompt with its response, and the index of the token that ends each step.
 
-        ends: as `step_ends` returns them for the response.
+        ends: the end of each step in the response, in characters (`step_ends`).
 
         Raises:
             ValueError: the chat template omits responses, or the tokens cannot be located in the text.
@@ -194,7 +197,7 @@ class Aligned:
 
     spans: list[Span]
     teacher: list[int]
-    """The teacher's tokens."""
+    """The response in the teacher's tokens."""
 
 
 def end_of_turn(tokenizer: Any, ends: set[int], template: str = "") -> int:

@@ -1,4 +1,4 @@
-"""One rollout: takes prompts from the queue, samples with the engine, adds observations, and grades meanwhile."""
+"""One rollout: takes prompts from the queue, samples with the engine, adds observations, grades finished episodes."""
 
 import time
 from collections import Counter
@@ -14,7 +14,7 @@ from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
 PATIENCE = 0.2
-"""Seconds that a rank waits at a time for environments if its engine has nothing to do."""
+"""Longest single wait for environments, in seconds, while the rank's engine has nothing to do."""
 
 
 class Rollout:
@@ -143,7 +143,7 @@ class Rollout:
         self.enter(episode, "sampling")
 
     def advance(self) -> None:
-        """Run one step of the engine, and process the observations that arrived meanwhile."""
+        """Run a step of the engine, or wait for environments if it has nothing to do; then process what has arrived."""
         tick()
         if self.running:
             for completion in self.engine.poll():

@@ -23,7 +23,7 @@ class PromptGroup:
     """The episodes of one prompt, all of them on one engine."""
 
     position: int
-    """Number of the prompt among all prompts that the run draws; different for a prompt that is drawn twice."""
+    """Number of this draw among all draws of prompts in the run. A prompt that is drawn twice has two positions."""
     prompt: Prompt
     born: int
     """Step in which the prompt was drawn."""
@@ -62,7 +62,7 @@ class Experience:
     """Episodes of complete groups, on an engine's first rank; empty on its other ranks."""
     drawn: int = 0
     """Number of prompts up to the last one that was begun: by this engine in a rollout, by any engine in a step. The
-    next step draws the prompts after it. 0 on ranks that do not sample."""
+    next step continues with the prompt after it. 0 on ranks that do not sample."""
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups to continue later: they were cut short on this rank's engine, or drawn and not begun. Equal on all ranks
     of an engine."""
@@ -85,12 +85,12 @@ class RolloutPlan:
     prompts: list[Prompt]
     """Prompts in the order of their positions."""
     samples: int
-    """Samples per prompt."""
+    """Number of samples of each prompt."""
     key: tuple[int, ...]
     """Key of the random draws of this rollout: the run's seed, and the step or a constant."""
     version: int
     max_new_tokens: int
-    """Limit on the new tokens of all turns of an episode, including observations."""
+    """Most new tokens of all turns of an episode, including observations."""
     temperature: float
     top_p: float = 1.0
     assignment: str = "queue"
@@ -103,25 +103,26 @@ class RolloutPlan:
     enough: int = 0
     """Number of completed groups over all engines at which the other groups are cut short. 0: complete all groups."""
     least: int = 1
-    """Smallest number of samples without a failed environment with which a group counts towards `enough`."""
+    """A group counts towards `enough` if the environments of at least this many of its samples did not fail."""
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups of earlier steps that this rank's engine continues, before new prompts."""
     carried_by: list[int] = field(default_factory=list)
     """Number of carried groups of each engine; empty: no engine has any."""
     turn_tokens: int = 0
-    """Limit on the tokens of one response; 0: no limit."""
+    """Most tokens of one response; 0: no limit."""
     in_order: bool = False
     """True if the engine waits for all pending observations before each step and gets requests sorted by (position,
     sample), so that timing affects neither the engine's batches nor which episodes are cut short."""
     keeps_cut: bool = False
     """True if another step continues groups that are cut short."""
     must_end: int = -1
-    """Groups that were begun in this step or earlier are always completed, regardless of `enough`."""
+    """Number of a step. Groups that were begun in that step or earlier are always completed, regardless of `enough`.
+    -1: no groups."""
     may_end: Callable[[], bool] | None = None
     """Function that is called between steps of the engine and of the grading; if it returns True, the rollout is
     abandoned."""
     keeps_graded: bool = False
-    """True to return the groups that are graded if the rollout is abandoned."""
+    """True if an abandoned rollout still returns the groups that were graded before."""
 
     @property
     def requests_per_prompt(self) -> int:
@@ -129,7 +130,7 @@ class RolloutPlan:
         return self.samples + self.greedy
 
     def group(self, place: int) -> PromptGroup:
-        """Return the group of the prompt at this index, with episodes that have not begun."""
+        """Return a new group of the prompt at index `place` in `prompts`; its episodes have not begun."""
         prompt, position = self.prompts[place], self.first_position + place
         episodes = [Episode(prompt.index, sample, position, []) for sample in range(self.requests_per_prompt)]
         return PromptGroup(position, prompt, self.key[-1], episodes)
@@ -140,11 +141,11 @@ class RolloutPlan:
         return failed[: self.samples].count(False) >= self.least and not any(failed[self.samples :])
 
     def room(self, episode: Episode) -> int:
-        """Return the number of tokens that an episode may still have."""
+        """Return the most tokens that may still be added to an episode."""
         return self.max_new_tokens - episode.generated
 
     def room_of_turn(self, episode: Episode) -> int:
-        """Return the number of tokens that the current response may still have."""
+        """Return the most tokens that may still be added to the current response."""
         room = self.room(episode)
         return min(room, self.turn_tokens - len(episode.response)) if self.turn_tokens else room
 
@@ -178,8 +179,8 @@ class RolloutPlan:
     def unbegun(self, done: Experience, last: int, world: World) -> list[PromptGroup]:
         """Return this engine's groups among the first `last` prompts that it did not begin.
 
-        Under static assignment there are such groups if another engine was faster; only this engine may begin them.
-        Otherwise there are none.
+        Such groups exist only under static assignment, if another engine was faster; no other engine may begin them.
+        With a queue the list is empty.
         """
         if self.assignment != "static":
             return []

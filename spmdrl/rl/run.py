@@ -40,13 +40,13 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass(kw_only=True)
 class Run(JobRun[Config]):
-    """A run on this rank: its parts and its steps."""
+    """A run on this rank: the models, engine and files that a training loop uses, and the work of each step."""
 
     algo: Algorithm
     spikes: Spikes
     state: RunState
     sampler: Sampler | None
-    """None on a rank that does not sample."""
+    """Samples the experience of steps; None on a rank that does not sample."""
     replay: ReplayBuffer
     evaluation: Evaluation
     memory: Memory
@@ -103,7 +103,7 @@ class Run(JobRun[Config]):
     def stand_by(self, step: int, batch: Batch) -> Metrics:
         """Do the work of a rank that does not train, while others train. Collective over the ranks of its role.
 
-        The rank samples later steps or runs the frozen models. `log` adds its metrics.
+        The rank samples later steps or runs the frozen models. The metrics of sampling are added later, by `log`.
         """
         if self.sampler:
             with suppress(AbandonedError):
@@ -113,7 +113,7 @@ class Run(JobRun[Config]):
             return self.method.answer(batch)
 
     def evaluate(self, step: int, force: bool = False) -> None:
-        """Evaluate before this step's rollout if that is due. Collective over all ranks.
+        """Evaluate before this step's rollout if an evaluation is due. Collective over all ranks.
 
         The metrics become part of the step's log line. With a reward model, `judge` must be called afterwards in the
         training phase.
@@ -151,7 +151,8 @@ class Run(JobRun[Config]):
             values |= self.evaluation.take() | self.checkpoints.saver.poll()
             self.checkpoints.saver.record_metrics(step + 1, values)
             if step + 1 == self.cfg.run.steps:
-                # `finish` evaluates again and adds `eval/...` to this line, so these metrics get another name.
+                # After the last step `finish` evaluates again and adds its `eval/...` to the same line, so the metrics
+                # of the earlier evaluation get another name.
                 values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
             rollout = self.cfg.rollout
             adapt_coefficients(self.algo, self.cfg, values, rollout.prompts_per_step * rollout.samples_per_prompt)
@@ -221,7 +222,7 @@ class Run(JobRun[Config]):
     def leave(self, left: PreemptedError) -> None:
         """Save the models unless a checkpoint has them. Collective over all ranks."""
         if left.abandoned:
-            # The weights may be off the device.
+            # An abandoned rollout leaves the weights off the device; entering this phase brings them back.
             with self.memory.training_phase():
                 pass
         super().leave(left)
@@ -249,7 +250,10 @@ class Run(JobRun[Config]):
 
 
 class PolicyGradient:
-    """Learns from advantages of the policy's samples. Other methods are subclasses that override some functions."""
+    """Learns from advantages of the policy's samples.
+
+    Other learning methods are subclasses that override some of its functions.
+    """
 
     replays = True
     """True if `spmdrl.tools.replay` can run an optimizer step again."""

@@ -1,4 +1,4 @@
-"""Samples the experience of steps, up to `--rollout.staleness` of them in advance: plan, rollout, grade, fill batch."""
+"""Samples the experience of steps, up to `--rollout.staleness` steps in advance, by rollouts that fill the batches."""
 
 from collections import deque
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class Sampler:
             self._next(version)
 
     def _next(self, version: int) -> None:
-        # Copies of the groups, so that the originals are unchanged if sampling is abandoned.
+        # The groups are copied, so that the originals are unchanged if sampling is abandoned.
         done = self.fill_batch(self.step, self.draws, version, [group.copy() for group in self.carried])
         self.step += 1
         self.draws += done.drawn
@@ -79,7 +79,7 @@ class Sampler:
         self.ready.append(done)
 
     def fill_batch(self, step: int, drawn: int, version: int, carried: list[PromptGroup]) -> Experience:
-        """Run rollouts until a step has enough prompts; without a filter run one.
+        """Run rollouts until a step has enough prompts; without a filter run exactly one.
 
         Args:
             step: counted from 0.

@@ -1,4 +1,4 @@
-"""Scores a step's samples before the update: shaped rewards, old and reference logp, values."""
+"""Computes what the update of a step needs: shaped rewards, old and reference logp, and critics' values."""
 
 import math
 
@@ -30,7 +30,7 @@ from spmdrl.tracking.metrics import Metrics
 def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Peers) -> Metrics:
     """Add to a batch all columns that the update needs, except advantages. Collective over the ranks that train.
 
-    peers: the data positions.
+    peers: the data positions, over which rewards are normalized.
 
     Raises:
         ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
@@ -145,8 +145,8 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
 def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> torch.Tensor:
     """Return the shaped reward of each sequence's episode, [B], from which advantages are computed. Collective.
 
-    In a batch with rewards of turns, these are scaled in the same way and become the column `token["turn_shaped"]`.
-    Bounds and length terms apply to the complete episode.
+    Rewards of turns, if the batch has them, are scaled by the same factors and become the column
+    `token["turn_shaped"]`. Bounds and length terms apply to the complete episode.
 
     state: `Algorithm.state`; its running moments of the reward are updated.
     """
@@ -174,7 +174,7 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
     if shaping.length_penalty == "linear":
         reward_B = reward_B + length_penalty_linear(counted_B, longest, shaping.length_coef)
     elif shaping.length_penalty == "group":
-        # The samples of a group may be on several ranks, so rows are gathered.
+        # The samples of a group may be on several ranks, so the rows of all ranks are gathered.
         given = (batch.seq["reward"][first_E], batch.seq["position"][first_E].double())
         rows, mine = gather_rows(batch, first_E, torch.stack([length_B.double(), *given], 1), peers)
         reward_B = (

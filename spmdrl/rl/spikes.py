@@ -39,7 +39,7 @@ class Spikes:
         algo: Algorithm,
         warn: Callable[[str], None],
     ):
-        """folder: the run folder."""
+        """folder: the run folder. warn: writes a warning to the log."""
         self.folder, self.world, self.algo, self.warn = folder, world, algo, warn
         self.replays = True
         """True if `spmdrl.tools.replay` supports the run's learning method."""
@@ -54,13 +54,13 @@ class Spikes:
         return {name: guard.state() for name, guard in self.guards.items()}
 
     def restore(self, state: dict[str, dict]) -> None:
-        """Restore what `state` returned."""
+        """Restore the guards' state, as returned by `state`."""
         for name, facts in state.items():
             if name in self.guards:
                 self.guards[name].restore(facts)
 
     def keep(self, model: str, seen: AnomalousStep) -> str:
-        """Write this rank's part of a step; return how to inspect the step. Collective over the ranks that train."""
+        """Write this rank's part of a step; return how to inspect it. Collective over the ranks that train."""
         name = f"step_{self.step:06d}" + (f"_update_{seen.share}" if seen.share else "")
         place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
         holders = self.world.holders[:, 0].tolist()

@@ -1,10 +1,10 @@
 """State of a run in addition to its models, for checkpoints: equal on all ranks (RunState) or per rank (RankState).
 
 A rank has groups that were cut short (partial rollouts), experience that was sampled in advance (split placement),
-steps to be replayed, and random number generators. The run's draws are keyed by data, so the generators matter only for
-a user's loss or reward that draws from them. A rank saves all this as a tree of plain values and tensors
-(`checkpoint/treefile.py`), and reads the same file at a resume. If the number of ranks differs, `dealt` distributes the
-saved groups, and generators start again.
+steps to be replayed, and random number generators. The run computes the seeds of its random draws from data, so the
+generators matter only for a user's loss or reward that draws from them. A rank saves all this as a tree of plain values
+and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks differs,
+`dealt` distributes the saved groups, and the generators' states are not restored.
 
 Old checkpoints, in which episodes have no segments, can be read. They contain responses as columns, under `parts` of a
 group and `trajectories` of a step.
@@ -42,7 +42,7 @@ class RunState:
 
     def __init__(self, algo: Algorithm, spikes: Spikes):
         self.algo, self.spikes = algo, spikes
-        # No step has adapted the coefficients yet, so these are the values of the settings.
+        # No step has adapted the coefficients yet, so these are the values from the settings.
         self.begun_with = dict(algo.state)
         self.draws = 0
         """Number of prompts drawn for the steps that were learnt from."""
@@ -72,7 +72,7 @@ class RankState:
     world: World
     prompts: PromptSet
     sampler: Sampler | None
-    """None on a rank that does not sample."""
+    """The sampler whose groups and experience are saved; None on a rank that does not sample."""
     replay: ReplayBuffer
     greedy: bool
     """True if an additional greedy response to every prompt is sampled (`RolloutPlan.greedy`)."""
@@ -200,8 +200,8 @@ def _lost(why: str, what: list[str]) -> str:
 def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
     """Distribute the state that `before` ranks saved over `count` ranks, so that every item goes to exactly one rank.
 
-    With the same number of ranks, each rank reads its state. With fewer ranks, a rank reads the states of several; with
-    more ranks, it reads every n-th item of one state.
+    With the same number of ranks, each rank reads the state that it saved. With fewer ranks, a rank reads the states of
+    several; with more ranks, it reads every n-th item of one state.
 
     Returns the numbers of the saved ranks that rank `mine` reads, the index of the first item to take, and n.
     """
@@ -216,7 +216,10 @@ def fields_of(x: Any) -> dict:
 
 
 def episode_tree(e: Episode) -> dict:
-    """Return an episode as a tree, between two rollouts. Its conversation is under the key `talk`, as JSON values."""
+    """Return an episode as a tree. No rollout may be sampling it.
+
+    Its conversation is under the key `talk`, as JSON values.
+    """
     saved = {"segments": [fields_of(s) for s in e.segments], "conversation": e.conversation and e.conversation.saved()}
     values = fields_of(e) | saved
     return {"talk" if name == "conversation" else name: values[name] for name in values if name != "phase"}
@@ -246,7 +249,7 @@ def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
 
 
 def experience_tree(done: Experience) -> dict:
-    """Return a step's experience as a tree, without carried groups: the sampler has the groups of the newest step."""
+    """Return a step's experience as a tree, without its carried groups; `RankState.tree` saves those of the sampler."""
     return {
         "episodes": [episode_tree(e) for e in done.episodes],
         "drawn": done.drawn,

@@ -34,8 +34,8 @@ def teacher_prompts(
 
     `--distill.teacher-template` renders them if set.
 
-    tokenizer: of the teacher. chat_template: as `--data.chat-template`; if it is empty, the tokenizer's is used, and
-    plain text if that has none. student: the student's prompts.
+    tokenizer: the teacher's. chat_template: as `--data.chat-template`; if it is empty, the tokenizer's template is
+    used. A tokenizer without a template gets prompts as plain text. student: the student's prompts.
 
     Raises:
         ValueError: the template cannot render a row, the teacher's prompts lack a column that the student's have, or a
@@ -76,7 +76,7 @@ class EngineTeachers:
         cfg = cast(DistillationConfig, run.cfg)
         self.run, self.temperature = run, cfg.rollout.temperature
         advice = "a teacher in the engine needs the student's architecture; leave --distill.on-engine out for others"
-        # Weight versions -2, -3, ... belong to the frozen judges, so the teachers' follow after those.
+        # The frozen judges have the weight versions -2, -3 and so on; the teachers get the next lower numbers.
         self.models = EngineModels(cfg, -2 - len(frozen_judges(cfg)), advice)
         for name, path in cfg.engine_teachers().items():
             self.models.open(name, path, "--reference.path" if name == "reference" else "--distill.more-teachers")

@@ -1,4 +1,4 @@
-"""Tool calls: the format in which the policy writes them, a check that it can, and the calls in an episode's turns.
+"""Tool calls: the format in which the policy writes them, a check that prompts show it, and the calls in turns.
 
 `CallReader` reads calls for samples.jsonl without the tools' schemas. In formats that write arguments as plain text
 (`qwen3_coder`, `glm`) it therefore returns arguments that are not JSON as text.
@@ -29,11 +29,11 @@ class CallReader:
 
     conversation: Conversation
     format: str
-    """A name of `env.calls.FORMATS`."""
+    """Format in which the policy writes calls, one of the names in `env.calls.FORMATS`."""
     ends: Collection[int]
     """Tokens that end a turn."""
     turn_tokens: int
-    """Largest number of tokens of a turn, at which the environment receives it unfinished; 0: no limit."""
+    """Most tokens of a turn. A turn that reaches this number is sent to the environment unfinished. 0: no limit."""
 
     def of(self, episode: Episode) -> dict[int, Calls]:
         """Return the calls of each turn that has any, by the index of the last sampled segment of the turn."""
@@ -80,7 +80,7 @@ def conversation_of(cfg: Config, tokenizer: Any) -> tuple[EnvironmentConfig, Con
 
 
 def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
-    """Return the format of calls that the user named, or else that of the chat template; `none` if it has none.
+    """Return the format of calls that the user named, or else the chat template's; `none` if the template has none.
 
     Raises:
         ValueError: the format is unknown.
@@ -94,7 +94,7 @@ def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
 def unfit(found: EnvironmentConfig, conversation: Conversation, form: str, tools: Collection) -> str:
     """Return the reason for which the policy cannot use an environment's tools; empty if it can.
 
-    If the user named the format, the template need not show the tools, because the policy may have learnt them.
+    If the user named the format, the template need not show the tools, because the policy may have learnt to call them.
 
     form: as returned by `form_of`.
     """

@@ -15,7 +15,7 @@ from spmdrl.tracking.metrics import Metrics
 def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int, peers: Peers) -> Metrics:
     """Update every model that learns. Collective over the ranks that train.
 
-    step: counted from 0. peers: the data positions.
+    step: counted from 0. peers: the data positions, over which losses and metrics are summed.
     """
     stats, temperature, steps = Metrics(), cfg.rollout.temperature, cfg.algo.updates_per_step
     for name, returns, values in (

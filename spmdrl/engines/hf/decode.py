@@ -25,9 +25,9 @@ WAYS = ("batch_select_indices", "reorder_cache")
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Largest accepted mean |dlogp| between decoding with the cache and one forward without it, by type of the weights."""
 ROUNDED = 0.1
-"""The bound of `CLOSE` for other types, in which rounding may change the experts of a few tokens."""
+"""The bound for all types that are not in `CLOSE`, in which rounding may change the experts of a few tokens."""
 FAILED = 1e30
-"""Value of the difference if a forward raises an error."""
+"""Difference that is used for a way of decoding whose forward raises an error."""
 TIMES = 2
 """A cache is also accepted if its difference is at most this many times the difference of decoding without a cache."""
 LENGTHS, MORE = (3, 12), 4
@@ -125,7 +125,7 @@ class Decoder:
             try:
                 apart = max(self._apart(row, logp) for row, logp in zip(rows, plain, strict=True))
                 reasons.append(f"its tokens then differ by {apart:.1g} in logp on average")
-            except Exception as error:  # of any type, from the model's own code
+            except Exception as error:  # the model's own code may raise any exception
                 if of_the_machine(error):
                     raise
                 apart = float("inf")
@@ -158,7 +158,8 @@ class Decoder:
         pair = rows[1:].repeat(2, 1)
         pair[1, -MORE:] = (pair[1, -MORE:] + 1) % vocabulary
         logp, other = self.model(input_ids=pair, use_cache=False).logits.double().log_softmax(-1)
-        # nan passes through masks, because nan times 0 is nan.
+        # Positions with nan are left out: a nan of a later token passes through the attention mask, because nan times 0
+        # is nan.
         before = [distance(other[at], logp[at]) for at in range(rows.shape[1] - MORE) if not other[at].isnan().any()]
         return logp, sum(before) / max(len(before), 1)
 

@@ -41,11 +41,11 @@ from spmdrl.weights.reshard import Entry, inside, size
 from spmdrl_kernels.divergence import log_probabilities, outside
 
 READ_ROWS = 256
-"""Number of positions for which log-probabilities over the vocabulary are computed at a time, to bound memory."""
+"""Most positions whose log-probabilities over the vocabulary are computed at a time; this limits peak memory."""
 
 
 class HFEngine:
-    """The Engine contract (`engine.py`) on transformers."""
+    """An engine that samples with models of transformers. Implements the contract of `engines/engine.py`."""
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
         self.world = world
@@ -67,7 +67,7 @@ class HFEngine:
         self.places = Layout(self.model).places((name, tuple(x.shape)) for name, x in self.tensors.items())
         """Checkpoint name -> name in `tensors` and index into that tensor."""
         self.lacking = set(self.places)
-        """Checkpoint names that no push has brought since the memory was allocated."""
+        """Names of checkpoint tensors that have not arrived in any push since the memory was allocated."""
         self.counted: list[torch.Tensor] = []
         self.odd: set[int] = set()
         self.version: int | None = None
@@ -81,7 +81,7 @@ class HFEngine:
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
-        """Implements `Engine.poll`. One step samples one token for the oldest group."""
+        """Implements `Engine.poll`. One step samples one token for each row of the oldest group."""
         if not self.groups and self.waiting:
             self._start()
         if not self.groups:
@@ -178,7 +178,7 @@ class HFEngine:
         """Implements `Engine.needs`."""
         tensors = self.tensors
         boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
-        # Parts that do not end at 8-byte words have no checksum; the checksum of a cast part would differ.
+        # A part that does not end at an 8-byte word has no checksum; the checksum of a part that is cast would differ.
         held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
         counted = [
             x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
@@ -259,12 +259,12 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
     """Draw a token [B] with its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
     greedy = group.temperature == 0
     scaled_BV = logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype)
-    # On a CPU torch sums a row's exponentials in a few float32 accumulators. With a vocabulary of 150,000 tokens, logp
-    # would be wrong in the fourth digit.
+    # On a CPU float64 is used, because torch sums a row's exponentials in a few float32 accumulators. With a vocabulary
+    # of 150,000 tokens, logp would be wrong in the fourth digit.
     logp_BV = torch.log_softmax(scaled_BV.double() if scaled_BV.is_cpu else scaled_BV, -1)
     if bool((group.top_p < 1).any()):
         logp_BV = nucleus(logp_BV, group.top_p)
-    # Running sums in float64: in float32 a large vocabulary would bias the tail.
+    # Running sums are in float64, because in float32 a large vocabulary would bias the tail.
     cumulative = running_sum(logp_BV.double().exp())
     u = uniform(group.seeds, position_B)[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, u, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""Builds a rank's part of the HF engine's model without weights; the settings may divide, quantize or adapt layers.
+"""Builds a rank's part of the HF engine's model without weights: divided over ranks, with 8-bit layers or LoRA.
 
 Layers are divided by transformers' tensor-parallel plan of each architecture (https://arxiv.org/abs/1909.08053):
 `colwise` layers keep a range of their outputs; `rowwise` layers keep a range of their inputs and sum over the ranks.
@@ -6,8 +6,9 @@ Every rank has a full copy of the modules that the plan does not name (embedding
 replicated (norms of a head's queries and keys).
 
 8-bit linear layers have one scale per output, and their weights are rounded to nearest. Only weights are quantized, to
-int8 (https://arxiv.org/abs/2208.07339, without its treatment of outliers) or to E4M3 (https://arxiv.org/abs/2209.05433).
-The engine's weights then differ from the trainer's, so use the rollout correction.
+int8 (https://arxiv.org/abs/2208.07339, without its treatment of outliers) or to E4M3
+(https://arxiv.org/abs/2209.05433). The engine's weights then differ from the trainer's, so train with a rollout
+correction (`--correction.kind`).
 """
 
 import re
@@ -56,7 +57,7 @@ def start(
     boxes = divide(model, world.engine_tp_rank, group) if group else {}
     quantized = quantize(model, cfg.rollout.quantization) if cfg.rollout.quantization != "none" else {}
     use_host_linear(model)
-    # After the division, so that a rank never allocates more than its own part.
+    # Memory is allocated after the division, so that a rank never allocates more than its own part.
     give_memory(model, world.device)
     return model, group, boxes, quantized
 
@@ -131,12 +132,12 @@ class QuantizedLinear(nn.Module):
     bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, kind: str):
-        """Quantize a layer's weights, if it has any values. kind: `int8` or `fp8`."""
+        """Quantize a layer's weights, unless they are on the meta device and have no values. kind: `int8` or `fp8`."""
         super().__init__()
         self.kind = kind
         dtype = FORMATS[kind][0]
         weight = linear.weight
-        # A parameter, so that its memory is moved and counted with the other parameters.
+        # The 8-bit weight is a parameter, so that its memory is moved and counted with the other parameters.
         self.weight = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=weight.device), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(len(weight), 1, device=weight.device), requires_grad=False)
         self.bias = linear.bias

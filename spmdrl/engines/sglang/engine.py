@@ -38,7 +38,7 @@ from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry
 
 NOT_TAKEN = "; the engine keeps no version and will not sample"
 POLL_SECONDS = 0.02
-"""Longest time that a poll waits for a request to finish."""
+"""Longest time in seconds that a poll waits for a request to finish."""
 
 
 def cut_short(completion: Completion) -> Completion:
@@ -52,7 +52,7 @@ def cut_short(completion: Completion) -> Completion:
 
 
 class SGLangEngine:
-    """The Engine contract (`engine.py`) on SGLang."""
+    """An engine that samples with SGLang. Implements the contract of `engines/engine.py`."""
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
         self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
@@ -100,7 +100,7 @@ class SGLangEngine:
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
                 raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
-            # Only its members create the group, because ranks without an engine do not run this code.
+            # Only the group's members create it, because ranks without an engine do not run this code.
             limit = timedelta(seconds=cfg.run.timeout)
             with apart_from_default():
                 group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
@@ -114,7 +114,7 @@ class SGLangEngine:
     def _answer(self, answer: list[int] | None) -> list[int]:
         """Return the part of an answer that comes from this rank's scheduler process. Collective over the engine.
 
-        answer: of all scheduler processes, on the first rank.
+        answer: on the engine's first rank, the answers of all scheduler processes; ignored on other ranks.
         """
         return answers(self._share(answer))[self.world.engine_tp_rank]
 
@@ -278,7 +278,10 @@ class SGLangEngine:
             self.asleep.remove(what)
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Implements `Engine.bytes_by_owner`. A rank counts the scheduler process with its number in the TP group."""
+        """Implements `Engine.bytes_by_owner`.
+
+        Each rank counts the scheduler process that has the rank's number in the engine.
+        """
         return {
             "engine weights": 0 if "weights" in self.asleep else self.held["weights"],
             "KV cache": 0 if "kv_cache" in self.asleep else self.held["kv_cache"],

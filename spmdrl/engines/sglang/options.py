@@ -10,7 +10,7 @@ from spmdrl.engines.engine import kv_bytes_per_token, longest_sequence, model_co
 from spmdrl.spmd.world import World
 
 CPU_KV_BYTES = 256 << 20
-"""Largest KV cache of an engine on a CPU, in bytes, unless the settings give a size."""
+"""Maximum size in bytes of the KV cache of an engine on a CPU, unless the settings give a size."""
 SPARE_TOKENS = 8
 """Upper bound on the tokens of the context length that SGLang reserves for internal use."""
 

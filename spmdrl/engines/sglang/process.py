@@ -168,7 +168,7 @@ class Process:
         try:
             self.facts: list[int] = self.answer()
         finally:
-            # Connected sockets do not need their files; without them a killed job leaves no files behind.
+            # Connected sockets do not need their files, so these are deleted; a killed job then leaves no files behind.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
@@ -214,7 +214,7 @@ class Process:
             raise self.death() from None
 
     def take(self, seconds: float) -> dict | None:
-        """Return the next line that does not concern a request, or None; put the others into `done` and `failed`.
+        """Return the next line that answers a command, or None; put lines about requests into `done` and `failed`.
 
         Waits at most `seconds` for the first line.
         """
@@ -228,7 +228,7 @@ class Process:
                 else:
                     return line
                 line = self.lines.get_nowait()
-            self.lines.put(None)  # so that the next call also finds the end of the output
+            self.lines.put(None)  # the next call must find the end of the output too
             raise self.death()
         return None
 

@@ -1,4 +1,4 @@
-"""Data parallelism inside one vLLM engine: copies of the attention have different requests, and divide the experts.
+"""Data parallelism inside one vLLM engine: copies of the attention process different requests and share the experts.
 
 Every layer of experts is collective over the copies, so all copies run each step together; a copy without requests runs
 an empty batch (as in `vllm/v1/engine/llm_engine.py` of 0.32). Every rank computes the same assignment of requests to

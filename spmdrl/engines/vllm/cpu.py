@@ -9,12 +9,12 @@ from spmdrl.engines.engine import kv_bytes_per_token
 from spmdrl_kernels.host import host_linear
 
 CPU_KV_BYTES = 256 << 20
-"""Largest KV cache of an engine on a CPU, in bytes, unless the settings give a size."""
+"""Maximum size in bytes of the KV cache of an engine on a CPU, unless the settings give a size."""
 CPU_BLOCK = 32
 """Tokens in one KV block, the fewest that the kernels accept. Samples of a prompt share only complete blocks, and
 vLLM's default of 128 is longer than many prompts."""
 MOST_PACKED = 4 << 30
-"""Largest total size of packed linear layers, in bytes; further layers are not packed."""
+"""Maximum total size in bytes of packed linear layers; further layers are not packed."""
 
 
 class Packed:

@@ -48,7 +48,7 @@ log = logging.getLogger("spmdrl")
 
 
 class VLLMEngine:
-    """The Engine contract (`engine.py`) on vLLM.
+    """An engine that samples with vLLM. Implements the contract of `engines/engine.py`.
 
     Routing replay was written from the sources of vLLM 0.32 and is untested, because the CPU build reports no experts.
     """
@@ -72,7 +72,7 @@ class VLLMEngine:
         self.kv_awake = self.weights_awake = True
         self.kinds = tensor_kinds(cfg)
         self.llm, self.packed = start_llm(cfg, world, self.experts is not None)
-        # Any: vLLM's public types do not describe its internals.
+        # The types are Any, because vLLM's public types do not describe its internals.
         self.engine: Any = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         held = [*self.model.named_parameters(), *((f"KV cache {i}", x) for i, x in enumerate(self.runner.kv_caches))]
@@ -154,7 +154,10 @@ class VLLMEngine:
         return self.copies.drop(name) if self.copies else True
 
     def _routed(self, part: Any, rows: int) -> torch.Tensor:
-        """Return `Completion.experts` of a finished output, which lists the experts of all layers, [n, layers, K]."""
+        """Return `Completion.experts` of a finished output, which lists the experts of all layers, [n, layers, K].
+
+        rows: number of rows of the result; rows that the output lacks are -1.
+        """
         routed = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
         return torch.cat([routed, routed.new_full((rows - len(routed), routed.shape[1]), FREE)])
 
@@ -183,7 +186,7 @@ class VLLMEngine:
         dtype = DTYPES[self.dtype]
         try:
             needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
-        except Exception as error:  # of any type, from the family's own code
+        except Exception as error:  # the family's own code may raise any exception
             if out_of_memory(error):
                 raise
             raise cannot_load("vllm", self.model, error) from error
@@ -217,7 +220,9 @@ class VLLMEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Implements `Engine.reset_prefix_cache`. Otherwise vLLM would reuse prefixes that older weights computed.
+        """Implements `Engine.reset_prefix_cache`.
+
+        Without this call, vLLM would reuse prefixes that older weights computed.
 
         Raises:
             StaleEngineError: vLLM cannot drop the prefixes, because a request uses a part of the cache.
@@ -249,7 +254,8 @@ class VLLMEngine:
         self.reset_prefix_cache()
         self.kv_awake = False
         if self.on_cpu:
-            # vLLM's sleep mode is for GPUs. On a CPU the weights of level 1 are in host memory anyway.
+            # vLLM's sleep mode is for GPUs. On a CPU the weights are in host memory already, so level 1 frees only the
+            # cache.
             self.cache = Parked(self.runner.kv_caches, "gone", self.world.device)
         else:
             self.llm.sleep(level=level)

@@ -100,7 +100,7 @@ class Adapters:
         return module.lora_b_stacked[i][slot, 0, :, : self.rank]
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Implements `Engine.needs`. Returns full tensors, of which vLLM's layers take their parts.
+        """Implements `Engine.needs`. The result names complete tensors; vLLM's layers take their parts of them.
 
         Raises:
             ValueError: vLLM has no adapter for one of the layers.

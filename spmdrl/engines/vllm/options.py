@@ -19,7 +19,7 @@ from spmdrl.hub.resolve import resolve
 GPU_BLOCK = 16
 """Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
 LONGEST = 400
-"""Largest number of characters of vLLM's error message that spmdrl's message repeats."""
+"""Most characters of vLLM's error message that spmdrl's message repeats."""
 
 
 def set_environment(device: torch.device) -> None:
@@ -72,7 +72,7 @@ def quantizing(runner: Any, kind: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Return vLLM's error in one line; its type precedes the text unless it is a RuntimeError or ValueError."""
+    """Return vLLM's error in one line, preceded by the type of the error unless it is a RuntimeError or ValueError."""
     message = " ".join(str(error).split()).rstrip(".")
     plain = isinstance(error, RuntimeError | ValueError)
     return (message if plain else f"{type(error).__name__}: {message}")[:LONGEST]
@@ -91,7 +91,7 @@ def advice(error: Exception) -> str:
 
 
 def layout(cfg: Config) -> dict[str, Any]:
-    """Return the arguments for expert parallelism and data parallelism within an engine.
+    """Return the arguments of vLLM's LLM for expert parallelism and data parallelism within an engine.
 
     Raises:
         ValueError: the installed vLLM lacks an argument.
@@ -141,18 +141,19 @@ def has_states(folder: Path, cfg: Config, longest: int) -> bool:
     )
     try:
         return arguments.create_model_config().has_inner_state
-    except Exception:  # `build_llm` gets the same error and reports it
+    except Exception:  # `build_llm` will get the same error and report it
         return False
 
 
 def _cpu_options(cfg: Config, config: Any, folder: Path, longest: int) -> dict[str, Any]:
     """Return the arguments of vLLM's LLM that only its CPU build needs. config: transformers' text config."""
     stateful = has_states(folder, cfg, longest)
-    # Latent attention has another block size. On CPUs with AMX vLLM would choose a kernel that rejects float32 and
-    # packs weights once at start, so that later pushes would have no effect.
+    # For latent attention vLLM sets another block size, and on CPUs with AMX it would choose a kernel that rejects
+    # float32 and packs weights once at start, so that later pushes would have no effect.
     latent = getattr(config, "kv_lora_rank", None)
     options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
-    # After each chunk of a prompt vLLM resets the offset of the request's random generator, which a CPU's ignores.
+    # Prompts are not divided into chunks, because after each chunk vLLM resets the offset of the request's random
+    # generator, which has no effect on a CPU's generator.
     options["enable_chunked_prefill"] = False
     if stateful:
         # vLLM can cache prefixes of states only with chunked prefill.

@@ -38,7 +38,7 @@ def model_of(llm: Any) -> Any:
 
 
 def rehearse(llm: Any, cfg: Config) -> None:
-    """Sample two tokens after short prompts, with any weights. Collective over the engine.
+    """Sample two tokens after short prompts, with whatever weights are loaded. Collective over the engine.
 
     Raises:
         RuntimeError: vLLM fails. Some kernels reject a model or a data type only when they run.
@@ -110,7 +110,7 @@ class Overridden:
 def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
     """Make vLLM, if built inside this context, see a world that consists of `ranks`. Collective over them.
 
-    vLLM's groups, 2n - 1 for n ranks, are not split off the run's NCCL communicator.
+    vLLM creates 2n - 1 groups for n ranks. They are created without splitting the run's NCCL communicator.
 
     ranks: the ranks that have an engine, ascending.
     """

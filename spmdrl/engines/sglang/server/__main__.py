@@ -21,7 +21,7 @@ from draws import seed_at
 from inside import run_scheduler
 
 FLUSH_TRIES = 2000
-"""Largest number of attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
+"""Most attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
 ABORT_AGAIN_SECONDS = 0.1
 """Seconds between two abort messages for the same request."""
 
@@ -62,7 +62,7 @@ def build(config: dict):
 def unlink_shared_memory(processes: list[int]) -> None:
     """Unlink the shared memory that these processes have mapped, so that it is freed when the last of them ends.
 
-    Otherwise SGLang would leave files in /dev/shm if a signal ends it.
+    Without this, SGLang would leave files in /dev/shm if a signal ends it.
     """
     for process in processes:
         with open(f"/proc/{process}/maps") as maps:
@@ -109,7 +109,7 @@ class Server:
     async def generate(self, requests: list[dict]) -> None:
         """Send requests to the scheduler in one message, and write their completions to the rank.
 
-        requests: id, prompt, seed, new (largest number of new tokens), temperature, top_p of each.
+        requests: each has the keys id, prompt, seed, new (most new tokens), temperature and top_p.
         """
         ids = [request["id"] for request in requests]
         params = [
@@ -171,7 +171,10 @@ class Server:
         self.updating = True
 
     async def load(self, workers: list[dict]) -> None:
-        """Load one bucket from shared memory. workers: for each process the file and its entries."""
+        """Load one bucket from shared memory.
+
+        workers: for each scheduler process, the file and the entries of the tensors in it.
+        """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         orders = [json.dumps(order).encode() for order in workers]
@@ -226,7 +229,7 @@ class Server:
         self.check((False, f"the prefix cache could not be emptied: {result.message or 'requests are running'}"))
 
     async def release(self, tags: list[str]) -> None:
-        """Free the memory of `tags`."""
+        """Free the memory of `tags`, which may be `weights` and `kv_cache`."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self.flush()
@@ -248,7 +251,7 @@ class Server:
 def main() -> None:
     """Serve the rank that started this process until that rank ends."""
     config = json.loads(sys.argv[1])
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process dies with its parent
     if os.getppid() != config["parent"]:
         return
     # Ctrl-C reaches the whole process group; the rank decides how to handle it.

@@ -1,4 +1,4 @@
-"""Changes SGLang's scheduler processes: loading weights, freeing memory on a CPU, experts, data-parallel attention.
+"""Changes how SGLang's scheduler processes load weights, free memory on a CPU, run experts and share attention.
 
 T tokens, D hidden, K experts of a token.
 """
@@ -41,7 +41,7 @@ def of_all(mine: list[float], group) -> list[list[float]]:
 
 
 def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
-    """Compare hashes of tensors on all processes of the engine; return the same error on all, empty if none.
+    """Compare hashes of tensors on all processes; return one error text on all of them, empty if all hashes agree.
 
     parts: name, the part that this process reads, and the sender's hash of it. Collective over `group`.
     """
@@ -69,7 +69,9 @@ class Held:
         self.sizes = {name: [s.nbytes() for s in part] for name, part in self.parts.items()}
 
     def resize(self, name: str, there: bool) -> None:
-        """Free or allocate the storages of `name`. Tensors on them stay valid, but their contents are lost.
+        """Free or allocate the storages of `name`, `weights` or `kv_cache`.
+
+        Tensors that use them remain valid, but lose their values.
 
         there: True to allocate.
         """
@@ -168,7 +170,7 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
 
     The queries arrive as names of weights in SGLang's command `get_weights_by_name`.
 
-    expected: the query `expect` writes into it for `install_weights`.
+    expected: dict that the query `expect` fills for `install_weights`.
     """
     from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
@@ -183,7 +185,7 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
             expected.update(hashes=json.loads(rest), group=self.tp_cpu_group)
             return GetWeightsByNameReqOutput(parameter=[])
         answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[query]()
-        # The numbers of each process, preceded by their count.
+        # The numbers of each process are preceded by their count, so that the rank can separate them.
         value = [x for numbers in of_all(answer, self.tp_cpu_group) for x in (float(len(numbers)), *numbers)]
         return GetWeightsByNameReqOutput(parameter=value)
 
