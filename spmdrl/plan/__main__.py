@@ -4,11 +4,11 @@ Options in addition to the settings of the job:
 
     --job NAME       train (the default), distill or online_preference: the entry point that is planned
     --world N        number of ranks of the job
-    --gpu NAME|FILE  h100, h200, h20, b200, a100, or a file that describes another (docs/scale.md)
+    --gpu NAME|FILE  h100, h200, h20, b200, a100, or a file that describes another GPU (docs/scale.md)
     --json FILE      write the plan as JSON, `-` for the standard output
     --picture FILE   draw the memory of each phase as an SVG
-    --sweep          try other layouts, and rank those that fit
-    --no-nearest     if the job does not fit, do not search for settings that do
+    --sweep          also plan the job with changed settings, and rank these plans
+    --no-nearest     if the job does not fit, do not search for similar settings that fit
 
 The exit code is 0 if the job fits, 1 if it does not, 2 for a mistake in the settings, and 3 if the planner cannot
 simulate the job.
@@ -42,7 +42,7 @@ def _options(argv: list[str], kinds: dict[str, Job]) -> tuple[argparse.Namespace
 
 
 def _check_writable(name: str, file: str | None) -> None:
-    """Check that a file can be written, before planning, which takes minutes.
+    """Check that an output file can be written. This comes before the planning, which takes minutes.
 
     Raises:
         ValueError: the file cannot be written; the message names the option.
@@ -55,7 +55,7 @@ def _check_writable(name: str, file: str | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Plan, print, and return the exit code."""
+    """Plan the job that the command line describes, print the plan, and return the exit code."""
     kinds = {module.rpartition(".")[2]: job for module, job in jobs().items() if job.method}
     own, settings = _options(sys.argv[1:] if argv is None else argv, kinds)
     job = kinds[own.job]

@@ -1,8 +1,8 @@
 """Computes, on one simulated rank, the boxes of weights that all ranks of a job hold and need.
 
-A box is a range of a weight tensor in each dimension. A weight push is planned from the boxes of all ranks, which a
-real job gathers. A plan has only one rank, so its models and engine compute the boxes for the place of every other
-rank too.
+A box is a range of a weight tensor in each dimension. A real job gathers the boxes of all ranks and plans weight pushes
+from them. A plan simulates only one rank, so the models and the engine of this rank also compute the boxes of all other
+ranks.
 """
 
 import re
@@ -28,10 +28,10 @@ class Everyone:
     """The boxes of one part of the policy that each rank of the job holds and needs."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: computes the boxes of all training ranks, one by one. engine: returns the engine of a place."""
+        """policy: computes the boxes of every training rank. engine: returns an engine's rank by its place."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
-        """The distinct sets of pieces that ranks hold; the first one is empty."""
+        """Distinct sets of pieces that ranks hold; the first set is empty, for ranks that hold nothing."""
         self.holds = np.zeros(world.size, dtype=np.int64)
         held = of_megatron(world, policy) if hasattr(policy, "chunks") else of_fsdp(world, policy, part)
         self.pieces.append([])
@@ -48,11 +48,11 @@ class Everyone:
         self.engine = engine
 
     def held(self) -> Sets:
-        """Return the boxes that ranks hold."""
+        """Return the boxes that each rank of the job holds."""
         return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
 
     def wanted(self) -> Sets:
-        """Return the boxes that ranks need. All engines have the same layout, so only one is computed."""
+        """Return the boxes that each rank needs. All engines have the same layout, so one engine's boxes serve all."""
         samplers = self.world.roles.samplers
         width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)
@@ -65,9 +65,9 @@ class Everyone:
         return Sets(sets, of)
 
     def _alike(self) -> tuple[np.ndarray, list[int]]:
-        """Group tensors that differ only in their layer, because an engine divides them in the same way.
+        """Group the tensors that differ only in the number of their layer; an engine divides them in the same way.
 
-        Return the group of each entry, int64 [entries], and the first entry of each group.
+        Return the number of each entry's group, int64 [entries], and the index of each group's first entry.
         """
         numbers: dict[tuple, int] = {}
         first, of = [], np.zeros(len(self.entries), dtype=np.int64)
@@ -82,7 +82,7 @@ class Everyone:
         return of, first
 
     def _spread(self, boxes: list[tuple[int, Box]], alike: np.ndarray) -> np.ndarray:
-        """Return the rows of all entries, sorted and unique, from the boxes of the first entry of each group."""
+        """Return the boxes of all entries as sorted unique rows, given the boxes of each group's first entry."""
         few = to_rows(boxes, self.dims)
         parts = []
         order = np.argsort(alike, kind="stable")
@@ -103,13 +103,13 @@ class Everyone:
 
 
 def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield the ranks that hold each shard, and their pieces."""
+    """Yield, for each shard of an FSDP model, the ranks that hold it and their pieces."""
     from spmdrl.policy.fsdp import lora
     from spmdrl.weights import shards
 
     count = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     places = np.arange(len(world.roles.trainers)).reshape(*world.mesh.mesh.shape)
-    # A model is sharded over dp_shard and sp together; the other axes hold replicas.
+    # A model is sharded over the axes dp_shard and sp together; ranks along other axes hold replicas.
     places = np.moveaxis(places, (2, 3), (-2, -1)).reshape(-1, count)
     for index in range(count):
 
@@ -130,7 +130,7 @@ def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], 
 
 
 def _or_whole(function: Callable, plain: Callable) -> Callable:
-    """Return a function that applies `function` to sharded parameters and `plain` to others."""
+    """Return a function that applies `function` to sharded parameters and `plain` to all others."""
     from torch.distributed.tensor import DTensor
 
     return lambda param: function(param) if isinstance(param, DTensor) else plain(param)
@@ -141,7 +141,7 @@ def _whole(named: list[tuple[str, Any]], _: World) -> dict[str, torch.Tensor]:
 
 
 class Place(SimpleNamespace):
-    """Replaces a process group where only its size and a rank are used."""
+    """Replaces a process group in code that reads only the group's size and this process's rank in it."""
 
     size: Callable[[], int]
     rank: Callable[[], int]
@@ -152,7 +152,10 @@ def _place(size: int, rank: int) -> Place:
 
 
 def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield the ranks with equal pieces, and the pieces, for each stage and place on the axes that divide weights."""
+    """Yield the ranks that hold equal pieces, and these pieces.
+
+    Ranks hold equal pieces if they have the same pipeline stage and the same place on the axes tp, etp and ep.
+    """
     from megatron.core import parallel_state as state
     from megatron.core.pipeline_parallel import utils
     from megatron.core.transformer import transformer_block, transformer_layer

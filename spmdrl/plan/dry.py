@@ -1,4 +1,4 @@
-"""Prints the `--dry-run` of jobs that sample: counts, the sandbox, the plan of memory, and the first rows of data."""
+"""Prints the output of `--dry-run` for jobs that sample: the sandbox, the planned memory, and the first data rows."""
 
 import json
 import math
@@ -27,9 +27,9 @@ from spmdrl_sandbox.base import SandboxError
 from spmdrl_sandbox.open import open_for
 
 ROWS = 1000
-"""Largest number of rows that are read of a source."""
+"""Most rows that a dry run reads from one source of prompts."""
 SHOWN = 300
-"""Largest number of characters that are printed of the example."""
+"""Most characters that a dry run prints of the example prompt."""
 QUERY = (
     "import json, torch; ok = torch.cuda.is_available(); "
     "print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[1], torch.cuda.device_count()] "
@@ -40,14 +40,14 @@ QUERY = (
 def dry_run(job: Job[Any], loaded: Loaded[Any], run: Config | None = None) -> None:
     """Print the settings, the plan and facts about the first rows of data; exit if the data cannot be used.
 
-    run: the settings of the run that the job derives from its own; None: the job's settings are those of the run.
+    run: the `Config` that the job derives from its settings; None if its settings are a `Config` already.
     """
     cfg = run or loaded.config
     show(loaded.config, dry_lines(job, cfg, ranks_of_job()))
 
 
 def dry_lines(job: Job[Any], cfg: Config, world: int) -> list[str]:
-    """Return the lines after the settings; only rank 0 inspects this machine and the data.
+    """Return the lines that follow the settings in the output; only rank 0 inspects this machine and the data.
 
     For a job without a method (an evaluation), memory is not planned and training prompts are not read.
     """
@@ -65,7 +65,10 @@ def dry_lines(job: Job[Any], cfg: Config, world: int) -> list[str]:
 
 
 def _memory_lines(job: Job[Any], cfg: Config, world: int, above: list[str]) -> list[str]:
-    """Return the plan on GPUs like this machine's; without a GPU, or for a run on the CPU, a command that plans it."""
+    """Return the lines of the plan for GPUs like this machine's.
+
+    Without a GPU, or for a run on the CPU, return a line with a command that plans the run.
+    """
     device = None if cfg.run.device == "cpu" else this_gpu()
     if device is None:
         name, others = job.module.rpartition(".")[2], ", ".join(name for name in GPUS if name != "h100")
@@ -82,7 +85,7 @@ def _memory_lines(job: Job[Any], cfg: Config, world: int, above: list[str]) -> l
 
 
 def sandbox_lines(cfg: Config) -> list[str]:
-    """Return a line on the sandbox that a run's rewards would use on this machine; no line if they run no programs."""
+    """Return a line on the sandbox that rewards would use on this machine; no line if no reward runs programs."""
     if not runs_programs(cfg.reward):
         return []
     if is_service(cfg.sandbox.provider):
@@ -107,7 +110,7 @@ def this_gpu() -> Gpu | None:
 
 
 def device_of(name: str, memory: int, count: int) -> Gpu:
-    """Describe a GPU by CUDA's facts: its name, its memory in bytes, and the number of GPUs on this node."""
+    """Return a `Gpu` from what CUDA reports: its name, its memory in bytes, and the number of GPUs on this node."""
     known = next((gpu for key, gpu in GPUS.items() if key.upper() in name.upper().split()), None)
     endless = Gpu(name, 1.0, math.inf, math.inf, math.inf, math.inf)
     return replace(known or endless, name=name, memory_gib=round(memory / GIB, 2), gpus_per_node=count)
@@ -116,8 +119,8 @@ def device_of(name: str, memory: int, count: int) -> Gpu:
 def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
     """Return lines on the first rows of `--data.train` and `--data.eval`, and reasons why sources cannot be used.
 
-    train: False for an evaluation. Nothing is downloaded; a line names each model or data set of a hub that is not on
-    this machine.
+    train: False for an evaluation, which does not read `--data.train`. Nothing is downloaded; a line names each model
+    or data set of a hub that is not on this machine.
     """
     folder = _here(cfg.model.path)
     if folder is None:
@@ -156,7 +159,7 @@ def _source_lines(prompts: PromptSet, limit: int) -> list[str]:
 
 
 def _here(path: str) -> Path | str | None:
-    """Return a model's folder, or its name if it needs no hub; None if it is not on this machine."""
+    """Return the folder of a hub's model, or None if it is not on this machine; return any other path unchanged."""
     if path.startswith(MODELSCOPE):
         return None
     if not is_hub_name(path):
@@ -165,5 +168,5 @@ def _here(path: str) -> Path | str | None:
 
     try:
         return Path(snapshot_download(path, local_files_only=True))
-    except Exception:  # the hub client raises several types if the model is not in its cache
+    except Exception:  # the hub client raises exceptions of several types if the model is not in its cache
         return None

@@ -25,13 +25,13 @@ class PaperEngine:
     """A simulated engine that implements `Engine` (`engines/engine.py`)."""
 
     def __init__(self, cfg: Config, world: Any, hf_config: Any, gpu_memory: int | None, model: Model | None = None):
-        """Compute and allocate the memory; the engine is awake without a version, like a real one after its start.
+        """Compute and allocate the memory. The engine is then awake, with no version, like a real one after its start.
 
         Args:
             cfg: the run's settings.
-            world: has `engine_tp_rank`, the place of this rank in its engine.
+            world: an object with `engine_tp_rank`, the place of this rank among the ranks of its engine.
             hf_config: transformers' config of the model; its weights are not needed.
-            gpu_memory: bytes of one GPU, or None for an engine on a CPU.
+            gpu_memory: bytes of memory of one GPU; None for an engine on a CPU.
             model: the checkpoint's tensors if they are known already; None derives them from `hf_config`.
 
         Raises:
@@ -47,15 +47,15 @@ class PaperEngine:
         model = model or model_of(hf_config, cfg.model.trust_remote_code)
         found = weights_of(cfg, self.layout, model, self.place, self.on_cpu)
         self.weight_bytes, self.packed_bytes, self.unknown = found.bytes, found.packed, found.unknown
-        """Bytes of the parameters, padding included; bytes that vLLM's CPU build adds to them when it first samples;
-        names of tensors that no rule covers, counted whole."""
+        """`weight_bytes`: the parameters, padding included. `packed_bytes`: what vLLM's CPU build adds to them when it
+        first samples. `unknown`: names of tensors that no rule covers, so their full size is counted."""
         self.workspace: dict[str, int] = {}
-        """Estimated bytes in addition to weights and cache while the engine is awake, by purpose; empty on a CPU."""
+        """Estimated bytes, by purpose, that sampling needs in addition to weights and cache; empty on a CPU."""
         if gpu_memory is not None:
             self.workspace = workspace_of(cfg, self.layout, self.longest, gpu_memory)
             if found.beside:
                 self.workspace["absorbed matrices"] = found.beside
-        # SGLang's share of a GPU covers weights and cache; vLLM's share also covers the workspace.
+        # `--rollout.gpu-memory-utilization` covers weights and cache in SGLang, and also the workspace in vLLM.
         held = self.weight_bytes + (found.beside if self.kind == "sglang" else self.workspace_bytes)
         cache = cache_of(cfg, self.layout, self.longest, held, gpu_memory)
         self.cache_bytes, self.cache_tokens, self.sequences, self.lack = (
@@ -64,8 +64,8 @@ class PaperEngine:
             cache.sequences,
             cache.lack,
         )
-        """The KV cache: its bytes, the numbers of tokens and of sequences of the longest length that fit, and the bytes
-        that are missing for one such sequence (0: it fits)."""
+        """The KV cache: its bytes, how many tokens fit, how many sequences of the longest length fit, and how many
+        bytes are missing for one sequence of that length (0 if it fits)."""
         self.grows = self.kind == "hf"
         """True if the KV cache exists only while sequences are sampled; `cache_bytes` is then its peak."""
         self.weights: torch.Tensor | None = None
@@ -75,7 +75,7 @@ class PaperEngine:
 
     @property
     def workspace_bytes(self) -> int:
-        """The sum of `workspace`, an estimate."""
+        """Estimated bytes of the workspace for all purposes together."""
         return sum(self.workspace.values())
 
     def sampling_bytes(self) -> dict[str, int]:
@@ -87,20 +87,20 @@ class PaperEngine:
         raise NotImplementedError("a simulated engine does not sample")
 
     def poll(self) -> list[Completion]:
-        """Implements `Engine.poll`."""
+        """Implements `Engine.poll`; returns an empty list, because nothing is sampled."""
         return []
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Implements `Engine.abort`."""
+        """Implements `Engine.abort`; returns an empty list, because no request is in progress."""
         return []
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Implements `Engine.needs`. vLLM reads complete adapters, and complete tensors if it quantizes."""
+        """Implements `Engine.needs`. vLLM reads complete adapters, and complete weights if it quantizes them."""
         whole = bool(entries) and are_adapters(entry.name for entry in entries)
         if self.kind == "vllm" and self.cfg.rollout.quantization != "none":
             whole = True
         if self.kind == "sglang" and self.cfg.rollout.sglang_push == "broadcast" and self.layout.ranks > 1:
-            # The first rank sends complete tensors to all processes.
+            # SGLang's first rank receives complete tensors and sends them to the engine's other ranks.
             whole = True
             entries = entries if self.place == 0 else []
         boxes = []
@@ -149,7 +149,7 @@ class PaperEngine:
         }
 
     def held_words(self) -> int | None:
-        """Implements `Engine.held_words`; returns None, because meta tensors have no words to sum."""
+        """Implements `Engine.held_words`; returns None, because meta tensors have no data to sum."""
         return None
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class PaperEngine:
 
 
 def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
-    """Return a function that copies a sleeping engine to a place, so that the copy computes the boxes needed there."""
+    """Return a function that copies a sleeping engine for another place; the copy computes the boxes of that place."""
 
     def at(place: int) -> PaperEngine:
         other = copy(engine)

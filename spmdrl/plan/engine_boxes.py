@@ -2,8 +2,8 @@
 
 The rules are from the sources of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`,
 `layers/fused_moe`, `layers/vocab_parallel_embedding.py`); `tests/engines/test_paper_engine.py` compares them with real
-engines. Attention is divided over the tp ranks of each of the dp copies. Each expert is divided over all tp x dp ranks;
-under ep, each rank holds some complete experts instead.
+engines. Attention is divided over the tp ranks of each of the dp copies. Without expert parallelism (ep), each expert
+is divided over all tp x dp ranks; with it, each rank holds some complete experts.
 """
 
 import re
@@ -17,11 +17,11 @@ from spmdrl.weights.boxes import Box
 Kind = Literal["vllm", "sglang", "hf"]
 Span = tuple[int, int]
 VOCAB_PADDING = 64
-"""vLLM and SGLang round the rows of embedding and head up to a multiple of this before they divide them."""
+"""vLLM and SGLang pad the rows of the embedding and of the head to a multiple of this before dividing them."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Config fields with the number of experts in a layer."""
+"""Names that configs of different models use for the number of experts in a layer."""
 ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
-"""Modules of attention whose outputs are divided by heads."""
+"""Modules and tensors of attention whose rows are divided by heads over the tp ranks."""
 WHOLE = (
     *("q_a_proj", "kv_a_proj_with_mqa", "indexer", "gate", "router", "shared_expert_gate"),
     *("e_score_correction_bias", "expert_bias", "score"),
@@ -50,7 +50,7 @@ class EngineLayout:
     """The division of one model over the ranks of one kind of engine."""
 
     def __init__(self, kind: Kind, config: Any, tp: int, dp: int = 1, ep: int = 1):
-        """config: transformers' config of the model. tp, dp, ep: as `--rollout.tp`, `--rollout.dp`, `--rollout.ep`.
+        """config: transformers' config of the model. tp, dp, ep: values of `--rollout.tp`, `.dp` and `.ep`.
 
         Raises:
             ValueError: the HF engine cannot divide this model.
@@ -93,7 +93,8 @@ class EngineLayout:
     def cut(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
         """Return the part of a checkpoint tensor that the rank at `place` (0 to tp x dp - 1) of an engine reads.
 
-        name, shape: those of the complete tensor. The rank is number place % tp of data-parallel copy place // tp.
+        name, shape: name and shape of the complete tensor. place: place % tp is the rank's tp rank, and place // tp its
+        data-parallel copy.
         """
         whole = [tuple((0, n) for n in shape)]
         if self.kind == "hf":
@@ -108,7 +109,7 @@ class EngineLayout:
             ranks = self.vocab_ranks(module)
             rows = self.vocab_rows(module, shape[0])
             first = (place if ranks == self.ranks else tp) * rows
-            # The last ranks may hold only padding.
+            # The last ranks may hold only padding, so they need nothing of the tensor.
             return Cut([_rows(shape, first, min(first + rows, shape[0]))] if first < shape[0] else [], "vocabulary")
         if "experts" in parts:
             return self._expert(parts, module, shape, place)
@@ -123,7 +124,7 @@ class EngineLayout:
         return self._mlp(module, shape, at, ranks, bias) or Cut(whole, "unknown")
 
     def _beyond(self, name: str) -> bool:
-        """Return True for layers of multi-token prediction, which an engine skips (layer 61 of DeepSeek-V3)."""
+        """Return True for layers of multi-token prediction, which an engine skips, such as layer 61 of DeepSeek-V3."""
         found = re.search(r"\.layers\.(\d+)\.", name)
         return bool(found and int(found[1]) >= self.layers)
 
@@ -144,7 +145,7 @@ class EngineLayout:
         return None
 
     def _kv_rows(self, rows: int, tp: int) -> Span:
-        """Return the range of rows of keys or values; with more ranks than heads, several ranks hold the same rows."""
+        """Return the rows of keys or values on a tp rank; with more ranks than heads, several ranks hold the same."""
         if self.tp <= self.kv_heads:
             return tp * rows // self.tp, (tp + 1) * rows // self.tp
         head, size = tp * self.kv_heads // self.tp, rows // self.kv_heads
@@ -155,7 +156,7 @@ class EngineLayout:
         if self.kind == "sglang":
             return place, self.ranks
         # Under vLLM's `use_sequence_parallel_moe`, the ranks of a copy have different tokens, so each rank holds
-        # complete shared experts of DeepSeek.
+        # the complete shared experts of DeepSeek models.
         divides_tokens = self.ep > 1 and self.tp > 1 and self.dp > 1
         if divides_tokens and "shared_experts" in name and self.config.model_type.startswith(("deepseek", "kimi")):
             return 0, 1
@@ -171,7 +172,7 @@ class EngineLayout:
         return None
 
     def _expert(self, parts: list[str], module: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Cut a tensor of one expert, or a tensor of all experts of a layer."""
+        """Return the part of a tensor of one expert, or of a tensor that packs all experts of a layer."""
         at, ranks = (0, 1) if self.ep > 1 else (place, self.ranks)
         number = parts[parts.index("experts") + 1]
         first, last = self._held(place)
@@ -180,21 +181,22 @@ class EngineLayout:
                 return Cut([], "expert")
             cut = self._mlp(module, shape, at, ranks, parts[-1] == "bias")
             return Cut(cut.boxes, "expert") if cut else Cut([tuple((0, n) for n in shape)], "unknown")
-        # Packed: [E, 2I, H] and [E, H, I], or transposed, [E, H, 2I] and [E, I, H]; biases [E, 2I] and [E, H].
+        # Packed weights are [E, 2I, H] and [E, H, I], or transposed [E, H, 2I] and [E, I, H]; packed biases are
+        # [E, 2I] and [E, H]. E is the number of experts, I the width of one expert, H the hidden size.
         transposed = self.config.model_type in ("gpt_oss", "llama4_text") and len(shape) == 3
         inner = shape[1:]
         if "down_proj" in module:
             dim = None if "bias" in module else 0 if transposed else 1
             boxes = [_part(inner, dim, at, ranks) if dim is not None else tuple((0, n) for n in inner)]
         elif self.config.model_type == "gpt_oss":
-            # Gate and up rows of GPT-OSS alternate.
+            # Gate and up rows of GPT-OSS alternate, so one range contains both.
             boxes = [_part(inner, len(inner) - 1, at, ranks)]
         else:
             boxes = _halves(inner, 1 if transposed else 0, at, ranks)
         return Cut([((first, last), *box) for box in boxes] if first < last else [], "expert")
 
     def _held(self, place: int) -> Span:
-        """Return the range of experts on a rank; if ep does not divide their number, the first ranks have one more."""
+        """Return the range of experts on a rank. If ep does not divide their number, the first ranks hold one more."""
         if self.ep == 1:
             return 0, max(self.experts, 1)
         base, more = divmod(self.experts, self.ep)
@@ -203,7 +205,7 @@ class EngineLayout:
         return first, first + base + (place < more)
 
     def _hf(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Cut a tensor by the tensor-parallel plan of the architecture in transformers (see `engines/hf/start.py`)."""
+        """Return the part of a tensor by transformers' tensor-parallel plan of the model (`engines/hf/start.py`)."""
         module, _, kind = name.rpartition(".")
         inside = module[at:] if (at := module.find("layers.")) >= 0 else module
         style = self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", inside))
@@ -221,13 +223,13 @@ def _rows(shape: tuple[int, ...], first: int, last: int) -> Box:
 
 
 def _part(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> Box:
-    """Return part `at` of `ranks` equal parts along a dimension."""
+    """Return the box of part `at` of a tensor that is divided into `ranks` equal parts along a dimension."""
     step = shape[dim] // ranks
     return tuple((at * step, (at + 1) * step) if d == dim else (0, n) for d, n in enumerate(shape))
 
 
 def _halves(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> list[Box]:
-    """Return part `at` of each half along a dimension, because gate rows precede up rows."""
+    """Return the boxes of part `at` of both halves of a dimension: gate rows are the first half, up rows the second."""
     half = shape[dim] // 2
     step = half // ranks
     spans = [(start + at * step, start + (at + 1) * step) for start in (0, half)]

@@ -1,7 +1,7 @@
 """Computes the bytes of an engine's weights, workspace and KV cache on one rank, from the model's config and settings.
 
-Weights include adapters and copies that the engine derives from weights. The bytes of the cache follow the sizes of the
-engine's blocks; the workspace is an estimate from the buffers that `workspace_of` names.
+Weights include adapters and copies that the engine derives from weights. The cache consists of complete blocks, as in
+the engine. The workspace is an estimate from the buffers that `workspace_of` names.
 """
 
 import math
@@ -46,7 +46,7 @@ class Cache:
 
 
 def kind_of(cfg: Config, on_gpu: bool) -> Kind:
-    """Return the engine that a run would use; for a plan of a GPU, vLLM need not be installed."""
+    """Return the engine that a run would use; a plan for GPUs assumes that vLLM is installed."""
     if cfg.rollout.engine == "auto" and on_gpu:
         return "vllm" if cfg.model.dtype != "float64" else "hf"
     name = engine_name(cfg)
@@ -54,7 +54,7 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
 
 
 def longest_of(cfg: Config, config: Any) -> int:
-    """Return `engines.engine.longest_sequence` for a config that is already loaded."""
+    """Return the most tokens in a sequence, as `engines.engine.longest_sequence`, from a config already loaded."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
@@ -62,8 +62,8 @@ def longest_of(cfg: Config, config: Any) -> int:
 def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> int:
     """Return the largest number of tokens in one forward of a rank on a GPU, by the engine's own defaults.
 
-    vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 on GPUs of 70 GiB and more, else 8,192; SGLang's
-    prefill chunk, divided by the copies of the attention, is in `arg_groups/memory_hook.py`.
+    vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 on GPUs of 70 GiB and more, else 8,192. In
+    SGLang it is the prefill chunk of `arg_groups/memory_hook.py`, divided by the number of attention copies.
     """
     if layout.kind == "sglang":
         chunks = ((160, 16384), (60, 8192), (20, 4096), (0, 2048))
@@ -77,10 +77,11 @@ def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
 def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> dict[str, int]:
     """Estimate the bytes of an engine on a GPU in addition to weights and cache, by purpose.
 
-    T tokens of a forward, H hidden size, V vocabulary, S sequences, K experts of a token. Logits: float32 [S, V] for
-    the logits and their log-probabilities. Hidden states: residual, a layer's input and the widest layer's output,
-    [T, ...]. Experts: vLLM's two workspaces [T of all copies, K, max(H, 2I)] (`TritonExperts.workspace_shapes`). Latent
-    attention: keys and values that a prefill of up to 65,536 cached tokens unpacks (`MLACommonMetadataBuilder`).
+    T tokens of a forward, H hidden size, V vocabulary, S sequences, K experts of a token, I width of an expert. Logits:
+    float32 [S, V] for the logits and their log-probabilities. Hidden states [T, ...]: the residual, a layer's input and
+    the widest layer's output. Experts: vLLM's two workspaces [T of all copies, K, max(H, 2I)] (see
+    `TritonExperts.workspace_shapes`). Latent attention: the unpacked keys and values of up to 65,536 cached tokens in a
+    prefill (`MLACommonMetadataBuilder`).
     """
     text, width = layout.config, DTYPES[cfg.model.dtype].itemsize
     tokens = batch_tokens(cfg, layout, longest, gpu_memory)
@@ -107,16 +108,16 @@ def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
 
 
 def rotary_bytes(text: Any) -> int:
-    """Return the bytes of the table of sines and cosines, one for all layers, in float32."""
+    """Return the bytes of the rotary table of sines and cosines, which is float32 and shared by all layers."""
     rotary = getattr(text, "qk_rope_head_dim", None) or getattr(text, "head_dim", None)
     return 4 * (getattr(text, "max_position_embeddings", None) or 0) * (rotary or 128)
 
 
 def cache_of(cfg: Config, layout: EngineLayout, longest: int, held: int, gpu_memory: int | None) -> Cache:
-    """Size the KV cache of one rank.
+    """Compute the size of one rank's KV cache.
 
-    held: bytes of weights and workspace that count in the engine's share of a GPU. gpu_memory: bytes of a GPU; None for
-    an engine on a CPU.
+    held: bytes of weights and workspace that the engine's share of a GPU must hold in addition to the cache.
+    gpu_memory: bytes of a GPU; None for an engine on a CPU.
     """
     text, tp, dtype = layout.config, layout.tp, cfg.model.dtype
     per_token = kv_bytes_per_token(text, dtype, tp)
@@ -127,10 +128,10 @@ def cache_of(cfg: Config, layout: EngineLayout, longest: int, held: int, gpu_mem
         block = _block(text, gpu_memory is None)
         one, spare = -(-longest // block) * block, block
     else:
-        # SGLang pads its pool by one page, which has one token.
+        # SGLang adds one page of padding to its pool; a page has one token.
         block, one, spare = 1, longest + SPARE_TOKENS, 1
     if gpu_memory is not None:
-        # A fixed size is not limited to the GPU; if it is too large, the plan's sum for the rollout exceeds the GPU.
+        # A fixed size may exceed the GPU's memory; the sum of the rollout phase then shows that the job does not fit.
         free = fixed or int(gpu_memory * cfg.rollout.gpu_memory_utilization) - held
     elif layout.kind == "vllm":
         free = fixed or cpu_kv_bytes(text, sequences, longest, dtype, tp)
@@ -151,10 +152,10 @@ def _block(text: Any, on_cpu: bool) -> int:
 
 
 def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) -> Cache:
-    """Compute the HF engine's cache at its peak, when a full batch of rows has the longest length; it starts empty."""
+    """Compute the HF engine's cache, which starts empty, at its peak: all sequences of a batch are longest."""
     width = DTYPES[cfg.model.dtype].itemsize
     if getattr(text, "kv_lora_rank", None):
-        # transformers caches the keys and values of every head.
+        # transformers caches the unpacked keys and values of every head, not the latent vectors.
         head = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
         per_token = text.num_hidden_layers * text.num_attention_heads // tp * head * width
     else:
@@ -166,9 +167,9 @@ def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) ->
 
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks to which vLLM 0.32 pads adapters (`vllm.config.lora.MaxLoRARanks`)."""
+"""LoRA ranks to which vLLM 0.32 pads the rank of an adapter (`vllm.config.lora.MaxLoRARanks`)."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM fuses into one: if one of them has an adapter, all have buffers for it."""
+"""Layers that vLLM fuses into one layer: if one of them has an adapter, vLLM allocates adapters for all of them."""
 
 
 @dataclass
@@ -177,7 +178,7 @@ class Model:
 
     entries: list[Entry]
     linear: set[str] = field(default_factory=set)
-    """Weights of the linear layers below the head, which the HF engine quantizes to 8 bits and adapters extend."""
+    """Weights of all linear layers but the head. The HF engine can quantize them to 8 bits, and LoRA can adapt them."""
     buffers: set[str] = field(default_factory=set)
     """Persistent buffers (routing biases), which the HF engine does not count."""
 
@@ -187,17 +188,17 @@ class Weights:
     """An engine's parameters on one rank."""
 
     bytes: int = 0
-    """Bytes of parameters and adapters, as `bytes_by_owner` of a real engine reports before it samples."""
+    """Bytes of parameters and adapters, as a real engine's `bytes_by_owner` reports them before it samples."""
     beside: int = 0
     """Bytes of matrices that the engine derives from its weights and does not count as parameters."""
     packed: int = 0
     """Bytes that vLLM's CPU build adds when it first samples: copies of linear layers in its kernels' layout."""
     unknown: list[str] = field(default_factory=list)
-    """Names of tensors that no rule covers; they are counted whole."""
+    """Names of tensors that no rule covers, so their full size is counted."""
 
 
 def model_of(config: Any, trust_remote_code: bool = False) -> Model:
-    """List the tensors of a model's checkpoint from its config: parameters, tied ones once, and persistent buffers."""
+    """Return the tensors of a model's checkpoint: its parameters (tied ones only once) and its persistent buffers."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -213,7 +214,7 @@ def model_of(config: Any, trust_remote_code: bool = False) -> Model:
 
 
 def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_cpu: bool) -> Weights:
-    """Return the parameters of the rank at `place` of an engine."""
+    """Return the bytes of an engine's parameters on the rank at `place`."""
     out, width = Weights(), DTYPES[cfg.model.dtype].itemsize
     tied = not any(entry.name.endswith("lm_head.weight") for entry in model.entries)
     for entry in model.entries:
@@ -225,7 +226,7 @@ def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_c
             out.unknown.append(name)
         held = _bytes_of(cfg, layout, model, entry, cut)
         out.bytes += held + _adapter_bytes(cfg, layout, model, name, cut)
-        # Latent attention multiplies by views of kv_b_proj's weight and does not run the layer, so no copy is packed.
+        # Latent attention multiplies by views of kv_b_proj's weight and does not run the layer, so vLLM packs no copy.
         layer = cut.group in ("linear", "whole") and "kv_b_proj" not in name
         if len(entry.shape) == 2 and (layer or (cut.group == "vocabulary" and ("lm_head" in name or tied))):
             out.packed += held
@@ -243,13 +244,13 @@ def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_c
 
 
 def _bytes_of(cfg: Config, layout: EngineLayout, model: Model, entry: Entry, cut: Cut) -> int:
-    """Return the bytes of one tensor on a rank, in the engine's type or quantized to 8 bits with its scales."""
+    """Return the bytes of one tensor on a rank, in the engine's dtype, or quantized to 8 bits with its scales."""
     numbers = sum(size(box) for box in cut.boxes)
     if cut.group == "vocabulary":
         numbers = math.prod(entry.shape[1:]) * layout.vocab_rows(entry.name.split(".")[-2], entry.shape[0])
     rounds = entry.name in model.linear if layout.kind == "hf" else cut.group in ("linear", "expert")
     if cfg.rollout.quantization != "none" and rounds and len(entry.shape) > 1:
-        # vLLM and SGLang keep one scale for each matrix, the HF engine one for each row.
+        # vLLM and SGLang store one scale for each matrix; the HF engine stores one for each row.
         scales = sum(box[0][1] - box[0][0] for box in cut.boxes) if layout.kind == "hf" else len(cut.boxes)
         return numbers + 4 * scales
     # Engines keep routing biases in float32; vLLM also keeps the routers of GLM-4.5 in float32.

@@ -10,27 +10,27 @@ from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
 
 COUNTED: list[Paper] = []
-"""The `Paper` that counts the operations of attention; one per process."""
+"""The `Paper` in which the substitutes count operations; a process has only one."""
 
 
 class Rows:
     """Replaces the row operations of `TritonRows`, which work in place and allocate nothing."""
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Replaces `TritonRows.borrow`."""
+        """Replaces `TritonRows.borrow`; returns the logits uncopied."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, *args: Any) -> None:
-        """Replaces `TritonRows.add_stats_`."""
+        """Replaces `TritonRows.add_stats_`; marks the values of the changed state as unknown."""
         COUNTED[0].numbers.forget(state_4C)
 
     def add_rounded_(self, exact_CV, state_4C, kept_CV, kept_4C, *args: Any) -> None:
-        """Replaces `TritonRows.add_rounded_`."""
+        """Replaces `TritonRows.add_rounded_`; marks the values of the changed tensors as unknown."""
         for changed in (state_4C, kept_CV, kept_4C):
             COUNTED[0].numbers.forget(changed)
 
     def logit_gradient(self, logits_CV, *args: Any, out_CV: torch.Tensor | None = None) -> torch.Tensor:
-        """Replaces `TritonRows.logit_gradient`."""
+        """Replaces `TritonRows.logit_gradient`; returns the tensor into which the gradient is written."""
         out = args[-1] if len(args) == 8 else out_CV
         return logits_CV if out is None else out
 
@@ -61,7 +61,7 @@ def install(paper: Paper, kind: str) -> None:
         _as_host()
         return
     host.AVAILABLE = False
-    # On a GPU, cuBLAS multiplies bfloat16 matrices with a float32 result.
+    # On a GPU, cuBLAS multiplies bfloat16 matrices into a float32 result, so the matrices are not copied to float32.
     blocks.widens = blocks.narrow
     blocks.product_ = _product
     for module in (linear, chunked):
@@ -85,7 +85,7 @@ def _as_host() -> None:
 
 
 def _product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
-    """Count a product that goes into `total` without an intermediate buffer, as in cuBLAS."""
+    """Count the operations of a matrix product that cuBLAS writes into `total` without an intermediate buffer."""
     COUNTED[0].flops += 2 * a.numel() * b.shape[1]
 
 
@@ -122,19 +122,22 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, _, _ = ctx.saved_tensors
         _add_flops(q, k, v, ctx.runs, 2.5)
-        # The gradient of the queries is summed in float32.
+        # flash-attn sums the gradient of the queries in a float32 buffer.
         summed = q.new_empty(q.shape, dtype=torch.float32)
         del summed
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _add_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Any, times: float) -> int:
-    """Count causal attention: two matrix products over the pairs of a query and a key that is not later."""
+    """Count and return the operations of causal attention, `times` those of its forward pass.
+
+    The forward pass has two matrix products over all pairs of a query and a key that is not later than the query.
+    """
     ends_q, ends_k = COUNTED[0].numbers.value_of(runs.ends_q), COUNTED[0].numbers.value_of(runs.ends_k)
     if ends_q is None or ends_k is None:
         return 0
     queries, keys = ends_q.diff().double(), ends_k.diff().double()
-    # The last query attends to all keys, the first one to keys - queries + 1.
+    # In each run, the last query attends to all keys, and the first query to (keys - queries + 1) of them.
     pairs = float((queries * (keys - (queries - 1) / 2)).sum())
     flops = int(2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2]) * times)
     COUNTED[0].flops += flops

@@ -10,11 +10,11 @@ from spmdrl.spmd.roles import roles_of
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks that need at most the memory and traffic of the planned one."""
+    """Ranks of which one is planned; the others need at most as much memory and traffic."""
 
     name: str
     rank: int
-    """The planned rank."""
+    """Number of the rank that is planned for this kind."""
     ranks: int
     """Number of ranks of this kind."""
     stage: int = 0
@@ -27,7 +27,7 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
     """Return the folder with the config.json of a model path; its weights may be missing.
 
     Raises:
-        ValueError: no such folder is found; the message names the next step.
+        ValueError: no folder with a config.json is found; the message names the next step.
     """
     from spmdrl.hub.resolve import resolve
     from spmdrl.hub.shipped import shipped
@@ -45,7 +45,7 @@ def config_of(cfg: Config) -> Any:
 
 
 def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
-    """Return the layers of each pipeline stage, and for each layer of the model whether it has experts."""
+    """Return the number of layers of each pipeline stage, and for each layer True if it has experts."""
     text = hf_config.get_text_config()
     count = text.num_hidden_layers
     if cfg.policy.backend != "megatron":

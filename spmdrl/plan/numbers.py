@@ -1,8 +1,8 @@
 """Tracks the known values of meta tensors through every operation.
 
-A program reads some values: lengths, masks, and the number of tokens of each expert. Values that come from the host are
-therefore tracked, and experts are chosen evenly. Values that depend on weights are unknown; a program that reads an
-unknown float gets 1.
+A simulated program reads some values of tensors: lengths, masks, and the number of tokens of each expert. Values that
+come from the host are therefore tracked, and tokens choose experts evenly. Values that depend on weights are unknown; a
+program that reads an unknown float gets 1.
 """
 
 import math
@@ -20,14 +20,14 @@ FEW_KNOWN = 1 << 20
 """Most elements of a tensor whose values are tracked, for other purposes, such as a model's buffers."""
 aten = torch.ops.aten
 Spec = tuple[list[int], list[str]]
-"""Layout of flattened arguments: the length of each list (-1: no list), and the names of keyword arguments."""
+"""Layout of flattened arguments: the length of each argument that is a list, else -1, and the names of keywords."""
 
 
 class Numbers:
     """The known values of meta tensors."""
 
     def __init__(self, storages: Storages):
-        """storages: those of the device; their tag is the purpose of a tensor that is created."""
+        """storages: live storages of the device. Their `tag`, the current purpose, limits which tensors are tracked."""
         self.storages = storages
         self.known: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
         """id of a tensor -> weak reference to the tensor, and its values on the host."""
@@ -42,7 +42,7 @@ class Numbers:
         return found[1]
 
     def record(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the values of a tensor. value: on the host, in the shape of the tensor."""
+        """Record the values of a tensor. value: the values, as a host tensor of the same shape."""
         key = id(x)
         self.known[key] = weakref.ref(x, lambda _: self.known.pop(key, None)), value
 
@@ -105,7 +105,7 @@ class Numbers:
             value = func(*args, **kwargs)
         for x, h in zip(flat, host, strict=True):
             if isinstance(value, torch.Tensor) and value is h and isinstance(x, torch.Tensor):
-                # The operation is in place, so it returns its meta tensor.
+                # The operation works in place, so its result is the meta tensor that it changed.
                 return x
         if isinstance(value, torch.Tensor) and func.is_view and tensors and tensors[0].device.type == "meta":
             meta_args, meta_kwargs = tree_unflatten(flat, spec)
@@ -124,14 +124,14 @@ class Numbers:
         return self.recorded(value) if isinstance(value, torch.Tensor) else value
 
     def _value(self, x: torch.Tensor, like: bool) -> torch.Tensor:
-        """Return the known values of a tensor; if only its shape matters, a tensor of that shape."""
+        """Return a tensor's known values on the host. like: for unknown values, return an uninitialized host tensor."""
         value = self.value_of(x)
         if value is None and like and x.device.type == "meta":
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         return x if value is None else value
 
     def recorded(self, value: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a meta tensor with these values: `out`, or a new one."""
+        """Record values for the meta tensor `out` and return it; without `out`, create it."""
         if out is None:
             out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
         if value.numel() <= self.most():
@@ -142,7 +142,7 @@ class Numbers:
         """Return the values of a mask, on the host.
 
         Raises:
-            RuntimeError: they are unknown.
+            RuntimeError: the values are unknown.
         """
         value = self.value_of(x) if x.device.type == "meta" else x
         if value is None:
@@ -156,7 +156,7 @@ class Numbers:
         return [x]
 
     def choose(self, chosen: torch.Tensor, among: int) -> None:
-        """Record evenly chosen experts, 0 to `among` - 1 in turn, for a choice that depends on weights."""
+        """Record evenly chosen experts (0 to `among` - 1 in turn), because the real choice depends on weights."""
         self.record(chosen, (torch.arange(chosen.numel()) % among).view(chosen.shape))
 
 
@@ -189,7 +189,7 @@ def tree_flatten(arguments: tuple[tuple, dict]) -> tuple[list, Spec]:
 
 
 def tree_unflatten(flat: list, spec: Spec) -> tuple[tuple, dict]:
-    """Undo `tree_flatten`."""
+    """Return the arguments from which `tree_flatten` made these values."""
     lengths, names = spec
     out, at = [], 0
     for n in lengths:

@@ -2,7 +2,7 @@
 
 A plan runs the program itself on torch's `meta` device, which replaces the device of a rank. `Paper` intercepts every
 operation: it tracks the live storages, and adds up the bytes of collectives by group and the floating-point operations
-of matrix products. Class names with "Paper" mark such simulations.
+of matrix products. Classes with "Paper" in their name belong to the simulation.
 """
 
 from collections import Counter
@@ -19,14 +19,16 @@ from spmdrl.plan.traffic import Traffic
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._grouped_mm: 0}
-"""Matrix products -> position of the first matrix in the arguments. `_grouped_mm` multiplies a row by one matrix."""
+"""Matrix product -> position of the first matrix in its arguments.
+
+`_grouped_mm` multiplies each row by only one of several matrices, so its operations are counted like those of `mm`."""
 
 
 class Paper(Storages, TorchDispatchMode):
     """Counts memory, traffic and operations of the program inside this context."""
 
     def __init__(self, traffic: Traffic | None = None, device: str = "meta"):
-        """traffic: counts the collectives. device: type of device whose tensors are counted, `cpu` for a real run."""
+        """traffic: counts the collectives. device: type of the counted device: `meta` in plans, `cpu` in real runs."""
         Storages.__init__(self, device)
         TorchDispatchMode.__init__(self)
         self.traffic, self.numbers = traffic or Traffic(), Numbers(self)
@@ -43,7 +45,7 @@ class Paper(Storages, TorchDispatchMode):
         """Run one operation and count it."""
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            # DTensor splits the operation into operations on local shards, which are counted.
+            # DTensor splits the operation into operations on local shards, which are counted when they run.
             return NotImplemented
         if self.aside:
             return func(*args, **kwargs)
@@ -118,7 +120,7 @@ class Paper(Storages, TorchDispatchMode):
 
 
 def _grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Multiply experts' matrices as bfloat16, the only type that torch supports here; return the type of the inputs."""
+    """Multiply experts' matrices in bfloat16, the only dtype that torch supports; return the dtype of the inputs."""
     out = func(
         *(x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args), **kwargs
     )
@@ -149,4 +151,4 @@ def _changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 _BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 _NO_OPERATION = {aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr}
-"""In-place operations that torch cannot run on meta tensors."""
+"""In-place operations that torch cannot run on meta tensors, so a plan skips them."""

@@ -26,7 +26,9 @@ class Pass:
     flops: int
     traffic: Traffic
     kept: int = 0
-    """Bytes allocated before the first micro-batch, plus those live at the end; both may grow with `micros`."""
+    """Bytes that the pass allocates before its first micro-batch, plus bytes that are live at its end.
+
+    Both may grow with `micros`."""
 
 
 @dataclass
@@ -51,8 +53,8 @@ def few_passes(
 
     Args:
         models: the models that own tensors on the rank, by name.
-        paper: counts the passes.
-        works: a list to which one entry per pass is appended.
+        paper: counts the memory, operations and traffic of the passes.
+        works: a list to which each pass, and each optimizer step, is appended.
         updates: number of updates in a step.
         rounds: numbers of rounds to run; a round is `model.multiple` micro-batches.
     """
@@ -92,7 +94,7 @@ def _passes(
         works.append(work)
         out: Any = None
         for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
-            # FSDP's root module stays gathered after a forward, but every pass must start from the same state.
+            # After a forward without a backward, FSDP leaves the root module unsharded, but passes must start alike.
             model.reshard()
             out = None
             paper.lap()
@@ -103,7 +105,7 @@ def _passes(
                     out = [x for x in out]
                 elif model.world.trains:
                     model.gradient_norm()
-            # All micro-batches may be packed before the first one runs; their results live until the end of the pass.
+            # A pass may pack all micro-batches before the first one runs, and it keeps their results until its end.
             kept = (start[0] - before if start else 0) + paper.live
             work.passes.append(Pass(count, paper.lap(), paper.flops - flops, paper.traffic.since(traffic), kept))
             if kind == "update" and count < len(micros) and count < max(rounds) * model.multiple:
@@ -119,7 +121,7 @@ def _passes(
 
 @contextmanager
 def _first_start(paper: Paper) -> Iterator[list[int]]:
-    """Yield a list; the live bytes at the start of the first micro-batch are appended to it."""
+    """Yield a list to which the number of live bytes is appended when the first micro-batch starts."""
     live: list[int] = []
 
     def tick() -> None:

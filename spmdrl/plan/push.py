@@ -18,7 +18,7 @@ from spmdrl.weights.plan import Routes
 from spmdrl.weights.reshard import Reshard
 
 FEW = 16
-"""Largest number of buckets that are all simulated; of more, only those around the largest bucket are."""
+"""Most buckets of a push that are all simulated; of more buckets, only those around the largest are simulated."""
 
 
 def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) -> None:
@@ -43,13 +43,13 @@ def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) ->
 
 
 def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of the buckets around the one with the most memory; count the bytes of all buckets."""
+    """Yield the tensors of the buckets around the one that needs the most memory; count the bytes of all buckets."""
     into, out, space = weights(plan)
     note(paper.traffic, plan)
     plan.received_bytes = int(into.sum())
     chosen = range(plan.buckets)
     if plan.buckets > FEW:
-        # A bucket waits while the next one is in flight.
+        # Each bucket is started before the previous one is finished, so two buckets need memory at the same time.
         load = into + out
         pairs = load[:-1] + load[1:] + space[:-1]
         at = int(pairs.argmax())
@@ -62,7 +62,7 @@ def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[
             yield plan._finish(flights.pop(0), pieces)
     while flights:
         yield plan._finish(flights.pop(0), pieces)
-    # `note` has already counted these messages.
+    # `note` has counted the messages of all buckets, so the counts of the simulated messages are removed.
     for counts, before in ((paper.traffic.bytes, counting.bytes), (paper.traffic.calls, counting.calls)):
         for key in [key for key in counts if key[1] == "send"]:
             counts[key] = before[key]

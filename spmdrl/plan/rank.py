@@ -65,7 +65,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
     elsewhere: dict[Part, Everyone] = {}
     if samples and rank not in roles.trainers:
-        # A policy in the place of the first training rank computes the boxes that training ranks hold.
+        # This rank has no policy, so that of the first training rank is built to compute the boxes of training ranks.
         first = open_world(cfg, roles.trainers[0], size)
         with _without_files(folders):
             policy = build_models(cfg, first, algo.needs).policy
@@ -100,7 +100,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     def boxes(model: Any, part: Part) -> Everyone:
         if model is None:
             return elsewhere[part]
-        # The models of other ranks are not counted on this one.
+        # `Everyone` builds parts of other ranks' models, which must not count as memory of this rank.
         with _disable_current_modes():
             return Everyone(world, model, at_any_place(template), part)
 
@@ -118,7 +118,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
 
 def open_world(cfg: Config, rank: int, size: int) -> World:
-    """Make this process one of `size` simulated ranks; return its world, with torch's meta device."""
+    """Make this process one of `size` simulated ranks; return its world, whose device is torch's meta device."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -126,7 +126,7 @@ def open_world(cfg: Config, rank: int, size: int) -> World:
 
 
 def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
-    """Name the axes of this rank's groups. If several axes share one group, the last name is kept."""
+    """Record the axis of each of this rank's groups. If several axes share one group, the last axis is kept."""
     everyone: Any = dist.group.WORLD
     traffic.call(everyone, "all ranks")
     if world.data_group is not None:
@@ -151,7 +151,7 @@ def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
         }
         for axis, several in groups.items():
             for group in several:
-                # Stages in the middle have no embedding group.
+                # Pipeline stages other than the first and the last have no embedding group.
                 if group is not None:
                     traffic.call(group, axis)
 

@@ -20,9 +20,9 @@ ROWS = (
     ("engine workspace", ("engine workspace",)),
     ("KV cache", ("KV cache",)),
 )
-"""Rows of the table of memory; each is the sum of the tags with one of its endings."""
+"""Rows of the memory table: the name of a row, and the endings of the tags whose bytes it sums."""
 DISK_GB_S = 2
-"""Estimated write rate of a shared file system, 1e9 bytes a second; it gives the seconds of a checkpoint."""
+"""Estimated write rate of a shared file system in 1e9 bytes a second, from which the time of a checkpoint follows."""
 PHASES = ("push", "rollout", "logp", "update")
 COLOURS = ("#4e79a7", "#a0cbe8", "#f28e2b", "#59a14f", "#8cd17d", "#e15759", "#b07aa1", "#d4a6c8", "#76b7b2")
 """One colour per row of the table (Tableau's palette)."""
@@ -58,7 +58,7 @@ def text_of(plan: Plan) -> str:
 
 
 def kind_lines(planned: Planned) -> list[str]:
-    """Return the lines on one kind of ranks."""
+    """Return the lines of the report on one kind of ranks."""
     kind, rank = planned.kind, planned.rank
     of = f" of {' and '.join(rank.step.models)}" if len(rank.step.models) > 1 else ""
     held = f"{rank.step.numbers / 1e9:,.3f} G parameters each{of}, " if rank.step.numbers else ""
@@ -121,7 +121,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def lacks(plan: Plan) -> list[str]:
-    """Return texts on the memory that is missing on devices, in KV caches and on hosts."""
+    """Return a text for each place where memory is missing: devices, KV caches, hosts."""
     found = []
     if plan.device_spare < 0:
         found.append(f"{gib(-plan.device_spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
@@ -152,7 +152,7 @@ def parked(plan: Plan) -> str:
 
 
 def where(plan: Plan) -> str:
-    """Return the ranks, the phase and the two largest rows of the fullest device, as text."""
+    """Return a text on the fullest device: its kind of ranks, the phase, and the two largest rows of the table."""
     worst = plan.worst()
     phase, _ = worst.peak()
     rows = rows_of(worst.rank.memory[phase])
@@ -206,7 +206,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
 
 
 def picture(plan: Plan) -> str:
-    """Return an SVG: bytes by owner in each phase, and a line at the memory of the GPU."""
+    """Return an SVG with a stacked bar of bytes by purpose for each phase, and a line at the memory of the GPU."""
     limit = plan.gpu.memory_gib * GIB
     stacks = [
         (planned.kind.name, [(phase, rows_of(tags)) for phase in PHASES if (tags := planned.rank.memory.get(phase))])

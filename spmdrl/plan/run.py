@@ -15,7 +15,7 @@ from spmdrl.plan.scale import Axes, Bound, Rank, bound_of, engine_facts, parking
 
 GIB = 1 << 30
 OUTSIDE = 2 * GIB
-"""Memory of a GPU outside tensors: CUDA's context, NCCL's buffers, fragmentation. Estimated, not measured on a GPU."""
+"""Estimated bytes of a GPU outside tensors: CUDA's context, NCCL's buffers, fragmentation. Not measured on a GPU."""
 
 
 @dataclass
@@ -30,13 +30,13 @@ class Planned:
     numbers: int
     """Number of parameters of the complete policy."""
     means: dict[str, float] = field(default_factory=dict)
-    """phase -> bytes on the device at its peak, as the mean over the ranks of the kind. Pipeline stages differ in the
-    number of micro-batches in flight; the ranks of a stage are counted like its first one."""
+    """phase -> bytes on the device at the phase's peak, as the mean over the ranks of the kind. Pipeline stages differ
+    in the number of micro-batches in flight; all ranks of a stage are taken to need what its first rank needs."""
     axes: dict[str, int] = field(default_factory=dict)
-    """Number of ranks of each axis, by its name in `Traffic`."""
+    """Name of an axis in `Traffic` -> number of ranks in this rank's group on the axis."""
 
     def peak(self) -> tuple[str, int]:
-        """Return the phase with the most bytes on the device, and the bytes."""
+        """Return the phase with the most bytes on the device, and the number of these bytes."""
         sums = {phase: sum(tags.values()) for phase, tags in self.rank.memory.items()}
         phase = max(sums, key=lambda name: sums[name])
         return phase, sums[phase]
@@ -63,7 +63,7 @@ class Plan:
     def phases(self) -> dict[str, tuple[int, float]]:
         """Return, for each phase, the bytes at its peak on the fullest device, and their mean over the phase's ranks.
 
-        Under split placement no rank goes through all phases.
+        If some ranks only train and others only sample, no rank goes through all phases.
         """
         found = {}
         for phase in dict.fromkeys(phase for p in self.kinds for phase in p.rank.memory):
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def spare(self) -> int:
-        """The smaller of `device_spare` and the negated bytes that an engine's KV cache lacks, if it lacks any."""
+        """`device_spare`; if an engine's KV cache lacks bytes, the negated number of these if that is smaller."""
         lack = max((planned.engine.get("lack", 0) for planned in self.kinds), default=0)
         return min(self.device_spare, -lack) if lack else self.device_spare
 
@@ -102,7 +102,7 @@ class Plan:
         return sum(max(p.bounds[phase].seconds for p in self.kinds if phase in p.bounds) for phase in phases)
 
     def host_of_node(self) -> int:
-        """Return the bytes of host memory that a node needs if all its ranks are like the one with the most."""
+        """Return the bytes of host memory that a node needs if each of its ranks needs as much as any rank does."""
         return self.gpu.gpus_per_node * max(sum(p.rank.step.host.values()) for p in self.kinds)
 
 
@@ -110,7 +110,7 @@ def _check_method(cfg: Config) -> None:
     """Reject settings of a distillation that need texts or an engine, which a plan does not have.
 
     Raises:
-        ValueError: such a setting is set; the message names the flags.
+        ValueError: one of these settings is set; the message names the flags.
     """
     distill = getattr(cfg, "distill", None)
     if distill is None:
@@ -147,7 +147,7 @@ def _within_positions(cfg: Config, hf_config: Any) -> Config:
     """Limit the longest sequence in the settings to the model's number of positions, as engines do.
 
     Raises:
-        ValueError: prompts alone may be longer than that.
+        ValueError: the longest prompt alone would use all positions.
     """
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     prompt = cfg.rollout.max_prompt_tokens
@@ -180,13 +180,13 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
 
 
 def means_of(ranks: list[Rank]) -> dict[str, float]:
-    """Return phase -> mean of the bytes on the device at its peak."""
+    """Return, for each phase, the mean over ranks of the bytes on the device at the phase's peak."""
     phases = ranks[0].memory
     return {phase: sum(sum(r.memory[phase].values()) for r in ranks) / len(ranks) for phase in phases}
 
 
 def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
-    """Run tasks in forked processes, as many at a time as there are cores, and yield their results in order.
+    """Run tasks in forked processes, at most one per core and at most 4, and yield their results in order.
 
     Raises:
         ValueError: a task raised a ValueError; the message is the same.

@@ -1,4 +1,4 @@
-"""Extrapolates a few simulated micro-batches to a complete step of one rank, and computes least times of its phases.
+"""Extrapolates a few simulated micro-batches to a complete step of one rank, and computes the least time of its phases.
 
 Times follow a roofline model (https://en.wikipedia.org/wiki/Roofline_model): a phase takes at least as long as its
 busiest resource at peak rate. These are lower bounds, not forecasts: kernels reach 40 to 80% of peak matrix rates, and
@@ -23,10 +23,10 @@ class Load:
 
     flops: int = 0
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(axis, kind of collective) -> bytes."""
+    """(axis, kind of collective) -> bytes that the rank sends."""
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
     peers: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(`send` or `receive`, rank) -> bytes of a push."""
+    """(`send` or `receive`, other rank) -> bytes of a weight push to or from that rank."""
 
 
 @dataclass
@@ -43,10 +43,11 @@ class Rank:
 
 
 def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
-    """Return the largest number of chunks whose activations a pipeline rank keeps at the same time.
+    """Return the most chunks whose activations a pipeline rank keeps at the same time.
 
-    The 1F1B schedule keeps one chunk for this stage and for each later one. With n later stages, the interleaved
-    schedule keeps 2n + (virtual - 1) stages + 1 (https://arxiv.org/abs/2104.04473).
+    A chunk is the pass of one micro-batch through one virtual stage. The 1F1B schedule keeps one chunk for this stage
+    and one for each later stage. With n later stages, the interleaved schedule keeps 2n + (virtual - 1) stages + 1
+    chunks (https://arxiv.org/abs/2104.04473).
     """
     if virtual == 1:
         return min(stages - stage, micros)
@@ -75,7 +76,7 @@ def peak_of(work: Work, stage: int, stages: int, virtual: int, measured: int | N
 
 def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int, measured: int) -> dict[str, int]:
     if work.kind != "update" or stages == 1:
-        # Without a pipeline one micro-batch runs at a time; gradients live from the first one on.
+        # Without a pipeline, micro-batches run one at a time, so more of them than were measured need no more memory.
         return dict(max((p.peak for p in work.passes), key=lambda m: m.live).by_tag)
     flying = [in_flight(measured, stages, virtual, p.micros) for p in work.passes]
     most = in_flight(stage, stages, virtual, work.total)
@@ -121,7 +122,7 @@ def rank_of(
         stages: number of pipeline stages.
         virtual: number of virtual stages (chunks) of each stage.
         sampling: bytes of the engine that exist only while it samples, by purpose; the simulation does not count them.
-        measured: as in `peak_of`.
+        measured: the simulated stage, if it is not `stage` (see `peak_of`).
     """
     memory = {phase: _clean(step.moments[phase].by_tag) for phase in ("push", "rollout")}
     memory["rollout"] |= _clean(sampling)
@@ -149,7 +150,7 @@ SCATTERED = ("all-to-all", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that each resource of a rank is busy at its peak rate; the phase takes at least the longest of them."""
+    """Seconds that each resource of a rank is busy at peak rate in a phase; the longest is the phase's least time."""
 
     matrix: float = 0.0
     nvlink: float = 0.0
@@ -165,7 +166,7 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """The least time."""
+        """Least seconds of the phase: the seconds of its busiest resource."""
         return max(self._named().values())
 
     @property
@@ -184,10 +185,10 @@ class Axes:
     rank: int
     """This rank."""
     per_node: int
-    """GPUs of a node; ranks fill nodes in order."""
+    """Number of GPUs of a node; consecutive ranks fill one node after another."""
 
     def beside(self, rank: int) -> bool:
-        """Return True if a rank is on the same node."""
+        """Return True if another rank is on the same node as this rank."""
         return rank // self.per_node == self.rank // self.per_node
 
     def divided(self, axis: str, kind: str, size: float) -> tuple[float, float]:
@@ -206,7 +207,7 @@ class Axes:
 
 
 def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Bound:
-    """Return the bound of a phase. Links carry both directions at once, so only the direction with more bytes counts.
+    """Return the bound of a phase. Links send and receive at the same time, so the direction with more bytes counts.
 
     micros: number of micro-batches of one pass; with `stages`, it determines the pipeline bubble.
     """

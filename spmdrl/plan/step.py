@@ -31,12 +31,12 @@ from spmdrl.tracking.metrics import Timer
 
 @dataclass
 class Step:
-    """The counts of one rank's simulated step."""
+    """The memory, operations and traffic of one rank's simulated step."""
 
     held: dict[str, int]
-    """Bytes by owner while the rank trains, before the first gradient, as the device table counts them."""
+    """Bytes on the device by owner, as the run's device table counts them, when training starts without gradients."""
     moments: dict[str, Moment]
-    """The peak of each phase: push, rollout, training."""
+    """Phase (`push`, `rollout`, `training`) -> live bytes at its peak."""
     works: list[Work]
     push: Pass | None
     parked: dict[str, int]
@@ -48,7 +48,7 @@ class Step:
     models: tuple[str, ...]
     """Names of the models that hold these parameters."""
     moved: tuple[int, int]
-    """Bytes moved to the host, and bytes moved back."""
+    """Bytes that a step moves from the device to the host, and bytes that it moves back."""
     checkpoint: int
     """Bytes of a checkpoint, which all ranks write together; 0 on a rank that does not train."""
 
@@ -76,7 +76,7 @@ class PaperRank:
         boxes: Callable[[Any, Part], Everyone],
         method: Callable[[Any], Any],
     ):
-        """Plan the weight push. `rank.py` sets the other attributes.
+        """Store the arguments and plan the weight push. `rank.py` sets the attributes of the class body later.
 
         Args:
             cfg: settings of the job.
@@ -84,9 +84,9 @@ class PaperRank:
             algo: the algorithm that the settings describe.
             models: the models of this rank.
             engine: the engine of this rank; None if the rank does not sample.
-            paper: counts the step.
+            paper: counts the memory, operations and traffic of the step.
             boxes: returns the boxes of one part of a model (None: the policy) that all ranks hold and need.
-            method: returns the learning method of a run.
+            method: makes the learning method from an object that has the parts of a run.
         """
         self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
         self.boxes, self.method, self.works = boxes, method, list[Work]()
@@ -95,7 +95,7 @@ class PaperRank:
         self.laps: list[Moment] = []
         if models.policy is not None or engine is not None:
             plan_push(paper, self.memory.transfer, lambda part: boxes(models.policy, part))
-            # In a real job, ranks that only train or only sample exchange versions; a plan assumes that a push is due.
+            # In a real job, ranks exchange versions to learn whether a push is due; a plan assumes that it is.
             self.memory._stale = lambda: (0, True)  # type: ignore[method-assign]
 
     def checkpoint(self) -> int:
@@ -118,7 +118,7 @@ class PaperRank:
         return self.paper.live, self.laps[-1].live
 
     def step(self, rounds: tuple[int, ...] = (1, 2)) -> Step:
-        """Run one step. rounds: numbers of rounds of micro-batches to measure; a complete step is extrapolated."""
+        """Simulate one step. rounds: numbers of rounds of micro-batches that a pass measures (see `few_passes`)."""
         self._ready()
         moments: dict[str, Moment] = {}
         before, began = self.paper.traffic.copy(), self.paper.flops
@@ -148,7 +148,7 @@ class PaperRank:
         return Step(held, moments, self.works, push, parked, host, numbers, names, moved, self.checkpoint())
 
     def _ready(self) -> None:
-        """Create the state of every optimizer, as after a first step."""
+        """Create the state of every optimizer, as a first step would create it."""
         for name, model in self.models.learning().items():
             if getattr(model, "optimizer", None) is not None:
                 with self.paper.tagged(f"{name} optimizer"):
@@ -184,7 +184,7 @@ class PaperRank:
                 batch, _ = method.score(batch)
                 batch = method.advantages(batch)
                 if updates > 1:
-                    # Each update gets complete groups.
+                    # Each update gets all samples of its prompts.
                     batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
                 method.update(batch, 1 << 30)
             else:
@@ -192,7 +192,7 @@ class PaperRank:
 
 
 def _parts_of(cfg: Config) -> dict[str, Any]:
-    """Return the other parts of a run that a method reads; prompts cycle through the `data_source`s of the teachers."""
+    """Return the parts of a run that a method also reads; prompts cycle through the teachers' `data_source`s."""
     sources = ["", *sorted({teacher.source for teacher in cfg.further_teachers().values()} - {""})]
     prompts = [
         SimpleNamespace(index=i, data_source=sources[i % len(sources)]) for i in range(cfg.rollout.prompts_per_step)
@@ -201,9 +201,10 @@ def _parts_of(cfg: Config) -> dict[str, Any]:
 
 
 def own_tensors(models: Any) -> list[tuple[str, Any]]:
-    """Return the models of a rank that own tensors, by name; the base of a LoRA policy shares the policy's tensors.
+    """Return the models of a rank that own tensors, each with its name.
 
-    A frozen model that other ranks query is returned without its `RemotePolicy`.
+    The base of a LoRA policy is left out, because it shares the policy's tensors. A frozen model that other ranks query
+    is returned without the `RemotePolicy` around it.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
     from spmdrl.policy.remote import RemotePolicy
@@ -219,7 +220,7 @@ def _parameters(model: Any) -> list[Any]:
 def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int) -> Batch:
     """Return a batch of `groups` prompts with `samples` responses each, all of the largest length.
 
-    Rewards and tokens differ within each group, so that every sequence gets a gradient. vocab: tokens are below it.
+    Rewards and tokens differ within each group, so that every sequence gets a gradient. vocab: tokens are smaller.
     """
     rollout = cfg.rollout
     episodes = []
@@ -251,7 +252,7 @@ def alike() -> Iterator[None]:
         return found[key]
 
     def microbatches(*args) -> list[Batch]:
-        # Python may reuse the id of a freed batch.
+        # Entries of earlier batches are removed, because Python may reuse the id of a freed batch.
         found.clear()
         with patch.object(Batch, "select", chosen):
             return split(*args)

@@ -1,8 +1,8 @@
 """Replaces code that needs a device or the values of tensors, which a plan does not have.
 
-This code is: streams, copies to the host, AdamW's fused step, groups of gloo and NCCL, and (`kernels.py`) kernels of
-Triton and flash-attn. A substitute allocates the same memory as the original and computes nothing. It stays installed
-until the process ends, so each rank is simulated in a separate process.
+Streams, copies to the host, AdamW's fused step, and groups of gloo and NCCL are replaced here; kernels of Triton and
+flash-attn are replaced in `kernels.py`. A substitute allocates the same memory as the original and computes nothing. It
+stays installed until the process ends, so each rank is simulated in a separate process.
 """
 
 import importlib
@@ -21,13 +21,13 @@ from spmdrl.plan.paper import Paper
 from spmdrl.spmd import devices, storage
 
 COLLECTIVES = torch.library.Library("c10d", "IMPL")
-"""Library for collectives over lists of tensors, which torch's simulated groups lack for meta tensors."""
+"""torch library that adds collectives over lists of meta tensors, which torch's simulated groups do not have."""
 
 
 def install(paper: Paper, kind: str) -> None:
     """Install the substitutes. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
     devices.STANDS_FOR["meta"] = kind
-    # FSDP and meshes find the stream functions of a device in the torch module with its name.
+    # FSDP and meshes find the stream functions of a device in the torch module of the same name, such as torch.cuda.
     torch.meta = torch.cpu  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: META  # type: ignore[assignment]
     _numbers()
@@ -67,7 +67,7 @@ def _groups(paper: Paper) -> None:
         COLLECTIVES.impl(name, lambda *args: FakeWork().boxed(), "Meta")
 
     def messages(operations: list[dist.P2POp]) -> list[Any]:
-        """Count point-to-point messages that are sent in one batch."""
+        """Count the bytes of point-to-point messages that are sent in one batch."""
         for each in operations:
             if each.op.__name__ == "isend":
                 paper.traffic.add("send", each.group or dist.group.WORLD, each.tensor.nbytes)
@@ -117,7 +117,7 @@ def _fsdp(paper: Paper) -> None:
     reduce = _fsdp_param_group.foreach_reduce
 
     def foreach_reduce(*args: Any, **more: Any) -> tuple:
-        """Reduce gradients; replace the missing event of the all-reduce between replicas by a plain object."""
+        """Reduce gradients; use a plain object as the CUDA event that the simulated all-reduce does not return."""
         given = signature(reduce).bind(*args, **more).arguments
         given["reduce_scatter_comm"] = Buffers(paper, given)
         found = reduce(**given)
@@ -129,7 +129,7 @@ def _fsdp(paper: Paper) -> None:
         """Tag unsharded gradients, which stay allocated until a micro-batch's gradients are reduced."""
         with paper.tagged("unsharded gradients"):
             keep(self)
-        # A gradient that already has the type of the reduction is not copied, so it has another tag.
+        # A gradient that already has the dtype of the reduction is not copied, so its tag is still another one.
         paper.retag([x for x in [self._unsharded_param.grad] if x is not None], "unsharded gradients")
 
     FSDPParam.to_accumulated_grad_if_needed = to_accumulated_grad_if_needed
@@ -163,7 +163,7 @@ def _optimizers(paper: Paper) -> None:
     adam._device_dtype_check_for_fused = lambda *args, **more: None
     from spmdrl.policy.megatron.host_adamw import HostAdamW
 
-    # Megatron has one optimizer for experts and another for all other parameters.
+    # Megatron has one optimizer for experts and another for all other parameters, so their sizes are summed.
     numbers: dict[int, int] = {}
 
     def step(self: Any, closure: Any = None) -> None:
@@ -175,7 +175,7 @@ def _optimizers(paper: Paper) -> None:
 
 
 class Tape:
-    """Replaces the copy of storages on the host or the disk; keeps only its size."""
+    """Replaces the copy of the device's storages that is on the host or on disk; keeps only the size of the copy."""
 
     def __init__(self, paper: Paper, place: str, total: int):
         self.paper, self.place, self.total = paper, place, total
@@ -260,7 +260,7 @@ def _megatron() -> None:
     settings = model.transformer_config
 
     def fixed(*args: Any, **more: Any) -> Any:
-        """Fix the length of packs, because all packs of a plan are equal, so that stages do not exchange lengths."""
+        """Return the settings for packs of one fixed length, as in a plan, so that stages do not exchange lengths."""
         return settings(*args, **more, variable_seq_lengths=False)
 
     model.transformer_config = fixed

@@ -1,4 +1,4 @@
-"""Plans a job with other settings: searches for settings that fit, or ranks several by their least time."""
+"""Plans a job with other settings: searches for settings that fit, or ranks several settings by their least time."""
 
 import sys
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from spmdrl.plan.report import gib
 from spmdrl.plan.run import GIB, OUTSIDE, Plan, plan
 
 NEAREST = 8
-"""Largest number of plans in a search for one that fits; one of 671 G parameters takes tens of seconds on 2 cores."""
+"""Most plans in a search for settings that fit; planning a model of 671 G parameters takes tens of seconds."""
 SINGLES = 5
-"""Largest number of plans with a single change in this search."""
+"""Most plans with a single change in this search; later plans combine two changes."""
 SWEPT = 12
-"""Largest number of plans in a sweep."""
+"""Most plans in a sweep, including the plan of the job's own settings."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Row:
     phase: str
     """The phase with the most bytes on a device; `host` if a node's host memory is too small."""
     free: dict[str, int]
-    """Free bytes in each phase, in the KV cache (`cache`, at most 0) and on a node's host (`host`)."""
+    """Free bytes on the device in each phase, in the KV cache (`cache`, at most 0) and on a node's host (`host`)."""
 
     @property
     def flags(self) -> str:
@@ -56,7 +56,7 @@ class Tried:
     swept: bool
     """True for a ranked sweep; False for a search that ends with the first row that fits."""
     failed: list[str]
-    """Changes that could not be planned, each with the last line of the reason."""
+    """Changes that could not be planned, each with the last line of the error."""
 
     def facts(self) -> dict[str, Any]:
         """Return all rows and counts as values for JSON."""
@@ -64,7 +64,7 @@ class Tried:
 
 
 def row_of(made: Plan, change: Change | None = None) -> Row:
-    """Make the row of a plan."""
+    """Return the row of a plan. change: the changed settings of the plan; None for the job's settings."""
     memory = int(made.gpu.memory_gib * GIB) - OUTSIDE
     free: dict[str, int] = {}
     for planned in made.kinds:
@@ -85,7 +85,7 @@ def nearest(made: Plan) -> Tried:
     base = row_of(made)
     lacking = {name for name, left in base.free.items() if left < 0}
     helpful = [c for c in changes_of(made.cfg, made.world, config_of(made.cfg)) if c.frees & lacking]
-    # Changes that free memory in the most places come first; the sort keeps the order of equal ones.
+    # Changes that free memory in the most places come first; the sort is stable, so equal changes keep their order.
     helpful.sort(key=lambda change: -len(change.frees & lacking))
     rows: list[Row] = []
     failed: list[str] = []
@@ -125,7 +125,7 @@ def sweep(made: Plan) -> Tried:
 
 
 def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[Row]:
-    """Yield the plans of changes, one by one; append the changes that cannot be planned to `failed`."""
+    """Plan the job with each change and yield the plan's row; append changes that cannot be planned to `failed`."""
     for change in changes:
         print(f"trying {change.flags}", file=sys.stderr, flush=True)
         try:

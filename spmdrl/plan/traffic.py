@@ -24,7 +24,7 @@ KINDS = {
     "scatter": "scatter",
     "barrier": "barrier",
 }
-"""Prefix of the name of a torch operation -> kind of collective; `reduce_scatter` precedes its own prefix `reduce`."""
+"""Start of a torch operation's name -> kind of collective; the first match counts, so `reduce` is a later entry."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Traffic:
         self.put(self.axis(group), kind, size)
 
     def put(self, axis: str, kind: str, size: int) -> None:
-        """Count one collective on an axis."""
+        """Count one collective of `size` bytes on an axis."""
         key = axis, kind
         self.calls[key] += 1
         self.bytes[key] += size

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from spmdrl.rl.tool_calls import CallReader
 
 WIDTH = 160
-"""Largest number of characters shown of each text."""
+"""Most characters that a line shows of each text."""
 
 
 def conversation_lines(
     episode: "Episode", decode: Callable[[list[int]], str], reader: "CallReader | None" = None
 ) -> list[str]:
-    """Return an episode as lines without control characters, in the order in which its turns were made.
+    """Return an episode as lines without control characters, in the order in which its turns were sampled.
 
     An episode of one turn without an environment becomes a line `prompt -> response`. The line of a turn that begins a
     branch names the turn before the branch.
 
-    reader: parses the tool calls of turns; None without an environment.
+    reader: parses the tool calls in sampled turns; None for a run without an environment.
     """
     calls = reader.of(episode) if reader else {}
     pieces = _pieces(episode)

@@ -1,4 +1,4 @@
-"""Checks whether a run can start here: see `tools/doctor_report.py`."""
+"""Starts the doctor (`tools/doctor_report.py`) if this Python is new enough to import it."""
 
 import sys
 
@@ -7,7 +7,7 @@ from spmdrl.tools.doctor_findings import FAIL, python
 if __name__ == "__main__":
     found = python()
     if found.level == FAIL:
-        # An older Python cannot import the other files.
+        # A Python that is too old cannot import the other files of the doctor.
         sys.exit(found.line())
     try:
         from spmdrl.tools.doctor_report import main

@@ -17,12 +17,12 @@ class Finding(NamedTuple):
     level: str
     """`ok`, `warn` (a run works, but slower or less safely) or `fail` (a run will not work)."""
     state: str
-    """The facts, with figures and units."""
+    """What the check found, with numbers and units."""
     fix: str = ""
-    """The command or setting that solves the problem; empty if there is none."""
+    """The command or setting that solves the problem; empty if there is no problem."""
 
     def line(self, width: int = 0) -> str:
-        """Return the finding as one line. width: columns reserved for the name."""
+        """Return the finding as one line. width: number of characters to which the name is padded."""
         return f"{self.level:<4} {self.name:<{width}}  {self.state}" + (f"; fix: {self.fix}" if self.fix else "")
 
 

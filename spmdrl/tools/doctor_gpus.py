@@ -1,4 +1,4 @@
-"""Checks GPUs: whether torch's build matches the devices and the driver, NCCL, and other programs on the GPUs."""
+"""Checks that torch's build matches the GPUs and their driver, that it has NCCL, and that the GPUs are unused."""
 
 import os
 import subprocess
@@ -33,8 +33,8 @@ def count() -> int:
 def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None = None) -> Finding:
     """Check that torch was built for the machine's devices and driver.
 
-    nvidia, amd: True if the machine has these devices; None detects them. side: `gpu` or `cpu`, for which
-    `launch/install.sh` installed the packages; None reads it.
+    nvidia, amd: True if the machine has these devices; None detects them. side: `gpu` or `cpu`, the devices for which
+    `launch/install.sh` installed the packages; None reads this from .venv.
     """
     import torch
 
@@ -63,7 +63,7 @@ def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None 
 
 
 def _driver() -> str:
-    """Return the name and version of the loaded driver; empty if there is none."""
+    """Return the name and version of the loaded GPU driver; empty if none is loaded."""
     for place, name in (("/proc/driver/nvidia/version", "NVIDIA driver"), ("/sys/module/amdgpu/version", "AMD driver")):
         try:
             words = Path(place).read_text().split()

@@ -1,4 +1,4 @@
-"""Checks the machine: shared memory, limits, leftover variables, its host name, the sandbox, the hub, the disk."""
+"""Checks the machine: shared memory, limits, leftover variables, the host name, the sandbox, the hub, the disk."""
 
 import errno
 import fcntl
@@ -21,20 +21,21 @@ from spmdrl_sandbox.warm import Warm
 
 MIB, GIB = 1 << 20, 1 << 30
 FILES = 4096
-"""Number of open files that a rank with an engine, a reward pool and connections to all other ranks may need."""
+"""Most open files that a rank with an engine, a reward pool and connections to all other ranks may need."""
 FEW_FILES = 256
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that torchrun sets for each rank."""
 SLOW = 100.0
-"""MB/s below which a checkpoint of a large model takes many minutes."""
+"""Write speed in MB/s below which a checkpoint of a large model takes many minutes."""
 LITTLE = 20 * GIB
-"""Bytes of free space below which the next checkpoints may find the disk full."""
+"""Bytes of free disk space below which the next checkpoints may not fit."""
 
 
 def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = GIB) -> Finding:
-    """Check the size of shared memory.
+    """Check that enough shared memory is free.
 
-    least: bytes below which NCCL and vLLM may fail on several GPUs; Docker's default is 64 MiB.
+    several_gpus: True makes too little memory a failure instead of a warning. least: free bytes below which NCCL and
+    vLLM may fail on several GPUs; Docker's default size is 64 MiB.
     """
     try:
         disk = os.statvfs(path)
@@ -52,7 +53,7 @@ def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = GIB) 
 
 
 def limits(infiniband: bool | None = None, get=resource.getrlimit) -> list[Finding]:
-    """Check limits of the shell: open files, locked memory, core dumps. infiniband: None detects InfiniBand devices."""
+    """Check the limits on open files, locked memory and core dumps. infiniband: None detects InfiniBand devices."""
     soft, hard = get(resource.RLIMIT_NOFILE)
     fix = "`ulimit -n 65536` before the start"
     if hard != resource.RLIM_INFINITY and hard < FILES:
@@ -84,7 +85,7 @@ def _limit(value: int, unit: int = 1) -> str:
 
 
 def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | None = None) -> bool:
-    """Return True if torchrun started this process: the parent lacks the variables that torchrun sets for ranks."""
+    """Return True if torchrun started this process: it has torchrun's variables, and its parent process lacks them."""
     if "TORCHELASTIC_RUN_ID" not in environment or not all(name in environment for name in OWN[:3]):
         return False
     try:
@@ -95,7 +96,10 @@ def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | No
 
 
 def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Finding:
-    """Look for variables of another job in this shell, which torchrun or a single process would use."""
+    """Check that no variables of another job are set, because torchrun or a single process would use them.
+
+    ranked: True if torchrun started this process and set variables for it.
+    """
     wrong = ("PET_",) if ranked else ("PET_", "TORCHELASTIC_")
     names = sorted(name for name in environment if name.startswith(wrong) or (name in OWN and not ranked))
     if not names:
@@ -104,7 +108,7 @@ def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Find
 
 
 def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ, cores: int = 0) -> Finding:
-    """Check the number of threads of a rank; by default torchrun gives one thread to each of several ranks."""
+    """Check the number of threads of each rank; by default torchrun gives one thread to each of several ranks."""
     cores = cores or len(os.sched_getaffinity(0))
     chosen, ranks = environment.get("OMP_NUM_THREADS", ""), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     ranks = ranks if ranked else max(1, gpus)
@@ -149,7 +153,7 @@ def hub_is_off(environment: Mapping[str, str]) -> bool:
 
 
 def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Finding:
-    """Check that the model hub answers a HEAD request. wait: seconds until the request fails."""
+    """Check that the model hub answers a HEAD request. wait: most seconds until it answers."""
     place = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     if hub_is_off(environment):
         return ok("hub", "HF_HUB_OFFLINE is set: no requests, models come from folders and the cache")
@@ -217,7 +221,7 @@ def folder(place: Path, mib: int) -> list[Finding]:
 
 
 def lock(file: Path) -> Finding:
-    """Lock a file and try the lock from another process, as two jobs in one run folder would."""
+    """Check that a file's lock excludes another process, as two jobs in one run folder must exclude each other."""
     fix = (
         "mount the file system with locks (Lustre: -o flock); without them two jobs in one run folder are noticed late"
     )

@@ -32,9 +32,9 @@ class Measured:
 
 
 def measure(group, device, mib: int) -> Measured:
-    """Measure on all ranks of a group, and return the slowest rank's speeds on each. Collective.
+    """Measure collectives among all ranks of a group; each rank returns the speeds of the slowest rank. Collective.
 
-    group: its backend supports `device`. device: device of the buffers. mib: size of a buffer in MiB.
+    group: a group whose backend supports `device`. device: device of the buffers. mib: size of a buffer in MiB.
     """
     import torch
     import torch.distributed as dist
@@ -108,7 +108,7 @@ def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, 
     pipe.send_bytes(json.dumps(asdict(found)).encode())
     pipe.close()
     sys.stdout.flush()
-    # Destructors may wait for ranks that have ended, so they do not run; rank 0 ends last, because it holds the store.
+    # `os._exit` skips destructors, which may wait for ranks that have ended. Rank 0 ends last, as it holds the store.
     time.sleep(0.2 if rank == 0 else 0)
     os._exit(0)
 
@@ -125,14 +125,14 @@ def together(
         where: address and port at which rank 0 listens.
         gpus: number of GPUs of this node; if there are fewer than ranks, the ranks run on the CPU.
         mib: size of a buffer in MiB.
-        limit: seconds for the start and the measurements.
+        limit: most seconds for the start and the measurements together.
     """
     # CUDA does not survive a fork; without GPUs, a fork avoids importing torch again, which takes seconds.
     context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
     running = []
     for local in range(here):
         ours, theirs = context.Pipe(duplex=False)
-        # An index beyond the number of GPUs puts all ranks on the CPU.
+        # If there are fewer GPUs than ranks, an index beyond the number of GPUs puts every rank on the CPU.
         args = (theirs, first + local, size, local if gpus >= here else 1 << 20, where, mib, limit)
         process = context.Process(target=_rank, args=args, daemon=True)
         process.start()

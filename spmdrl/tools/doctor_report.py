@@ -1,12 +1,12 @@
-"""Checks whether a run can start here: `python -m spmdrl.tools.doctor`.
+"""Checks whether a run can start on this machine: `python -m spmdrl.tools.doctor`.
 
 Each line begins with ok, warn or fail and ends with the fix; the exit code is 1 if a check fails. Under torchrun, rank
 0 prints the reports of all nodes, and all-reduce and all-to-all run between all ranks instead of two on this machine.
 
-    --quick        take less than ten seconds and no network: do not query the hub, write less to the disk
+    --quick        take less than ten seconds and use no network: do not query the hub, write less to the disk
     --json FILE    write the findings as JSON, `-` for stdout (the lines are then printed on stderr)
     --dir FOLDER   the folder for checkpoints (default: the run folder of --config, or runs)
-    --config FILE  settings of a run: the models, prompts, files, packages and GPUs that they need must exist
+    --config FILE  settings of a run; check that the models, prompts, files, packages and GPUs that they need exist
 """
 
 import argparse
@@ -35,11 +35,11 @@ from spmdrl.tools.preflight import parse_rounds, port_of
 
 PROG = "python -m spmdrl.tools.doctor"
 SKEW = 1.0
-"""Seconds between the clocks of two nodes above which the logs of their ranks cannot be put in order."""
+"""Most seconds by which two nodes' clocks may differ; with more, the logs of their ranks cannot be put in order."""
 JOIN = 60.0
-"""Seconds that ranks wait for each other under torchrun."""
+"""Most seconds that ranks started by torchrun wait for each other."""
 PAIR = 25.0
-"""Seconds for one round of pairs, including the start of its processes and the wait for a late partner."""
+"""Most seconds for one round of pairs of nodes, including the start of processes and the wait for a late partner."""
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -50,7 +50,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--config", default="", metavar="FILE", help="settings of a run; everything that they need must exist"
     )
-    # The preflight of launch/node.sh and slurm/job.sh passes these options.
+    # Only the preflight of launch/node.sh and slurm/job.sh passes the options below.
     parser.add_argument("--node", default=os.uname().nodename, help=argparse.SUPPRESS)
     parser.add_argument("--reports", default="", help=argparse.SUPPRESS)
     parser.add_argument("--pairs", default="", help=argparse.SUPPRESS)
@@ -114,7 +114,7 @@ def _writable(file: Path) -> Path:
 
 @contextmanager
 def _of_flag() -> Iterator[None]:
-    """Put the flag in front of the message of a FolderError."""
+    """Put the flag `--dir` in front of the message of a FolderError from inside this context."""
     try:
         yield
     except FolderError as error:
@@ -185,7 +185,7 @@ def _local(options: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding
 
 @contextmanager
 def _variables(**values: str) -> Iterator[None]:
-    """Set variables of the environment inside this context."""
+    """Set environment variables inside this context, and restore the environment after it."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -201,7 +201,7 @@ def _two_ranks(gpus: int, quick: bool) -> Finding:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mine = gpus if gpus >= 2 else 0
-    # The loopback interface works whatever address the host name has.
+    # Gloo uses the loopback interface, because it works even if the host name has no usable address.
     with _variables(GLOO_SOCKET_IFNAME="lo"):
         found = doctor_ranks.together(0, 2, 2, ("127.0.0.1", port), mine, 4 if quick else 64, 20.0 if quick else 60.0)
     return bandwidth("two ranks", found)
@@ -217,7 +217,7 @@ def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
 
 
 def clocks(found: doctor_ranks.Measured) -> Finding:
-    """Return the finding on the clocks of several nodes."""
+    """Return the finding on the difference between the clocks of several nodes."""
     fix = "run chrony or ntpd on every node: times in the logs of ranks cannot be compared"
     return either(found.clock > SKEW, False, "clocks", f"at most {found.clock:.2f} s apart", fix)
 

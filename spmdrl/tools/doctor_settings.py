@@ -15,9 +15,9 @@ from spmdrl.tools.doctor_machine import hub_is_off
 
 MODELS = ("model.path", "reference.path", "critic.path", "process_reward.path", "reward.model", "safety.cost_model")
 FUNCTIONS = {"reward.function": "compute_score", "algo.loss": "", "algo.advantage": "", "filter.keep": ""}
-"""Settings that may name a function in a file, each with the default function for a value without a name."""
+"""Setting that may name a function in a file -> the function that is used if the value names only the file."""
 Query = Callable[[str, str], str]
-"""Function that looks up a repository on the hub by kind (`model`, `dataset`) and name; it returns as `query_hub`."""
+"""Function that looks up a repository on the hub by kind (`model`, `dataset`) and name, like `query_hub`."""
 
 
 def query_hub(kind: str, name: str) -> str:
@@ -32,7 +32,10 @@ def query_hub(kind: str, name: str) -> str:
 
 
 def settings(config: Config, gpus: int, quick: bool, query: Query = query_hub) -> list[Finding]:
-    """Check what a run's settings name. gpus: number of GPUs that torch finds. quick: do not query the hub."""
+    """Check that everything that a run's settings name exists.
+
+    gpus: number of GPUs that torch finds. quick: True to leave out queries of the hub.
+    """
     hub = None if quick else query
     found = [device(config, gpus)]
     named = {name: get(config, name) for name in MODELS}
@@ -61,7 +64,7 @@ def device(config: Config, gpus: int) -> Finding:
 
 
 def _gpu_needs(config: Config) -> list[str]:
-    """Return the settings that need a GPU. Megatron's kernels need one; their CPU forms suit small models."""
+    """Return the settings that need a GPU. Megatron also runs on a CPU, but only fast enough for small models."""
     rollout, named = config.rollout, engine_name(config) != "hf"
     needs = {
         "--run.device cuda": config.run.device == "cuda",
@@ -127,7 +130,7 @@ def _on_hub(name: str, kind: str, repository: str, query: Query | None, fix: str
 
     try:
         return ok(name, f"{repository}: {snapshot_download(repository, repo_type=kind, local_files_only=True)}")
-    except Exception:  # the hub client raises several types if the name is invalid or not in the cache
+    except Exception:  # the hub client raises exceptions of several types if the name is invalid or not in the cache
         lacks = f"{repository} is neither a folder on this machine nor in the hub's cache"
     if hub_is_off(os.environ):
         return fail(name, f"{lacks}, and HF_HUB_OFFLINE is set", fix)
@@ -139,14 +142,14 @@ def _on_hub(name: str, kind: str, repository: str, query: Query | None, fix: str
 
 
 def _on_modelscope(name: str, spec: str, fix: str) -> Finding:
-    """Check that ModelScope's package is installed. spec: `ms:...`, of a model or a data set."""
+    """Check that ModelScope's package is installed. spec: `ms:` and the name of a model or a data set."""
     if find_spec("modelscope") is None:
         return fail(name, f"{spec} needs the package modelscope", "pip install modelscope")
     return warn(name, f"{spec}: a run downloads it from ModelScope; the doctor does not look there", fix)
 
 
 def _functions(config: Config) -> list[Finding]:
-    """Check the files of functions and of the chat template."""
+    """Check that the files of functions and of the chat template exist and define these functions."""
     found = []
     for name, default in FUNCTIONS.items():
         value = get(config, name)

@@ -53,7 +53,7 @@ def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = No
 
 
 def requirements() -> Finding:
-    """Check the project's own requirements."""
+    """Check that the installed packages meet the project's requirements."""
     fix = "./launch/install.sh installs what launch/locks names"
     try:
         needs = requires("spmdrl") or []
@@ -112,7 +112,10 @@ def _vllm(name: str, needed: bool, gpus: int, lookup: Lookup) -> Finding:
 
 
 def _optional(title: str, name: str, have: str, needed: bool, fix: str = "", more: str = "") -> Finding:
-    """Compare a package's version with the locks. have: its version, empty if not installed. fix: how to install it."""
+    """Check an optional package's version against launch/locks.
+
+    have: the installed version, empty if there is none. needed: True if the settings need it. fix: how to install it.
+    """
     if not have:
         return fail(title, "not installed", fix) if needed else ok(title, f"not installed ({fix})")
     want = locked(name)

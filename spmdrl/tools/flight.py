@@ -1,7 +1,7 @@
 """Compares the flight records of a failed run: `python -m spmdrl.tools.flight RUN`.
 
 For every process group, the report shows the first collective in which ranks differ, with file and line on each rank,
-and the ranks that did not reach the latest collective. It lists ranks without a record, which were killed.
+and the ranks that did not reach the latest collective. It also lists ranks without a record, which were killed.
 """
 
 import json
@@ -38,10 +38,10 @@ def _wrong(value: Any, shape: Any, name: str = "") -> str:
 
 
 def read(folder: Path) -> list[dict]:
-    """Return the records of the newest failure, in rank order.
+    """Return the records of the newest failure in a run folder, in the order of their file names.
 
     Raises:
-        ValueError: there are no records, or one cannot be read.
+        ValueError: there are no records, or one of them cannot be read.
     """
     records = []
     for path in sorted((folder / "flight").glob("rank_*.json")):

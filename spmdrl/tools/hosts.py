@@ -1,8 +1,9 @@
 """Runs launch/node.sh on several hosts, for the preflight and the start by ssh.
 
 In a SLURM job, srun starts the command. Otherwise ssh starts `python -m spmdrl.tools.hosts` on each host. That process
-reads variables and a command from the connection and runs the command; then it reads signals and passes them on. When
-the connection ends, the process ends the command. Only the standard library is imported.
+reads variables and a command from the connection and runs the command; then it reads signals and passes them to the
+command. When the connection ends, the process ends the command. This module imports only the standard library, so that
+any host's Python can run it.
 """
 
 import contextlib
@@ -26,9 +27,9 @@ SETTINGS = ("NPROC", "MASTER_PORT", "GRACE", "PREFLIGHT", "PATH")
 REACH = 8.0
 """Seconds within which a host must answer ssh."""
 OTHERS = 15.0
-"""Seconds in which the other hosts may end by themselves, with a message, after one host has failed."""
+"""Seconds that the other hosts have to end by themselves, with a message, after one host has failed."""
 ENDING = 10.0
-"""Seconds between SIGTERM and SIGKILL on the other host."""
+"""Seconds that a command on another host has to end between SIGTERM and SIGKILL."""
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-o", "ServerAliveInterval=5"]
 
 
@@ -122,7 +123,7 @@ def main() -> int:
 
 
 def code_of(returned: int) -> int:
-    """Return the exit code for the result of `Popen.wait`, by the shell's rule for signals."""
+    """Return the exit code for a result of `Popen.wait`: 128 + n for a process that signal n ended, as in a shell."""
     return 128 - returned if returned < 0 else returned
 
 

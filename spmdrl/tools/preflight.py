@@ -22,11 +22,11 @@ from pathlib import Path
 from spmdrl.tools.hosts import Hosts
 
 ALL = 115.0
-"""Seconds for the complete preflight."""
+"""Most seconds for the complete preflight."""
 FIRST, SECOND = 90.0, 40.0
 """Time limits of the first and of the second measurement, in seconds."""
 SHARED = 2.0
-"""Seconds until the other nodes see a file that one node wrote."""
+"""Most seconds until the other nodes see a file that one node wrote into a shared folder."""
 DOWN = ("down", "fail", "unknown", "not_responding", "*")
 """Words in the state that `sinfo` shows for a node which cannot run a job."""
 
@@ -35,14 +35,14 @@ Reports = dict[str, dict]
 
 
 class TooFewError(ValueError):
-    """More nodes are bad than there are spares."""
+    """The error that fewer nodes are good than the job needs."""
 
 
 # ── pairs ────────────────────────────────────────────────────────────────────
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds of pairs of neighbours: two rounds, or three for three nodes. No round contains a node twice.
+    """Return rounds of pairs of neighbours: at most two, or three for three nodes. No round contains a node twice.
 
     An even number of nodes forms a ring, and an odd number a row. Three nodes form a ring too, because the middle node
     of a row would be in every pair.
@@ -63,7 +63,7 @@ def show_rounds(rounds: Sequence[Sequence[Pair]]) -> str:
 
 
 def parse_rounds(text: str) -> list[list[Pair]]:
-    """Parse the text of `show_rounds`."""
+    """Return the rounds that `show_rounds` formatted as `text`."""
     split = [[tuple(pair.split("/")) for pair in each.split(",")] for each in text.split(";") if each]
     return [[(pair[0], pair[1]) for pair in pairs] for pairs in split]
 
@@ -97,7 +97,7 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
 
 
 def _below(pair: dict, floors: tuple[float, float]) -> str:
-    """Return why a measured pair is bad, empty if it is good. floors: all-reduce, all-to-all in GB/s."""
+    """Return why a measured pair of nodes is bad; empty if it is good. floors: least all-reduce, all-to-all in GB/s."""
     if pair["error"]:
         return pair["error"]
     named = (("all-reduce", pair["all_reduce"], floors[0]), ("all-to-all", pair["all_to_all"], floors[1]))
@@ -105,7 +105,7 @@ def _below(pair: dict, floors: tuple[float, float]) -> str:
 
 
 def _slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
-    """Return the nodes without a good pair, with the reasons, and lines on bad pairs of nodes with other good pairs.
+    """Return the nodes that are in no good pair, with reasons, and a line for each bad pair of two other nodes.
 
     hosts: nodes to evaluate; their pairs with other nodes are ignored.
     """
@@ -130,8 +130,8 @@ def _slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -
 def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
     """Return rounds that pair each suspect with a good node.
 
-    Without a good node, the pairs of suspects run again with listener and client swapped, because a try may fail by
-    chance.
+    Without a good node, the pairs of suspects run again with listener and client swapped, because the first measurement
+    may have failed by chance.
     """
     if not clean:
         return [[(second, first) for first, second in pairs] for pairs in rounds_of(suspects)]
@@ -156,7 +156,7 @@ def choose(
     Args:
         hosts: nodes of the job, spares included.
         need: number of nodes that the job needs.
-        look: runs the doctor: (nodes, rounds, only pairs, seconds) -> the reports that arrived.
+        look: runs the doctor on nodes: (nodes, rounds, only pairs, most seconds) -> the reports that arrived.
         floors: least all-reduce and all-to-all of a pair, in 1e9 bytes a second.
         say: prints a line.
         dead: nodes that are known to be down, with the reason.
@@ -203,7 +203,7 @@ def _enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool) -
     """Check that enough nodes are good.
 
     Raises:
-        TooFewError: fewer than `need` are good; the message names ways to get others.
+        TooFewError: fewer than `need` nodes are good; the message names ways to get others.
     """
     good = len(hosts) - len(bad)
     if good >= need:

@@ -1,10 +1,10 @@
-"""Repeats an optimizer step with a spike: `python -m spmdrl.tools.replay runs/demo/spikes/step_000012`.
+"""Recomputes an optimizer step whose gradient norm was a spike: `python -m spmdrl.tools.replay RUN/spikes/step_000012`.
 
 One process recomputes the loss, the gradient norm and the contribution of each sequence to them, from the batch that
 the run saved and the weights of the last checkpoint before the step. It takes no optimizer step and writes no file.
 
-    --model PATH   weights of this folder or hub name instead (as --model.path)
-    --top N        number of sequences shown (8)
+    --model PATH   use the weights of this folder or hub name instead (as --model.path)
+    --top N        show N sequences (8)
     --device NAME  auto, cpu or cuda
 """
 
@@ -60,7 +60,7 @@ def _alone(cfg: Config, device: str, model: str) -> Config:
 
 
 def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto") -> Iterator[str]:
-    """Yield the lines of the report.
+    """Recompute the step of one folder and yield the lines of the report.
 
     Raises:
         ValueError: the folder, its run or the weights cannot be read.
@@ -148,14 +148,14 @@ def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | No
 
 
 def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
-    """Build the step's model with weights of a checkpoint or the initial ones; return it and the weights' source."""
+    """Return the step's model, with weights of a checkpoint or the initial weights, and the source of the weights."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
     from spmdrl.policy.self_check import choose_form
 
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
-    # The run also computed the model in this form.
+    # The run chose the model's form of computation in the same way.
     choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
     # No optimizer step follows, so only the weights of a checkpoint are read.
     model.optimizer, optimizer = None, model.optimizer
@@ -167,7 +167,7 @@ def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | No
 
 
 def _objective_of(algo: "Algorithm", cfg: Config, policy: Any, facts: dict, peers: Any) -> Any:
-    """Return the objective of the step's model."""
+    """Return the objective with which the step trained its model."""
     from spmdrl.policy.objectives.reinforcement import CriticObjective, PolicyObjective, ProcessObjective
 
     columns = {"critic": ("returns", "values"), "cost_critic": ("cost_returns", "cost_values")}
@@ -223,10 +223,10 @@ def _episode(batch: "Batch", index: int) -> "Batch":
 
 
 def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader) -> Iterator[str]:
-    """Yield lines on the most conspicuous episodes: not finite ones, then those with the largest norm of the gradient.
+    """Yield a table of episodes: first those with a loss or gradient that is not finite, then by norm of the gradient.
 
     Candidates are the episodes with the largest |loss| and |logp - old_logp|. reader: parses the tool calls of turns;
-    None without an environment.
+    None for a run without an environment.
     """
     from spmdrl.data.pack import to_episodes
 
@@ -243,7 +243,7 @@ def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: in
     if not broken and all(math.isfinite(row["norm"]) for row in rows):
         rows.sort(key=lambda row: -row["norm"])
     else:
-        # A finite loss may have a gradient that is not finite.
+        # A finite loss may have a gradient that is not finite, so the gradients of all episodes are computed.
         for row in (row for row in found if "norm" not in row):
             row["norm"] = _norm_of(policy, batch, row["index"], objective, shared)
         rows = sorted(found, key=lambda row: (math.isfinite(row["loss"]) and math.isfinite(row["norm"]), -row["norm"]))

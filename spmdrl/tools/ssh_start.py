@@ -1,6 +1,6 @@
 """Starts a job on hosts by ssh: `python -m spmdrl.tools.ssh_start`, which launch/node.sh runs if HOSTS is set.
 
-The preflight chooses the hosts. Only the standard library is imported.
+The preflight chooses the hosts. This module imports only the standard library, so that any Python can run it.
 """
 
 import os
