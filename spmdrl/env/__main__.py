@@ -25,7 +25,7 @@ from spmdrl.env.terminal import by_hand, by_model, load_player
 
 PROG = "python -m spmdrl.env"
 TEMPLATES = Path(__file__).resolve().parents[1] / "assets" / "environment"
-"""Folder of the templates of both files, which `str.format` fills in."""
+"""Folder of the templates of the two files that `init` writes. `str.format` fills them in."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def _init(name: str) -> tuple[Path, Path]:
     words = {"file": file.name, "test": test.name, "kind": kind if kind.isidentifier() else f"E{kind}"}
     file.parent.mkdir(parents=True, exist_ok=True)
     for each, template in ((file, "boxes.py.txt"), (test, "test_boxes.py.txt")):
-        with each.open("x", encoding="utf-8") as out:  # "x" does not overwrite a file that appeared meanwhile
+        with each.open("x", encoding="utf-8") as out:  # "x" never overwrites a file, not even one made since the check
             out.write((TEMPLATES / template).read_text(encoding="utf-8").format(**words))
     return file, test
 

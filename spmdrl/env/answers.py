@@ -23,7 +23,7 @@ class BadRewardError(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A tool's result with a reward for the call, and whether the episode ends with it."""
+    """A result that a tool may return to give a reward for the call, or to end the episode (`done`)."""
 
     text: Any = ""
     """Text, or any other value that a tool may return."""
@@ -41,7 +41,7 @@ class History:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """A tool's result in the form that the model gets."""
+    """A tool's result: the text that the model gets, the reward, and whether it ends the episode and was cut."""
 
     text: str
     reward: float | None = None
@@ -53,8 +53,8 @@ def tool_result(result: object, longest: int, cut: str) -> ToolResult:
     """Return a tool's result as text of at most `longest` characters. A note marks the place where text was cut.
 
     result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` may have: text, bytes (UTF-8), a JSON
-    value, or another object, for which `str()` is called, which may raise. cut: `head` and `tail` keep that part of a
-    longer text, `middle` keeps both ends.
+    value, or another object, for which `str()` is called, which may raise. cut: the part of a longer text that is kept:
+    `head` (the beginning), `tail` (the end) or `middle` (both ends).
 
     Raises:
         BadRewardError: the reward is not a finite number.
@@ -89,7 +89,7 @@ def raw_text(value: object) -> str | bytes:
     if value is True or value is False or isinstance(value, int | float | dict | list | tuple):
         try:
             return json.dumps(value, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError):  # bad keys, a list that contains itself, a number with too many digits
+        except (TypeError, ValueError):  # json refuses some keys, cycles, and numbers with too many digits
             return _ADDRESS.sub("", str(value))
     plain = _plain(value)
     return plain if isinstance(plain, str) else raw_text(plain)
@@ -99,7 +99,7 @@ def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
     """Return `raw` as valid text, and whether it was cut because it is longer than `longest`.
 
     A note in the text reports a cut to the model. Bytes are cut before they are decoded, so the time depends only on
-    `longest`.
+    `longest`. cut: as in `tool_result`.
     """
     if len(raw) <= longest:
         return valid(raw), False
@@ -116,7 +116,7 @@ def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
 def valid(raw: str | bytes) -> str:
     """Return text that can be encoded as UTF-8 and has no control characters except tabs and newlines.
 
-    Invalid UTF-8, lone surrogates and control characters become U+FFFD; a terminal's colours are removed.
+    Invalid UTF-8, lone surrogates and control characters become U+FFFD; colour codes of terminals are removed.
     """
     if isinstance(raw, bytes):
         text = raw.decode("utf-8", "replace")
@@ -140,7 +140,7 @@ def _is_reward(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value or text for an object that is the same in every process."""
+    """Return a JSON value or text for an object. The result is the same in every process."""
     if isinstance(value, Set):  # the order of a set differs between processes
         return sorted(value, key=str)
     if isinstance(value, bytes | bytearray):
@@ -148,5 +148,5 @@ def _plain(value: Any) -> Any:
     if type(value).__str__ is not object.__str__:
         return str(value)
     if type(value).__repr__ is object.__repr__:
-        return f"a {type(value).__name__} object"  # the default repr holds the memory address
+        return f"a {type(value).__name__} object"  # the default repr contains the memory address
     return _ADDRESS.sub("", repr(value))

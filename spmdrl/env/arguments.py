@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SCHEMA_DEPTH = 32
-"""Depth of nesting up to which an argument is checked."""
+"""Most levels of nesting in an argument that are checked; deeper values are passed on unchecked."""
 
 
 class ArgumentsError(ValueError):
@@ -16,7 +16,7 @@ class ArgumentsError(ValueError):
 def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool) -> dict[str, Any]:
     """Return the arguments converted to the types of a tool's schema, such as numbers that were written as text.
 
-    function: the tool's schema, with name and parameters. closed: True refuses arguments that the schema does not name.
+    function: the tool's schema, with name and parameters. closed: True if arguments that the schema lacks are refused.
 
     Raises:
         ArgumentsError: an argument is missing, unknown, or of a wrong type.
@@ -43,7 +43,7 @@ def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool)
 
 
 def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
-    """Return a JSON value converted to the type of a schema. Keywords of the schema that are not known are ignored."""
+    """Return a JSON value converted to the type of a schema. Unsupported keywords of the schema are ignored."""
     if not isinstance(schema, Mapping) or depth > SCHEMA_DEPTH or (value is None and _takes_null(schema)):
         return value
     options = schema.get("anyOf") or schema.get("oneOf")
@@ -69,7 +69,7 @@ def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
 
 
 def _any_of(value: Any, options: list[Any], what: str, depth: int) -> Any:
-    """Return the value as the first schema of `options` accepts it, preferably one that does not convert it."""
+    """Convert a value by the first schema in `options` that accepts it, preferring one that leaves it unchanged."""
     fitting, error = [], None
     for option in options:
         try:

@@ -17,13 +17,17 @@ class Attempts:
 
     A row of the data source `reasoning-gym:<task>` holds its puzzle in the columns task, config and entry, and all
     samples of the prompt share that puzzle. For other rows a puzzle is drawn with the row's column `seed`, or with the
-    seed of the sample. An attempt is the text in `<answer>` tags, or the complete message if it has none; it is right
-    if the task scores it 1. The reward is the score of the best or of the last attempt (`keep`). Its parts are `first`
-    (the score of the first attempt), `attempts` (their number) and `format` (the share of attempts with tags).
+    seed of the sample. An attempt is the text in `<answer>` tags, or the complete message if it has no tags. It is
+    right if the task gives it the score 1. The reward is the score of the best or of the last attempt (`keep`). Its
+    parts are `first` (the score of the first attempt), `attempts` (the number of attempts) and `format` (the share of
+    attempts with tags).
     """
 
     def __init__(self, task: str, attempts: int = 3, keep: str = "best", **config: Any):
-        """Take settings. task: a task of reasoning-gym. config: settings of the task, for rows without a puzzle."""
+        """Check and store the settings. task: the name of a task of reasoning-gym. attempts: most attempts.
+
+        keep: the attempt that is rewarded, `best` or `last`. config: settings of the task for rows without a puzzle.
+        """
         try:
             from reasoning_gym.factory import DATASETS
         except ImportError as e:
@@ -55,13 +59,13 @@ class Attempts:
         try:
             made = reasoning_gym.create_dataset(self._task, **config)
             entry = made[0]
-        except Exception as e:  # each task raises errors of other types for wrong settings
+        except Exception as e:  # the tasks raise errors of many types for wrong settings
             raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({error_text(e)})") from e
         self._score = lambda answer: data_set_score(made, entry, answer)
         return opening(row, f"{entry['question']}\n\n{ASK}")
 
     def step(self, message: dict) -> tuple[str | None, None, bool]:
-        """Score an attempt. Return (text if another attempt may follow, no reward, whether the episode is done)."""
+        """Score an attempt. Return (text for the next attempt or None, None as reward, whether the episode is done)."""
         answer, tagged = answer_of(message.get("content") or "")
         self._scores.append(self._score(answer))
         self._tagged += tagged
@@ -83,5 +87,5 @@ class Attempts:
         return {"scores": self._scores, "tagged": self._tagged}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the attempts of a state."""
+        """Restore the scores that `state` returned."""
         self._scores, self._tagged = list(state["scores"]), state["tagged"]

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from spmdrl.config.environment import EnvironmentConfig
 
 EPISODE: ContextVar[str] = ContextVar("episode", default="")
-"""Name of the current episode, for async functions of environments. It is unique among open episodes, and stays the
-same when the episode is opened again."""
+"""Name of the current episode, which async functions of environments can read. It is unique among the open episodes,
+and stays the same when an episode is opened again."""
 
 
 class BrokenError(Exception):
-    """A tool raises this if the model is not at fault: the episode is dropped, and the model sees no error."""
+    """A tool raises this if the model made no mistake. The episode is dropped, and the model does not see the error."""
 
 
 class Stateless:
-    """An environment without state. It begins with the prompt of its row, and is restored without a replay of turns."""
+    """Base of environments without state. An episode begins with its row's prompt, and needs no replay of its turns."""
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Return None: the episode begins with the prompt of the row."""
+        """Return None, which means that the episode begins with the prompt of the row."""
 
     def state(self) -> dict[str, Any]:
         """Return an empty state."""
@@ -38,7 +38,7 @@ class Opening:
     """The values with which an environment is opened for an episode."""
 
     name: str
-    """Name of the environment, as `forms.load` takes it."""
+    """Name of the environment, in a form that `forms.load` accepts."""
     row: dict[str, Any]
     """Columns of the dataset's row as JSON values; `prompt` is a text or a list of messages."""
     seed: int
@@ -59,7 +59,7 @@ class Call:
     inline: bool = False
     """True if the call is a block of code, which stays in the content of the message."""
     late: bool = False
-    """True if the call timed out. A replay repeats the message about the time-out, not the call."""
+    """True if the call timed out. A replay of the turn repeats the message about the time-out without calling again."""
 
 
 @dataclass
@@ -67,10 +67,10 @@ class AssistantTurn:
     """A parsed turn of the assistant."""
 
     content: str
-    """The text without the calls and the thought."""
+    """Text of the turn without its tool calls and its thought (reasoning)."""
     calls: list[Call] = field(default_factory=list)
     message: dict[str, Any] = field(default_factory=dict)
-    """The message that `step` gets for this turn; if empty, `{"role": "assistant", "content": content}`."""
+    """The message that `step` gets for this turn. If it is empty, `step` gets the role `assistant` and the content."""
     thought: str = ""
 
 
@@ -79,13 +79,13 @@ class Reply:
     """An environment's answer to one request of the pool."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages to append, `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid text. In a reply to
-    `open`, all messages of the prompt."""
+    """Messages to append to the conversation, `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid
+    text. In a reply to `open`, these are all messages of the prompt."""
     anew: bool = False
     """True if `messages` replace the complete conversation."""
     reward: float | None = None
-    """Sum of the rewards of this turn's calls and step; in a reply to `score`, the final reward. None if there is no
-    reward."""
+    """Sum of the rewards that this turn's tool calls and `step` returned; in a reply to `score`, the final reward. None
+    if there is no reward."""
     parts: dict[str, float] = field(default_factory=dict)
     """Parts of the reward by name, in a reply to `score`."""
     done: bool = False
@@ -93,12 +93,13 @@ class Reply:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """The tools as OpenAI function schemas, in a reply to `open`."""
     state_key: str = ""
-    """Digest of the environment's `state_key` after this turn or after the reset; empty if it has no `state_key`."""
+    """Digest of `state_key()` after this turn or after the reset; empty if the environment has no `state_key`."""
     failure: str = ""
     """Reason for a failure of the environment itself, for the log; the episode is dropped. Empty if it did not fail."""
     counts: dict[str, float] = field(default_factory=dict)
-    """Counts of a turn: calls, failed_calls (calls that raised), timeouts, cut (texts), malformed (calls that could not
-    be made), and the seconds that the turn took. Only the seconds depend on the machine."""
+    """Counts of a turn: calls, failed_calls (calls that raised an exception), timeouts, cut (texts that were cut),
+    malformed (calls that could not be made), and seconds (the time of the turn, the only number that depends on the
+    machine)."""
     replayed: list[list[dict[str, Any]]] = field(default_factory=list)
     """The environment's messages after each replayed turn, in a reply to `open`."""
     replayed_anew: list[int] = field(default_factory=list)
@@ -110,19 +111,20 @@ class PoolSettings:
     """Settings of a pool of environments."""
 
     timeout_s: float = 30.0
-    """Seconds that a call may take, unless the environment has its own `timeout_s`."""
+    """Most seconds that a call may take, unless the environment defines another `timeout_s`."""
     reward_timeout_s: float = 60.0
-    """Seconds that `reward()` may take."""
+    """Most seconds that `reward()` may take."""
     longest_answer: int = 10_000
-    """Most characters of a tool's or a step's text; longer texts are cut."""
+    """Most characters of a text that a tool or `step` returns; longer texts are cut."""
     cut: str = "middle"
-    """How longer texts are cut: `head` keeps the beginning, `tail` the end, and `middle` keeps both."""
+    """The part of a longer text that is kept: `head` is the beginning, `tail` the end, and `middle` both of them."""
     on_timeout: str = "tell"
-    """`tell`: a message reports a call that timed out to the model; `end`: the episode ends as well."""
+    """Effect of a call that times out. `tell`: a message reports it to the model; `end`: the episode also ends."""
     memory_mb: int = 0
-    """Memory that a worker may use, in MiB; 0 for no limit."""
+    """Most memory that a worker process may use, in MiB; 0 for no limit."""
     python: str = ""
-    """Python interpreter of the workers, with PyYAML and the environments' packages; empty: this process's."""
+    """Python interpreter of the worker processes, which needs PyYAML and the environments' packages. If it is empty,
+    the interpreter of this process is used."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -138,7 +140,7 @@ class PoolSettings:
 
 
 def limits_of(found: "EnvironmentConfig", python: str = "") -> PoolSettings:
-    """Return the limits of an environment's settings. python: an interpreter that replaces the configured one."""
+    """Return a pool's settings for a configured environment. python: if given, replaces the configured interpreter."""
     return PoolSettings(
         *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
         *(found.memory_mb, python or found.python),

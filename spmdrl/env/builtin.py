@@ -1,4 +1,4 @@
-"""Built-in games. Their texts use only lower-case letters, digits and few signs, which small tokenizers can encode."""
+"""Built-in games. Small tokenizers can encode their texts: lower-case letters, digits and a few punctuation marks."""
 
 import random
 import re
@@ -13,7 +13,7 @@ class _Game:
     parallel_calls = False
 
     def __init__(self, numbers: int = 8, turns: int = 4, late: float = 0.0):
-        """Take settings.
+        """Check and store the settings of the game.
 
         Args:
             numbers: the hidden number is between 1 and this number.
@@ -26,7 +26,7 @@ class _Game:
         self._number, self._used, self._found = 0, 0, False
 
     def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Take the row's `number`, or draw one with the seed."""
+        """Hide the number in the row's column `number`, or draw one with the seed. Return the prompt."""
         self._number = int(row.get("number") or random.Random(seed).randint(1, self._numbers))
         self._used, self._found = 0, False
         return row.get("prompt") or f"guess 1-{self._numbers}:"
@@ -45,7 +45,7 @@ class _Game:
         return {"number": self._number, "used": self._used, "found": self._found}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
+        """Restore a result of `state`."""
         self._number, self._used, self._found = state["number"], state["used"], state["found"]
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from spmdrl.env.base import Stateless
 
 LONGEST = 1_000
-"""Most characters of an expression."""
+"""Most characters of an expression that is evaluated."""
 MOST_BITS = 14_000
-"""Most bits of a number, about 4,200 digits: Python prints at most 4,300."""
+"""Most bits of a numerator or denominator: about 4,200 digits, since Python prints at most 4,300."""
 MOST_DIGITS = 60
-"""Most digits with which a fraction is printed exactly."""
+"""Most digits after the decimal point, and most characters of a fraction, that are printed without rounding."""
 WORDS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\u00a0": " "})
 """Characters that are replaced by Python's operators and spaces."""
 OPERATORS: dict[type[ast.AST], Any] = {
@@ -92,7 +92,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise ZeroDivisionError
     times = abs(exponent.numerator)
-    if abs(base) == 1 or base == 0:  # these stay small for exponents of any size
+    if abs(base) == 1 or base == 0:  # powers of 1, -1 and 0 stay small for exponents of any size
         return Fraction(1) if times == 0 else base if times % 2 else abs(base)
     larger = max(abs(base.numerator), base.denominator)
     if times * (larger.bit_length() - 1) > MOST_BITS:

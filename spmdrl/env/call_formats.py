@@ -152,7 +152,7 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
     if tagged and not rest.lstrip().startswith("{"):
         return before, [_python_tag(rest.strip())]
     text = before + rest
-    # Text that has the tag, or begins like a call, is a call; if it cannot be read, the call is malformed.
+    # A text with the tag, or one that begins like a call, must contain a call. If it cannot be read, it is malformed.
     meant = len(before) if tagged else 0 if re.match(r'\s*\{\s*"name"\s*:', text) else -1
     kept: list[str] = []
     calls: list[Call] = []
@@ -269,11 +269,11 @@ class CallFormat:
     begins: str = ""
     """The tag that begins the calls of a turn. It also ends a thought whose closing tag is missing."""
     shown: str = ""
-    """A tag by which a chat template is recognized that describes calls but does not render them."""
+    """A tag that identifies this form in chat templates that describe calls but do not render them."""
     opens: tuple[str, ...] = ("",)
-    """Possible first characters of a rendered call, for a parser that also accepts calls inside tags of other forms."""
+    """Prefixes, one of which a rendered call must have, for a parser that would also read calls of other forms."""
     thought: Callable[[str], str] | None = None
-    """Returns the thought of a turn, if the form does not put it between tags such as `<think>`."""
+    """Function that returns the thought of a turn; None if the form puts thoughts between tags such as `<think>`."""
 
 
 FORMATS: dict[str, CallFormat] = {
@@ -287,5 +287,5 @@ FORMATS: dict[str, CallFormat] = {
     "python": CallFormat(python),
     "none": CallFormat(none),
 }
-"""Forms by name, in the order in which `calls.format_of` tries them. By their tags (`shown`) it tries the last form
-first, since templates of later forms may contain the tags of earlier ones."""
+"""Forms by name, in the order in which `calls.format_of` tries their parsers. It searches for their tags (`shown`) in
+reverse order, since a template of a later form may contain the tag of an earlier one."""

@@ -1,6 +1,6 @@
-"""Code shared by the parsers of tool calls: JSON inside a text, calls between tags, and values by their types.
+"""Code that the parsers of tool calls share: JSON inside a text, calls between tags, and conversions of values.
 
-Every parser takes time in proportion to the text: it never goes back, and stops after `MOST_CALLS` calls.
+Every parser runs in linear time: it never goes back in the text, and stops after `MOST_CALLS` calls.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 from spmdrl.env.base import Call
 
 Tools = Sequence[dict[str, Any]]
-"""OpenAI function schemas."""
+"""The tools of an environment as OpenAI function schemas."""
 MOST_CALLS = 64
 """Most calls that are read from one turn."""
 
@@ -119,7 +119,7 @@ def call_of(value: Any) -> Call:
 
 
 def broken(error: MalformedError) -> Call:
-    """Return a call that represents a malformed one, with the error for the model."""
+    """Return a `Call` for a malformed call, with an error message for the model."""
     return Call(error.name, None, error=f"The tool call is malformed: {error}.")
 
 
@@ -130,8 +130,8 @@ Read = Callable[[str, int], tuple[list[Call], int]]
 def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tuple[str, list[Call]]:
     """Return the text outside of pairs of tags, and the calls inside them.
 
-    opening: the tag before a call. closing: the tag after it, empty if the form has none; at the end of the text it may
-    be missing.
+    opening: the tag before a call. closing: the tag after a call, which may be missing at the end of the text; empty if
+    the form has none. read: reads the calls after an opening tag.
     """
     kept: list[str] = []
     calls: list[Call] = []
@@ -188,9 +188,9 @@ def typed(value: str, function: str, key: str, tools: Tools) -> Any:
 
 
 def _kinds(function: str, key: str, tools: Tools) -> set[str]:
-    """Return the JSON types that an argument may have; empty if its schema names none.
+    """Return the JSON types that an argument may have; empty if there are no schemas or its schema names no type.
 
-    Arguments that no schema names are strings.
+    If there are schemas but none of them has the argument, its type is string.
     """
     for tool in tools:
         about = tool.get("function", tool)

@@ -18,7 +18,7 @@ def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], s
     """Return the content, the calls and the thought of an assistant's turn. Any text is accepted.
 
     Args:
-        text: the turn, decoded with its special tokens but without the token that ends it (gpt_oss accepts it).
+        text: the turn, decoded with special tokens but without the token that ends it, which only gpt_oss accepts.
         format: a name of `FORMATS`.
         tools: OpenAI function schemas, which give the types of arguments in forms that write them as plain text.
 
@@ -39,8 +39,8 @@ def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], s
 def _apart(text: str, mark: str) -> tuple[str, str]:
     """Return (thought, remaining text). A thought that begins in the prompt has only a closing tag in the text.
 
-    mark: the tag that begins calls. If the text has no opening tag of a thought, a call before a closing tag does not
-    belong to a thought.
+    mark: the tag that begins calls; may be empty. If the closing tag of a thought follows a call and there is no
+    opening tag, the text has no thought.
     """
     for begin, end in _THOUGHT_MARKS:
         start = text.find(begin)
@@ -58,7 +58,7 @@ def _apart(text: str, mark: str) -> tuple[str, str]:
 
 
 def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
-    """Return an assistant's turn with its message. Arguments and errors are those of `parse`."""
+    """Parse an assistant's turn and add the message for chat templates. Arguments and errors are those of `parse`."""
     content, calls, thought = parse(text, format, tools)
     turn = AssistantTurn(content, calls, thought=thought)
     turn.message = as_message(turn)
@@ -68,8 +68,8 @@ def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
 def as_message(turn: AssistantTurn) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's form, for chat templates.
 
-    Arguments are objects, not JSON text. The message contains a malformed call without arguments, so that the answer to
-    it follows a call. Calls from blocks of code are left out, since the content of the message contains the code.
+    Arguments are objects, not JSON text. A malformed call appears in the message without arguments, because the message
+    with the answer must follow a call. Calls from blocks of code are left out, since `content` contains the code.
     """
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.thought:
@@ -87,7 +87,7 @@ def as_message(turn: AssistantTurn) -> dict[str, Any]:
 
 
 def format_of(template: str) -> str:
-    """Return the form of tool calls that a chat template (Jinja text) shows; `none` if it shows none.
+    """Return the form of the tool calls that a chat template (Jinja text) shows; `none` if it shows no calls.
 
     The template renders a call, and the first form whose parser reads it correctly is returned.
 

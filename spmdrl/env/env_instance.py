@@ -53,7 +53,7 @@ class EnvInstance:
     def __init__(
         self, environment: Any, row: dict[str, Any], settings: PoolSettings, limits: Limits, begins: Callable[..., None]
     ):
-        """Take the environment of a row. begins: is called when a call begins, as in `Limits.run`; may be replaced."""
+        """Wrap a row's environment. begins: is called when a call starts (`Limits.run`), and may be replaced."""
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)
@@ -85,7 +85,7 @@ class EnvInstance:
     async def open(self, seed: int, state: Any, turns: list[dict], digests: list[str]) -> dict[str, Any]:
         """Reset the environment, restore it to `state` unless that is None, and run `turns` again.
 
-        digests: known digests of the answers that the turns had before; the same answers must come again.
+        digests: the known digests of the environment's earlier answers to these turns; the new answers must be equal.
         """
         self.typed_tools()
         result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
@@ -136,7 +136,7 @@ class EnvInstance:
         }
 
     async def score(self) -> dict[str, Any]:
-        """Compute the final reward."""
+        """Call the environment's `reward`, and return the final reward and its parts."""
         value = None
         if hasattr(self._environment, "reward"):
             value = await self._own("reward", self._environment.reward, self._settings.reward_timeout_s)
@@ -246,10 +246,10 @@ class EnvInstance:
             answer.rewards.append(number)
         answer.done = bool(done)
 
-    # ── the environment's own functions ──────────────────────────────────────
+    # ── functions of the environment that are not tools ──────────────────────
 
     async def _own(self, what: str, function: Callable[[], Any], seconds: float = 0.0) -> Any:
-        """Call a function of the environment that is not a tool. Raises FailedError if it fails."""
+        """Call a function of the environment that is not a tool. Raises FailedError if it fails or times out."""
         try:
             return await self._limits.run(what, seconds or self._seconds, self.begins, function)
         except LateError as e:
@@ -274,7 +274,7 @@ class EnvInstance:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
 
     async def _key(self) -> str:
-        """Return the digest of the environment's `state_key`; empty if it has none."""
+        """Return the digest of `state_key()`; empty if the environment has no `state_key`."""
         if not hasattr(self._environment, "state_key"):
             return ""
         value = await self._own("state_key", self._environment.state_key)
@@ -284,7 +284,7 @@ class EnvInstance:
             raise FailedError(f"returned a value from state_key that is not JSON: {error_text(e)}") from None
 
     async def _saved(self) -> dict[str, Any]:
-        """Return `{"state": JSON value}`, `{"unsaved": reason}` if it cannot be saved, or `{}` without a `state`."""
+        """Return `{"state": JSON value}`, `{"unsaved": reason}` if saving failed, or `{}` if there is no `state()`."""
         if not hasattr(self._environment, "state"):
             return {}
         try:

@@ -5,19 +5,18 @@ An environment is an object with some of these members; a function may be plain 
 reset(row, seed)             returns messages, the user's text, or None for the prompt of the row
 step(message)                returns (messages | text | History | None, reward | None, done); a History replaces all
                              messages so far
-any other public method      a tool if it has a docstring; its arguments have types
+any other public method      a tool if it has a docstring; its arguments need type hints
 tools                        a list of typed functions as tools, instead of methods; may be None or empty until reset
 tool_schemas(), call(name, arguments)     OpenAI function schemas and a function that makes calls, instead of methods
                              and `tools`
 reward()                     returns a number, {"score": number, name: number}, or None
 state(), restore(state)      return a JSON value, and restore it after a reset with the same row and seed
-state_key()                  returns a JSON value that is equal for equal states (GiGPO compares turns of one state)
+state_key()                  returns a JSON value that is equal for equal states (GiGPO compares turns in equal states)
 close()                      frees what the environment uses
-timeout_s                    seconds that each call may take
-parallel_calls               False: calls of one turn run one after another, in their order
+timeout_s                    most seconds that each call may take
+parallel_calls               if False, calls of one turn run one after another, in their order; by default in parallel
 
-Plain functions run in threads, so signals and time limits that are based on signals do not work in them. Calls of one
-turn run in parallel.
+Plain (not async) functions run in threads, so signals and time limits that use signals do not work in them.
 """
 
 import functools
@@ -68,17 +67,17 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Form:
-    """The environment that a name refers to."""
+    """The environment that a name refers to: a function that makes it, its kind, and a description."""
 
     make: Callable[[dict[str, Any]], Any]
-    """settings -> an environment. Raises SettingsError if the settings do not fit."""
+    """(settings) -> an environment. Raises SettingsError if the settings do not fit."""
     kind: str
     hello: str
-    """A description for the log."""
+    """A description of the environment for the log."""
 
 
 def load(name: str) -> Form:
-    """Return the form of a name: `file.py:Class`, `package.module:Class`, `builtin:guess`, `mcp:URL` or `mcp:COMMAND`.
+    """Load an environment by name: `file.py:Class`, `package.module:Class`, `builtin:NAME`, `mcp:URL` or `mcp:COMMAND`.
 
     Instead of a class the name may refer to a function or a list of functions, which are tools; to a class written for
     TRL's `environment_factory` or for a library of gyms.py or verl_form.py; or to a `functools.partial` of a class.
@@ -139,9 +138,9 @@ def mcp_settings(name: str) -> dict[str, Any]:
 
 
 def _library(found: Any, name: str) -> Form | None:
-    """Return the form of a class written for another library, or of a partial of one; None if no library knows it.
+    """Return the form of a class that was written for another library; None if no library accepts it.
 
-    found: the class or partial; None if only a library itself can resolve the name.
+    found: the class or a `functools.partial` of it; None for names that only a library resolves, as `gymnasium:ID`.
     """
     for kind, library in LIBRARIES.items():
         if library.is_mine(found, name):
@@ -166,7 +165,7 @@ def _module(module_name: str) -> ModuleType:
         return import_file(path, ahead=True)
     try:
         return importlib.import_module(module_name)
-    except BaseException as e:  # SystemExit too
+    except BaseException as e:  # user code may also raise SystemExit
         raise ValueError(f"importing {module_name} raised {error_text(e)} ({place(e)})") from e
 
 
@@ -198,7 +197,7 @@ def _class(found: Any, name: str) -> Form | None:
 
 
 def _check_class(kind: type, name: str) -> None:
-    """Check that the methods of a class exist in pairs and accept the arguments of `PARTS`."""
+    """Check that paired methods, such as `state` and `restore`, are both defined, and that methods fit `PARTS`."""
     if not hasattr(kind, "reset"):
         raise ValueError(f"{name} has no reset: write def reset(self, row, seed)")
     for one, other in (("state", "restore"), ("restore", "state"), ("tool_schemas", "call"), ("call", "tool_schemas")):

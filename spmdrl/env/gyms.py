@@ -27,14 +27,14 @@ PACKAGES = {
     "skyrl_gym": "skyrl-gym",
     "textarena": "textarena",
 }
-"""Packages by prefix; the prefix is also the name of the module."""
+"""Names of packages for `pip install`, by the prefix of an environment's name. The module has the prefix as name."""
 HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 WHOLE = re.compile(r"-?\d+")
 Step = tuple[list[dict] | str | None, float | None, bool]
 
 
 def is_mine(target: object, name: str) -> bool:
-    """Return whether a class has the form of one of the libraries; if `target` is None, whether the name has a prefix.
+    """Return whether `target` is a class of one of these libraries; if it is None, whether `name` has a known prefix.
 
     target: a class, a partial of one, or None.
     """
@@ -115,14 +115,14 @@ class Gym:
     """A text environment of Gymnasium (https://gymnasium.farama.org/api/env), or of Gym before 0.26.
 
     Observations and actions are texts. With a Discrete action space the action is the last whole number in a message;
-    if a message has no valid one, the model gets a reply and the environment takes no step. With `render_mode="ansi"`
-    the model sees the rendered text, with highlighted characters in brackets. The seed is the row's column `seed`,
-    which all samples of a prompt share, or the seed of the sample. The row's column `options`, a mapping, goes to
-    `reset`.
+    if it is missing or out of range, the model gets a message about that, and the environment takes no step. With
+    `render_mode="ansi"` the model sees the rendered text, with highlighted characters in brackets. The seed is the
+    row's column `seed`, which all samples of a prompt share, or the seed of the sample. The row's column `options`, a
+    mapping, is passed to `reset`.
     """
 
     def __init__(self, env: Any, name: str):
-        """Take an environment. Raises ValueError if its actions are neither texts nor whole numbers."""
+        """Wrap the environment `env`. Raises ValueError if its actions are neither texts nor whole numbers."""
         self._env = env
         space: Any = getattr(env, "action_space", None)
         self._range: range | None = None
@@ -150,7 +150,7 @@ class Gym:
         return opening(row, seen) if isinstance(seen, str) else [*prompt_of(row), *seen]
 
     def step(self, message: dict) -> Step:
-        """Take the action that a message contains. Return (observation, reward, whether the episode is over)."""
+        """Run the action that a message contains. Return (observation, reward, whether the episode is over)."""
         action: Any = message.get("content") or ""
         if self._range is not None:
             numbers = [int(each) for each in WHOLE.findall(action)]
@@ -181,13 +181,13 @@ class Gym:
 class Skyrl:
     """An environment of skyrl-gym (https://github.com/NovaSky-AI/SkyRL), a subclass of its BaseTextEnv.
 
-    As in skyrl-gym's generator, each episode makes a new environment. It gets `env_config` from the settings, and the
-    row's columns except `prompt` and `env_class` as `extras`. The sampled tokens are not changed, so its
-    `postprocessed_action` is ignored. The numbers of `get_metrics` are parts of the reward.
+    As in skyrl-gym's generator, each episode makes a new environment. The environment gets `env_config` from the
+    settings, and the row's columns except `prompt` and `env_class` as `extras`. Its `postprocessed_action` is ignored,
+    since sampled tokens are never changed. The numbers of `get_metrics` are parts of the reward.
     """
 
     def __init__(self, make: Callable[..., Any], settings: dict[str, Any]):
-        """Take a constructor. settings: `env_config`, `max_turns`, and further keywords of `make`."""
+        """make: constructor of the environment. settings: `env_config`, `max_turns`, and further keywords of `make`."""
         self._make, self._settings, self._env = make, settings, None
 
     def reset(self, row: dict, seed: int) -> list[dict]:
@@ -202,7 +202,7 @@ class Skyrl:
         return [dict(each) for each in messages]
 
     def step(self, message: dict) -> Step:
-        """Take the text of a message as action. Return (observations, reward, whether the episode is done)."""
+        """Run the text of a message as action. Return (observations, reward, whether the episode is done)."""
         assert self._env is not None, "reset must be called first"
         out = self._env.step(message.get("content") or "")
         if lacking := [key for key in ("observations", "reward", "done") if key not in out]:
@@ -210,7 +210,7 @@ class Skyrl:
         return [dict(each) for each in out["observations"] or ()] or None, out["reward"], bool(out["done"])
 
     def reward(self) -> dict[str, float]:
-        """Return the environment's metrics as parts of the reward; the score is 0, as the turns had their rewards."""
+        """Return the environment's metrics as parts of the reward. The score is 0, as `step` returned the rewards."""
         found = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}  # type: ignore[union-attr]
         numbers = {key: float(value) for key, value in found.items() if isinstance(value, (bool, int, float))}
         return {**numbers, "score": 0.0}
@@ -233,19 +233,19 @@ class _Config(dict):
 
 
 class TextArena:
-    """A game of one player of TextArena (https://github.com/LeonGuertler/TextArena).
+    """A game for one player from TextArena (https://github.com/LeonGuertler/TextArena).
 
-    The game's observation wrappers repeat the complete game at each turn, so only new observations are read, from the
-    unwrapped game, without the player's moves, which the conversation already has. Wrappers of actions stay. The
-    reward is the game's, given when it ends. Games draw from Python's global random generator; each game gets a
-    separate state of it, seeded by the row's column `seed`, which all samples of a prompt share, or by the seed of the
-    sample.
+    The game's observation wrappers repeat the complete game at each turn. Therefore only new observations are read,
+    from the unwrapped game and without the player's moves, which the conversation already contains. Wrappers of actions
+    are still used. The game gives its reward when it ends. Games draw from Python's global random generator, so each
+    game gets a separate state of it, seeded by the row's column `seed`, which all samples of a prompt share, or by the
+    seed of the sample.
     """
 
     _one_at_a_time = threading.Lock()
 
     def __init__(self, make: Callable[[], Any]):
-        """Make the game. make: its constructor, which may draw random numbers."""
+        """Make the game. make: constructor of the game, which may draw random numbers."""
         self._random = random.Random(0).getstate()
         with self._own_random():
             self._env = make()
@@ -274,7 +274,7 @@ class TextArena:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Let the game draw from its own random state in this context. Only one game of a process runs at a time."""
+        """Let the game draw from its separate random state in this context. A process runs one game at a time."""
         with self._one_at_a_time:
             before = random.getstate()
             random.setstate(self._random)
@@ -286,7 +286,7 @@ class TextArena:
 
     def _seen(self) -> str:
         game = self._env
-        while "env" in vars(game):  # a wrapper
+        while "env" in vars(game):  # `game` is a wrapper
             game = game.env
         player, seen = game.get_observation()
         if isinstance(seen, str):

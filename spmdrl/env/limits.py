@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 THREADS = 128
-"""Most plain functions that run at once in a process. The time limit of a queued call begins when the call starts."""
+"""Most plain (not async) functions that run at the same time in a process. Further calls wait in a queue, which does
+not count towards their time limits."""
 GONE_WITHIN = 1.0
-"""Seconds after its time limit in which a call may still return. After that its process ends, since Python cannot end a
+"""Most seconds that a call may continue after its time limit. After that, its process exits, since Python cannot end a
 thread."""
 
 
@@ -63,9 +64,9 @@ class Limits:
         end = time.monotonic() + seconds
         begins(what, end)
         thread = asyncio.wrap_future(self._threads.submit(_outcome, function))
-        thread.add_done_callback(lambda _: self._free.release())  # after the function, even if it is late
+        thread.add_done_callback(lambda _: self._free.release())  # a late function keeps its thread until it returns
         result = await self._within(what, seconds, end, thread)
-        if inspect.isawaitable(result):  # a plain function that returned a coroutine
+        if inspect.isawaitable(result):  # the plain function returned a coroutine
             return await self._awaited(what, seconds, end, result)
         return result
 
@@ -76,7 +77,7 @@ class Limits:
     async def _within(self, what: str, seconds: float, end: float, work: asyncio.Future) -> Any:
         try:
             await asyncio.wait({work}, timeout=max(0.0, end - time.monotonic()))
-        except asyncio.CancelledError:  # the environment was closed meanwhile
+        except asyncio.CancelledError:  # the environment was closed while this call was running
             self._stop(what, end, work)
             raise
         if not work.done():
@@ -105,7 +106,7 @@ class Limits:
 def _innermost(function: Callable[[], Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
-    # An object with an async __call__ is an async function, too.
+    # An object whose `__call__` is async counts as an async function, too.
     return function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
 
 

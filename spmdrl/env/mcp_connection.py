@@ -86,8 +86,8 @@ class Connection:
         else:
             from mcp import StdioServerParameters, stdio_client
 
-            # A server may ignore the end of its input, and it has its own process group, so killing this process would
-            # not end it. `in_child` runs the server so that it dies with this process.
+            # A server may ignore the end of its input, and runs in a separate process group, so it could survive when
+            # this process is killed. `in_child` runs the server so that it dies with this process.
             words = ["-IS", in_child.__file__, str(os.getpid()), *self.words]
             server = StdioServerParameters(command=sys.executable, args=words, env=self.env)
             yield self._watched(stdio_client(server, errlog=self.errors))
@@ -121,7 +121,7 @@ class Connection:
         try:
             return await self.client.call_tool(name, arguments)
         except MCPError:
-            # The server may have sent this error, or the connection may be lost; a list of tools shows that it works.
+            # The server sent this error, or the connection is lost. If the server can list its tools, it still works.
             try:
                 await asyncio.wait_for(self.client.list_tools(cache_mode="bypass"), 2.0)
             except Exception:
@@ -148,13 +148,13 @@ class Connection:
 
     def last_errors(self) -> str:
         """Return the end of the server's standard error, without secrets."""
-        # The server writes at the position of this shared file, so reading must not move it.
+        # Both processes share the position in this file, at which the server writes. `pread` reads without moving it.
         size = os.fstat(self.errors.fileno()).st_size
         text = os.pread(self.errors.fileno(), 4 * SHOWN, max(0, size - 4 * SHOWN)).decode("utf-8", "replace")
         return redact_text(" ".join(self.without_secrets(text).split()))[-SHOWN:]
 
     def without_secrets(self, text: str) -> str:
-        """Return the text with the values of environment variables and headers removed."""
+        """Return the text without the values of the server's environment variables and of the HTTP headers."""
         for value in {*self.env.values(), *self.headers.values()}:
             if len(value) >= LEAST:
                 text = text.replace(value, REDACTED)
@@ -162,7 +162,7 @@ class Connection:
 
 
 class Watched:
-    """The SDK's stream of a server's messages. At its end the connection is marked as ended."""
+    """The SDK's stream of a server's messages. When the stream ends, the connection is marked as ended."""
 
     def __init__(self, inner: Any, connection: Connection):
         self.inner, self.connection = inner, connection
@@ -189,7 +189,7 @@ class Watched:
 
 
 def _shown(words: list[str]) -> str:
-    """Return a command as text of bounded length, without values that look like secrets or whose option does."""
+    """Return a command as text of bounded length, in which words and options that look like secrets are replaced."""
     shown, before = [], ""
     for word in words:
         option, equals, value = word.partition("=")
@@ -232,7 +232,7 @@ def on_loop(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
     global _loop
     with _loop_lock:
         if _loop is None:
-            # The SDK logs addresses and messages of servers, which may contain secrets. Failures are raised anyway.
+            # The SDK's log lines may contain secrets, such as the addresses of servers. Errors are raised as exceptions.
             for name in ("mcp", "httpx2"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
             _loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Tools of an MCP server: makes an environment from any server of the Model Context Protocol."""
+"""Makes an environment from a server of the Model Context Protocol (MCP), whose tools the environment offers."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import Connection, McpError, on_loop, text_of
 
 QUEUE_SECONDS = 3600.0
-"""Longest time, in seconds, that an episode waits in the queue until its server may start."""
+"""Most seconds that an episode waits in the queue until its server may start."""
 _starting = threading.BoundedSemaphore(4)
 """Limits the number of servers that a process starts at the same time."""
 
@@ -31,7 +31,7 @@ class Slot:
 
 
 _shared: dict[str, Slot] = {}
-"""Slots of `shared` environments, by the settings of the connection."""
+"""Slots of environments with the setting `shared`, by the settings of their connection as JSON text."""
 
 
 class Mcp:
@@ -48,20 +48,20 @@ class Mcp:
         timeout: float = 30.0,
         connect: float = 30.0,
     ) -> None:
-        """Take settings; nothing is started.
+        """Check and store the settings. No server is started.
 
         Args:
             command: command that starts a server, which communicates over standard input and output.
             url: address of a server over HTTP, instead of a command.
             env: environment variables of the server's process, in addition to PATH, HOME and a few others. A value
                 `$NAME` is replaced by the variable NAME of this process, so that files of settings need no secrets.
-            headers: headers of each HTTP request, with values like those of `env`.
+            headers: headers of each HTTP request. A value `$NAME` is replaced as in `env`.
             only: names of the tools to offer; empty offers all.
             shared: True if all episodes of this process use one connection. It is for servers without state about a
                 conversation.
-            timeout: seconds that a call may take.
-            connect: seconds from its start in which the server must list its tools. A process starts at most four
-                servers at the same time; time in the queue does not count.
+            timeout: most seconds that a call may take.
+            connect: most seconds from the start of a server until it has listed its tools. A process starts at most
+                four servers at the same time; time in the queue does not count.
         """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         if bool(words) == bool(url):
@@ -73,7 +73,7 @@ class Mcp:
         self.words, self.url, self.only = words, url, tuple(only)
         self.env, self.headers = _filled(env or {}, "env"), _filled(headers or {}, "headers")
         self.timeout, self.connect = timeout, connect
-        # Calls and starts have separate limits. The worker's limit must also cover the time in the queue.
+        # Calls and starts have separate time limits. The worker's limit `timeout_s` also covers the time in the queue.
         self.timeout_s = QUEUE_SECONDS + timeout + connect
         key = json.dumps([words, url, self.env, self.headers, self.only])
         self.shared = shared

@@ -14,7 +14,7 @@ TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
 class FailedError(Exception):
-    """The environment itself failed. The text is a predicate that follows the environment's name in a message."""
+    """The environment failed, not the model. The text continues a sentence that begins with the environment's name."""
 
 
 def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
@@ -66,7 +66,7 @@ def _wrong(message: dict[str, Any]) -> str:
         if not isinstance(call.get("id", ""), str | None):
             return f"with a tool call whose id is not text: {str(call['id'])[:100]!r}"
         arguments = function.get("arguments")
-        try:  # an object, an object as JSON text, or None
+        try:  # arguments may be an object, JSON text of an object, or None
             fits = isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments or {}, dict)
         except ValueError:
             fits = False
@@ -84,7 +84,7 @@ def text_of_error(error: BaseException) -> str:
     """Return the type and the text of an error, for the model."""
     try:
         return f"{type(error).__name__}: {error}"
-    except BaseException:  # its `__str__` is user code
+    except BaseException:  # `__str__` of the error is user code and may raise anything
         return error_text(error)
 
 
@@ -106,7 +106,7 @@ def opening(row: dict, text: str) -> list[dict]:
 def seed_of(row: dict, seed: int) -> int:
     """Return the seed of an episode, below 2^31: the row's column `seed` if there is one, else the seed of the sample.
 
-    All samples of a prompt share the column, so they begin the same way. seed: the seed of the sample.
+    All samples of a prompt have the same row, so they begin in the same state. seed: the seed of the sample.
     """
     own = row.get("seed")
     if own is None:

@@ -1,7 +1,7 @@
-"""Makes tools of typed functions, with function schemas in OpenAI's format.
+"""Makes tools from typed functions, with function schemas in OpenAI's format.
 
 A schema equals that of transformers' `get_json_schema` without the type of the result, which calls do not need.
-transformers would import torch, which workers do not load.
+`get_json_schema` itself is not used, because transformers would import torch, which workers do not load.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class Tool:
         return self.schema["function"]["name"]
 
     def bound(self, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Return a function without arguments that makes the call. Raises ArgumentsError if `arguments` do not fit."""
+        """Return a function without arguments that makes the call. Raises ArgumentsError if the schema forbids it."""
         fitting = fitted(self.schema["function"], arguments, self.closed)
         return partial(self.function, **fitting) if self.by_keyword else partial(self.function, fitting)
 
@@ -123,7 +123,7 @@ def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..
 
 
 def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
-    """Return the tools by name. Raises ValueError if two have the same name. owner: their origin, for the message."""
+    """Return tools by name. Raises ValueError if two have the same name. owner: the tools' origin, for the message."""
     table: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in table:
@@ -133,7 +133,7 @@ def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
 
 
 def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
-    """Return a tool's schema in OpenAI's format. schema: in that format, or only its inner `name` and `parameters`.
+    """Return a tool's schema in OpenAI's format, from a schema in that format or only its inner object `function`.
 
     Raises ValueError if the schema has another form. owner: the tool's origin, for the message.
     """
@@ -149,13 +149,13 @@ def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
 
 
 def _typed(hint: Any, what: str) -> dict[str, Any]:
-    """Return the JSON schema of a type hint. what: names the argument in a ValueError for a type that JSON lacks."""
+    """Return the JSON schema of a type hint. Raises ValueError if it has none. what: the argument, for the message."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
     if hint in _JSON_NAMES:
         return {"type": _JSON_NAMES[hint]}
-    if origin in _JSON_NAMES and not inner:  # typing.List without its items
+    if origin in _JSON_NAMES and not inner:  # such as typing.List without the type of its items
         return {"type": _JSON_NAMES[origin]}
     if typing.is_typeddict(hint):
         return {"type": "object"}

@@ -1,4 +1,4 @@
-"""Plays one episode at a time of an environment in a child process, for tests and the terminal. Every call blocks."""
+"""Plays an environment in a child process, one episode at a time, for tests and the terminal. Every call blocks."""
 
 from types import TracebackType
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs environments in processes that can be killed, so that faulty code makes only its own conversation fail.
+"""Runs environments in processes that can be killed, so that faulty code fails only the conversation that runs it.
 
 The caller's side uses neither threads nor pickle: it exchanges JSON lines with each process over non-blocking pipes.
 Each process enforces the time limits of its calls; the pool kills a process that fails to do so.
@@ -20,7 +20,7 @@ log = logging.getLogger("spmdrl")
 
 
 class Pool:
-    """Open environments in `workers` processes. Use it from one thread only: the processes die with that thread.
+    """Environments that are open in `workers` processes. Use a pool from one thread only; the processes die with it.
 
     Each environment works on one request at a time; `poll` returns the replies. An environment that failed answers
     every further request with its failure until it is closed.
@@ -36,12 +36,12 @@ class Pool:
         if workers < 1:
             raise ValueError(f"the number of processes for environments must be 1 or more, not {workers}")
         self.tools: dict[str, list[str]] = {}
-        """Names of the tools of each environment that `check` loaded, without tools that only `reset` adds."""
+        """Names of the tools of each environment that `check` loaded, without tools that are added in `reset`."""
         self._next = 0
         self._records: dict[Hashable, Record] = {}  # by key
         self._under_way: dict[int, Record] = {}  # by number of the request
         self._suspects: deque[Record] = deque()  # records whose process died or hung; they wait to run one by one
-        self._suspect: Record | None = None  # the suspect that is running
+        self._suspect: Record | None = None  # the suspect whose request is running
         self._done: list[tuple[Any, Reply]] = []
         self._unsaved: set[str] = set()  # names of environments whose state could not be saved
         self._processes = Hosts(workers, settings or PoolSettings(), self)
@@ -54,7 +54,7 @@ class Pool:
         return len(self._under_way) + len(self._done)
 
     def check(self, name: str, settings: dict[str, Any] | None = None) -> str:
-        """Make an environment once, wait for it, and return a description of it.
+        """Make an environment once to check that this works; return a description of it for the log.
 
         Raises:
             ValueError: no environment has this name, or it cannot be made with these settings.
@@ -87,7 +87,7 @@ class Pool:
         self._request(self._records[key], "say", turn)
 
     def score(self, key: Hashable) -> None:
-        """Request the final reward."""
+        """Request the final reward, which `poll` returns."""
         self._request(self._records[key], "score")
 
     def state(self, key: Hashable) -> Any:
@@ -141,7 +141,7 @@ class Pool:
     def _run(self, record: Record, process: Host | None = None) -> None:
         """Send a record's request to its process.
 
-        If the record has no process, it is assigned to `process`, or by default to that with the fewest environments.
+        If the record has no process, it is assigned to `process`, by default to the one with the fewest environments.
         """
         self._under_way.pop(record.request, None)
         record.request, record.begun, record.run_at = self._next, [], time.monotonic()
@@ -159,13 +159,13 @@ class Pool:
             self._fail(record, f"cannot be used: its row, settings, turns or state are not JSON: {e}")
 
     def _detach(self, record: Record) -> None:
-        """Detach a record from its process."""
+        """Detach a record from its process, so that its next request opens the environment again."""
         process, record.worker = record.worker, None
         if process is not None:
             self._processes.leave(process)
 
     def _end(self, record: Record) -> None:
-        """Mark a record's request as finished, and run the next suspect."""
+        """Mark a record's request as finished, and run the next request in `_suspects`."""
         self._under_way.pop(record.request, None)
         record.request, record.turn = -1, None
         if record.worker is not None and record.worker.retired:
@@ -175,7 +175,7 @@ class Pool:
         self._next_suspect()
 
     def _next_suspect(self) -> None:
-        """Run the next suspect, unless a suspect is running."""
+        """Run the next request whose process died or hung. Only one of these requests runs at a time."""
         if self._suspect is None and self._suspects:
             self._suspect = self._suspects.popleft()
             self._run(self._suspect)
@@ -192,7 +192,7 @@ class Pool:
         if "hangs" in message:
             self._retire(process, message["hangs"])
         elif (record := self._under_way.get(message["id"])) is None:
-            pass  # its environment was closed meanwhile
+            pass  # the environment of this request was closed before the line arrived
         elif "begins" in message:
             record.note_call(message)
         elif "anew" in message:
@@ -220,7 +220,7 @@ class Pool:
             if record in late and (record is self._suspect or len(late) == 1):
                 self._drop_late_calls(record)
             elif record in late:
-                # One call blocked all requests of the process. Each runs again alone, which shows the one at fault.
+                # One call blocked all requests of the process. Each request runs again alone, to find the one at fault.
                 self._suspects.append(record)
             elif process.ready or record.begun:
                 innocent.append(record)
@@ -241,7 +241,7 @@ class Pool:
             log.warning("a process of environments ended %s and is replaced", how)
         for record in under_way:
             record.deaths += not process.hung
-            if process.hung:  # it was retired and exited before it read this request
+            if process.hung:  # the process was retired, and exited before it read this request
                 self._run(record)
             elif record.deaths >= DEATHS:
                 self._fail(record, f"ended its process {how}, twice, in {record.do}")
@@ -254,7 +254,7 @@ class Pool:
         what, _, call = record.begun[-1]
         if record.turn is None or call < 0:
             return self._fail(record, f"did not answer in {what} within its limit")
-        record.mark_late(i for _, _, i in record.begun)  # calls run in parallel, and none of them answered
+        record.mark_late(i for _, _, i in record.begun)  # these calls run in parallel, and none of them has answered
         self._run(record)
 
     def _answer(self, record: Record, reply: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from spmdrl_sandbox.warm import Warm
 
 
 class Sandboxes:
-    """The idle sandboxes of this process, by provider. They are started already. May be used from several threads."""
+    """Idle sandboxes that this process has started, by provider, for later programs. Several threads may use them."""
 
     def __init__(self) -> None:
         self.idle: dict[str, list[Warm]] = {}
@@ -29,7 +29,7 @@ class Sandboxes:
             raise BrokenError(f"no sandbox works on this machine: {error}") from None
 
     def give_back(self, provider: str, warm: Warm) -> None:
-        """Take back a sandbox in which nothing runs."""
+        """Keep a sandbox in which no program runs for later use."""
         with self.lock:
             self.idle.setdefault(provider, []).append(warm)
 
@@ -49,11 +49,11 @@ class Python(Stateless):
     """The tool `python`, which runs each program separately in the sandbox (docs/sandbox.md). It has no state."""
 
     def __init__(self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512) -> None:
-        """Take settings.
+        """Store the settings.
 
         Args:
-            provider: the sandbox, a value of `--sandbox.provider`.
-            seconds: most wall time of a program.
+            provider: the kind of sandbox, a value of `--sandbox.provider`.
+            seconds: most wall time of a program, in seconds.
             memory_mib: most memory of a program, in MiB.
         """
         self.provider = provider
@@ -84,11 +84,11 @@ class PythonSession:
     def __init__(
         self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512, lifetime: float = 3600.0
     ) -> None:
-        """Take settings.
+        """Store the settings.
 
         Args:
-            provider: the sandbox, a value of `--sandbox.provider`.
-            seconds: most wall time of a call.
+            provider: the kind of sandbox, a value of `--sandbox.provider`.
+            seconds: most wall time of a call, in seconds.
             memory_mib: most memory of the session, in MiB.
             lifetime: most wall time of a session, in seconds.
         """

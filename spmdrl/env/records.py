@@ -1,4 +1,4 @@
-"""Records of open environments on the caller's side, from which they can be opened again, and their processes."""
+"""Records on the caller's side, from which environments can be opened again, and the processes that run them."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from spmdrl.env.base import AssistantTurn, Opening, PoolSettings, digest
 from spmdrl.workers.processes import Listener, Process, Processes
 
 GRACE = 1.0
-"""Seconds that a process may be silent after its deadline."""
+"""Most seconds that a process may be silent after its deadline before it is killed."""
 
 
 class PoolError(RuntimeError):
@@ -27,7 +27,7 @@ class Host(Process):
 
 
 class Hosts(Processes[Host]):
-    """A fixed number of processes for environments, and retired processes, which exit with their last environment."""
+    """A fixed number of processes for environments, and retired ones, which exit when their environments are closed."""
 
     def __init__(self, count: int, settings: PoolSettings, listener: Listener):
         """Start the processes, without waiting for them."""
@@ -36,7 +36,7 @@ class Hosts(Processes[Host]):
         super().__init__(count, Host, "spmdrl.env.worker", asdict(settings), listener, GRACE, fixed, settings.python)
 
     def enter(self, process: Host | None) -> Host:
-        """Assign an environment to `process`, by default that with the fewest environments, and return the process."""
+        """Assign an environment to `process`, by default the one with the fewest environments; return the process."""
         process = process or min((each for each in self.all if not each.retired), key=lambda each: each.holds)
         process.holds += 1
         return process
@@ -66,7 +66,7 @@ class Hosts(Processes[Host]):
 
 @dataclass(eq=False)
 class Record:
-    """An environment and its current request."""
+    """An open environment and its current request."""
 
     key: Hashable
     number: int
@@ -84,7 +84,7 @@ class Record:
     """Number of times that the process died during the current request."""
 
     request: int = -1
-    """Number of the current request, -1 for none."""
+    """Number of the current request; -1 if there is none."""
     do: str = ""
     turn: AssistantTurn | None = None
     """The turn of the current request."""
@@ -98,11 +98,11 @@ class Record:
 
     @property
     def end(self) -> float:
-        """Last deadline of the calls in `begun` (time.monotonic())."""
+        """Last deadline of the calls in `begun` (time.monotonic()); infinite if there are none."""
         return max((end for _, end, _ in self.begun), default=float("inf"))
 
     def note_call(self, message: dict[str, Any]) -> None:
-        """Record that a call has begun."""
+        """Add a call to `begun`, from the message with which a process announced it."""
         # Functions that are not tools have ended when a tool is called.
         if message["alone"] or (self.begun and self.begun[-1][2] < 0):
             self.begun.clear()
@@ -115,7 +115,7 @@ class Record:
             self.turn.calls[i].late = True
 
     def message(self) -> dict[str, Any]:
-        """Return the current request as a message, with the data to open the environment if it is in no process."""
+        """Return the current request as a message. It contains data to open the environment if no process has it."""
         message: dict[str, Any] = {"id": self.request, "do": self.do, "env": self.number}
         if self.turn is not None:
             message["turn"] = _wired(self.turn)
@@ -126,7 +126,7 @@ class Record:
         return message
 
     def take_reply(self, reply: dict[str, Any]) -> None:
-        """Remove the fields from a reply that only serve to open the environment again, and record them."""
+        """Remove those fields from a reply that are only needed to open the environment again, and record them."""
         answer, late = reply.pop("digest", ""), reply.pop("late", [])
         if late:
             self.mark_late(late)
@@ -142,7 +142,7 @@ class Record:
             self.digests = [digest(messages) for messages in reply["replayed"]]
 
     def failed(self, why: str) -> str:
-        """Return the message of a failure, which names the environment and the sample. why: the predicate."""
+        """Return the message of a failure: the names of the environment and the sample, and then the text `why`."""
         whose = "" if self.do == "check" else f" of {describe(self.key)} (seed {self.opening.seed})"
         return f"the environment {self.opening.name}{whose} {why}"
 

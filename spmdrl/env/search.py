@@ -23,7 +23,7 @@ from spmdrl.data.rowfiles import Lines
 from spmdrl.env.base import BrokenError, Stateless
 
 MOST_BYTES = 8 << 20
-"""Most bytes of a server's answer."""
+"""Most bytes of a server's answer that are accepted."""
 CACHE = "~/.cache/spmdrl/search"
 KEYS = ("text", "contents", "passage")
 """Columns of a .jsonl file that may hold a passage. The first one that a row has is used."""
@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of a corpus."""
+    """A passage of a corpus: the unit that a search returns."""
 
     title: str
     text: str
@@ -43,7 +43,7 @@ class Corpus:
     """The passages of a file with an index of their words. May be used from several threads."""
 
     def __init__(self, path: Path, folder: Path):
-        """Open a file as described in `open_corpus`. folder: contains the index, which is built if it is missing."""
+        """Open a file as described in `open_corpus`. folder: place of the index, which is built if it is missing."""
         try:
             import bm25s
         except ImportError:
@@ -90,7 +90,7 @@ class Corpus:
         return found
 
     def search(self, query: str, most: int) -> list[Passage]:
-        """Return up to `most` passages that share words with a query, by falling score, then by number."""
+        """Return up to `most` passages that share words with a query, the best first; ties by ascending number."""
         import numpy as np
 
         words = self.bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)[0]
@@ -122,7 +122,7 @@ def passage_of(row: Any) -> Passage | None:
 
 
 def open_corpus(path: str, cache: str = CACHE) -> Corpus:
-    """Return the corpus of a file, which is opened once in this process. A changed file gets a new index.
+    """Return the corpus of a file. A process opens each file once; a file that has changed gets a new index.
 
     path: a .jsonl file whose rows have one of the columns `KEYS` and optionally `title`, or a .txt file with one
     passage per paragraph; empty lines separate paragraphs. cache: folder of the indexes.
@@ -174,10 +174,10 @@ class Search(Stateless):
         Args:
             corpus: a .jsonl file with one passage per row, or a .txt file with one passage per paragraph; empty lines
                 separate paragraphs.
-            url: address of a search server with the interface of Search-R1's, instead of a corpus.
+            url: address of a search server with the interface of Search-R1's server, instead of a corpus.
             results: most passages that a search returns.
             longest: most characters of a passage; longer passages are cut.
-            timeout: seconds in which the server must answer.
+            timeout: most seconds that the server may take to answer.
             cache: folder for the indexes of corpora.
         """
         if bool(corpus) == bool(url):
@@ -217,8 +217,8 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
     """Return up to `most` passages that a server finds, the best first.
 
     The server takes `{"queries": [text], "topk": number, "return_scores": true}` and answers with
-    `{"result": [[{"document": {"contents": ...}, "score": ...}]]}`, like that of
-    https://github.com/PeterGriffinJin/Search-R1. seconds: limit for the complete answer.
+    `{"result": [[{"document": {"contents": ...}, "score": ...}]]}`, like the server of
+    https://github.com/PeterGriffinJin/Search-R1. seconds: time limit for the complete answer.
 
     Raises:
         TimeoutError: the answer did not arrive in time.
@@ -230,7 +230,7 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
     until, data = time.monotonic() + seconds, b""
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
-            # The time-out of a socket applies to each read separately, and a slow answer takes many reads.
+            # The time-out of a socket limits each read separately, so a slow answer in many parts would not exceed it.
             while part := answer.read1(1 << 16):
                 data += part
                 if time.monotonic() > until:

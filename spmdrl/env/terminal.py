@@ -97,7 +97,7 @@ def load_player(model: str, format: str, max_tokens: int, temperature: float, se
 
     Args:
         model: folder or name, as in `--model.path`.
-        format: form of tool calls; if empty, that of the chat template.
+        format: the form in which the model writes tool calls; if empty, the form in its chat template.
         max_tokens: most tokens of a turn.
         temperature: sampling temperature; 0 for greedy decoding.
         seed: seed of all sampling.
@@ -158,7 +158,7 @@ def _play(
 ) -> float:
     """Play an opened episode until it is done or `next_turn(messages)` returns None, and print it.
 
-    Return the sum of its rewards. cut: describes the end of the episode if `next_turn` returned None.
+    Return the sum of its rewards. cut: words that the last line contains if `next_turn` returned None.
     """
     messages, reply, total = [], opened, 0.0
     while True:

@@ -30,7 +30,7 @@ def is_trl(kind: type) -> bool:
     if not inspect.isfunction(reset) or "row" in inspect.signature(reset).parameters:
         return False
     if list(inspect.signature(reset).parameters)[2:] == ["seed"] and inspect.isfunction(getattr(kind, "reward", None)):
-        return False  # in TRL `reward` is not a method, so this is reset(row, seed) with another name for the row
+        return False  # in TRL `reward` is not a method, so `reset` is reset(row, seed) with another name for the row
     step = getattr(kind, "step", None)
     takes_message = step is not None and "message" in inspect.signature(step).parameters
     return not takes_message and not hasattr(kind, "restore")
@@ -43,7 +43,7 @@ class FromTRL:
         self.environment = environment
         self.tools = methods_of(environment, _OF_TRL)
         self.timeout_s = getattr(environment, "timeout_s", None)
-        # TRL calls plain methods one after another, and their state may rely on that.
+        # TRL calls plain (not async) methods one after another, and the environment's code may rely on that.
         self.parallel_calls = all(map(inspect.iscoroutinefunction, self.tools))
 
     def reset(self, row: dict[str, Any], seed: int) -> list[dict[str, Any]]:

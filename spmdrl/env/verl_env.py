@@ -4,12 +4,12 @@
 A tool lives as long as its episode, as in the older of verl's two loops, which uses all four keys of `tools_kwargs`.
 `create` runs at the first call, or at the start if the row names the tool; `execute` runs for each call; at the end
 `calc_reward` runs, then `release`. (verl's agent loop creates and releases a tool around each call, and never calls
-`calc_reward`.) `create` gets its keywords by name and as `create_kwargs`, as tools may read either. An interaction
-answers each message of the assistant that calls no tool.
+`calc_reward`.) `create` gets its keywords both by name and as `create_kwargs`, since some tools read one and some the
+other. An interaction answers each message of the assistant that calls no tool.
 
-verl passes the rewards of tools and the scores of interactions to the reward function. This module gives them as
-rewards of their turns, and the sum of `calc_reward` as the final reward. With the setting `count_rewards: false` they
-are not rewards: the final score is 0, and the values of `calc_reward` are only its parts.
+verl passes the rewards of tools and the scores of interactions to the reward function. This module uses them as rewards
+of the turns in which they arise, and the sum of `calc_reward` as the final reward. With the setting `count_rewards:
+false` none of these numbers is a reward: the final score is 0, and `calc_reward` only gives parts of the score.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from spmdrl.env.messages import prompt_of
 
 KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 OLD_NAME = "gsm8k"
-"""The interaction of a row that names none, as in verl's older versions."""
+"""Name of the interaction for rows that name no interaction, as in older versions of verl."""
 
 
 _OPEN: dict[str, asyncio.Event] = {}
-"""An event for each id of an episode that is open in this process; it is set when the episode is closed."""
+"""Events by the ids of the episodes that are open in this process. An event is set when its episode is closed."""
 _UNNAMED = itertools.count()
-"""Numbers that serve as names for episodes without a name."""
+"""Numbers that replace the names of episodes without a name."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class VerlTools:
         return list(self._agent.messages) if answers else None
 
     async def _take_id(self, seed: int) -> None:
-        """Set the id of the episode, which is the same when the episode is opened again, as tools may print it.
+        """Set the id of the episode. It stays the same when the episode is opened again, since tools may print it.
 
         The shared tools distinguish episodes by this id, so wait until an earlier opening of the episode is closed.
         """
@@ -186,7 +186,8 @@ class VerlInteraction(VerlTools):
     _interaction_name = ""
     _instance_id = ""
     _answered = 0
-    """Number of messages up to the last answer. The assistant's next message is inserted there, before tool results."""
+    """Number of messages up to the interaction's last answer. The assistant's next message is inserted at this index,
+    before the results of its tool calls."""
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
         """Create the tools, and begin the interaction that the row names in `interaction_kwargs` or `extra_info`."""
@@ -195,7 +196,7 @@ class VerlInteraction(VerlTools):
         extra, known = row.get("extra_info") or {}, self._parts.interactions
         given = _present(row.get("interaction_kwargs") or extra.get("interaction_kwargs") or {})
         if not given and self._parts.tools:
-            return begun  # as in verl, the episode has only tools
+            return begun  # as in verl, the episode has tools but no interaction
         name = given.get("name") or (next(iter(known)) if len(known) == 1 else OLD_NAME)
         if name not in known:
             raise ValueError(
@@ -249,7 +250,7 @@ def schema_of(tool: Any) -> dict:
 
 
 def _tools_kwargs(given: dict, tools: dict[str, Any]) -> dict[str, dict[str, dict]]:
-    """Return the keywords of each tool that the row names."""
+    """Return the keyword arguments of each tool that the row names: tool -> `KEYWORDS` -> values."""
     found = _present(given)
     if unknown := sorted(found.keys() - tools.keys()):
         raise ValueError(
@@ -264,7 +265,7 @@ def _tools_kwargs(given: dict, tools: dict[str, Any]) -> dict[str, dict[str, dic
 
 
 def _present(given: dict) -> dict:
-    """Return the items that are not None. Parquet gives every row the keys of all rows, with None for missing ones."""
+    """Return the items that are not None. Parquet gives every row the keys of all rows, and missing values are None."""
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -285,7 +286,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _takes(function: Callable[..., Any], keyword: str) -> bool:
-    """Return whether a function can be called with the keyword."""
+    """Return whether a function accepts an argument of this name."""
     parameters = inspect.signature(function).parameters
     return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

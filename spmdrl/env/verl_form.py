@@ -1,7 +1,7 @@
-"""Reads verl's YAML files of tools and interactions, and replaces verl's modules for users' files if it is missing.
+"""Reads verl's YAML files of tools and interactions, and provides stand-ins for verl's modules if verl is missing.
 
     tools:
-      - class_name: my_tools.Lookup          # imported from the working directory or from beside this file
+      - class_name: my_tools.Lookup          # imported from the working directory or from the folder of this file
         config: {type: native, ...}
         tool_schema: {type: function, function: {name: lookup, ...}}
     interaction:
@@ -165,14 +165,14 @@ def _class(name: str, where: str) -> type:
 
 
 def _kind(target: type) -> str:
-    """Return the key of `METHODS` to which a class belongs, or ""."""
+    """Return the key of `METHODS` whose methods a class has, or ""."""
     return next((key for key, names in METHODS.items() if all(callable(getattr(target, n, None)) for n in names)), "")
 
 
 def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
     """Make a tool or an interaction as in verl, from its config and its schema or name, and add it to `parts`.
 
-    key: the list, `tools` or `interaction`. entry: the item of the list. where: the item's place, for messages.
+    key: the list in the file, `tools` or `interaction`. entry: an item of that list. where: its place, for messages.
     """
     what = {"tools": "tool", "interaction": "interaction"}[key]
     if lacking := [name for name in METHODS[key] if not callable(getattr(kind, name, None))]:
@@ -201,11 +201,11 @@ def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
     table[name] = part
 
 
-# ── modules of verl's names ──────────────────────────────────────────────────
+# ── modules that files import under verl's names ─────────────────────────────
 
 
 def modules() -> dict[str, dict[str, Any]]:
-    """Return the modules of verl that files can import although verl is not installed, with their contents.
+    """Return the replacements of verl's modules, which files import if verl is not installed: module -> name -> object.
 
     Raises:
         ValueError: pydantic is not installed.
@@ -239,6 +239,6 @@ _FINDER = _Finder()
 
 
 def provide() -> None:
-    """Let files import `modules()` if verl is not installed. May be called again."""
+    """Let files import the modules of `modules()` if verl is not installed. May be called several times."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)

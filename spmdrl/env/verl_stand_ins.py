@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"(-?[0-9.,]+)")
 _SEARCHED = 300
-"""Number of characters at the end of an answer in which a number is searched."""
+"""Number of characters at the end of an answer that are searched for a number, as in verl."""
 
 
 def rollout_trace_op(function: Function) -> Function:
@@ -32,7 +32,7 @@ class _Schema(BaseModel):
 
 
 class OpenAIFunctionPropertySchema(_Schema):
-    """An argument of a tool."""
+    """Schema of an argument of a tool."""
 
     type: str | list[str] | None = None
     description: str | None = None
@@ -59,7 +59,7 @@ OpenAIFunctionParsedSchema: Any = _schema("OpenAIFunctionParsedSchema", name=_TE
 
 
 class OpenAIFunctionCallSchema(_Schema):
-    """A call of a tool."""
+    """A call of a tool with its arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -81,7 +81,7 @@ OpenAIFunctionToolCall = _schema(
 
 
 class ToolResponse(BaseModel):
-    """The answer of a tool."""
+    """The answer of a tool: a text, images or videos."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -234,4 +234,4 @@ MODULES: dict[str, list[str]] = {
     "verl.utils.reward_score.gsm8k": ["compute_score", "extract_solution"],
     "verl.utils.rollout_trace": ["rollout_trace_op"],
 }
-"""Modules of verl, each with the names that can be imported from it."""
+"""Names of modules of verl, each with the names that files can import from it."""

@@ -3,22 +3,22 @@
 Lines on stdin:
      {settings}                           the first line: fields of PoolSettings
      {"id": n, "do": d, "env": k, "open": {...}?, "turn": {...}?}
-                                          a request. d: `open`, `say`, `score`, or `close`, which is not answered. With
-                                          the key `open`, the other requests first open the environment again
-     {"id": n, "do": "check", "open": {"name": f, "settings": {...}}}      make this environment once
+                                          a request. d: `open`, `say`, `score`, or `close`, which is not answered. If
+                                          `say` or `score` has the key `open`, the environment is first opened again
+     {"id": n, "do": "check", "open": {"name": f, "settings": {...}}}      make this environment once, as a check
 Lines on stdout:
      {"ready": true}                      the process has started
      {"id": n, "begins": what, "end": t, "call": i, "alone": b}
                                           a function call for this request begins. t: its deadline (time.monotonic(),
                                           which is the same for all processes). i: index of the tool call in the turn,
                                           -1 for other functions. b: true if all earlier calls of the request have ended
-     {"id": n, "anew": [i, ...]}          these calls of the turn timed out, and some still run; the environment is
-                                          dropped, and the parent must send the turn again with the key `open`
-     {"alive": true}                      sent regularly while requests are running: the event loop is not blocked
+     {"id": n, "anew": [i, ...]}          the calls with these indices in the turn timed out, and some still run; the
+                                          environment is dropped, and the parent must send the turn again with `open`
+     {"alive": true}                      sent regularly during requests, to show that the event loop is not blocked
      {"loading": b}                       sent before and after the import of a file, which blocks the process
      {"id": n, "reply": {...}} or {"id": n, "failure": text}      the answer to a request
-     {"hangs": text}                      a call still runs after its limit. As it cannot be ended, the process takes no
-                                          new requests and exits after its current ones
+     {"hangs": text}                      a call still runs after its time limit. As it cannot be ended, the process
+                                          takes no new requests and exits after its current ones
 
 The module imports no heavy packages, so that a killed process is replaced quickly.
 """
@@ -49,11 +49,11 @@ from spmdrl.workers.in_child import die_with, take_pipes, write_all
 ALIVE_EVERY = 0.4
 """Seconds between two `alive` messages."""
 CLOSES_WITHIN = 1.5
-"""Seconds in which open environments may clean up when the process exits."""
+"""Most seconds that open environments have to clean up when the process exits."""
 EXITS_WITHIN = 0.3
-"""Seconds for functions registered with `atexit` (by sandboxes, MCP servers and user code)."""
+"""Most seconds that the functions registered with `atexit` (by sandboxes, MCP servers and user code) may take."""
 STACK_MB = 8
-"""MiB that are added to the memory limit for the stack of each thread."""
+"""MiB per thread that are added to the memory limit, because it also counts the stacks of threads."""
 
 
 class Worker:
@@ -78,8 +78,8 @@ class Worker:
     def send(self, message: dict[str, Any]) -> None:
         """Send a line to the parent without blocking."""
         line = (json.dumps(message) + "\n").encode()
-        # The line is written at once if it fits into the pipe (a writable pipe takes PIPE_BUF bytes): the call that it
-        # announces may hold the interpreter lock, and then the thread of `_write` would not run.
+        # A short line is written at once, since a writable pipe takes at least PIPE_BUF bytes. The call that the line
+        # announces may hold the interpreter lock (GIL), which would stop the thread that runs `_write`.
         if not self._lines.unfinished_tasks and len(line) <= select.PIPE_BUF and self._room.poll(0):
             write_all(self._answers, line)
         else:
@@ -91,7 +91,7 @@ class Worker:
             self._lines.task_done()
 
     def leave(self) -> None:
-        """Exit this process once all lines are written."""
+        """Exit this process after all queued lines are written."""
         self._lines.put(None)
         self._writer.join()
         # A normal exit of the interpreter would also wait for threads that hang, so exit functions are run directly.
@@ -123,7 +123,7 @@ class Worker:
     # ── requests ─────────────────────────────────────────────────────────────
 
     def take_request(self, line: bytes) -> None:
-        """Start a task for the request in a line."""
+        """Start a task that answers the request in a line from the parent."""
         message = json.loads(line)
         env = message.get("env", -1)
         if message["do"] == "close":
@@ -146,7 +146,7 @@ class Worker:
             reply = {"anew": e.late}
             self._track(asyncio.ensure_future(_give_up(self._instances.pop(message["env"]), e.calls)))
         except asyncio.CancelledError:
-            return  # the environment was closed meanwhile
+            return  # the environment was closed while this request was running
         except Exception as e:  # even after a bug in this module the caller must get an answer
             reply = {"failure": f"failed: {error_text(e)} ({place(e)})"}
         self.send({"id": message["id"], **reply})
@@ -216,7 +216,7 @@ _RUNNING: set[asyncio.Task] = set()
 
 
 async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
-    """Close an environment that is no longer used, after `calls` of it have ended."""
+    """Close a dropped environment after those of its calls that still run (`calls`) have ended."""
     instance.begins = lambda *_, **__: None
     if calls:
         await asyncio.wait(calls)

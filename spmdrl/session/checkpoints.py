@@ -20,19 +20,19 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 
 class Kept(Protocol):
-    """The state of a job other than its models, equal on all ranks."""
+    """Interface of the state of a job that is equal on all ranks, apart from its models."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as a dict of JSON values."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state`, after the models are loaded. Keys may be missing in older checkpoints."""
+        """Restore a result of `state`, after the models are loaded. In older checkpoints some of its keys are missing."""
         ...
 
 
 class RankKept(Protocol):
-    """The part of a job's state that differs between ranks."""
+    """Interface of the state of a job that differs between ranks, such as random number generators."""
 
     def tree(self) -> dict:
         """Return this rank's state between two steps, in the form that `checkpoint/treefile.py` describes."""
@@ -71,7 +71,7 @@ class Checkpoints:
         for name, model in models.trained().items():
             model.updates_done = state["trained"][name]
         for name, model in models.learning().items():
-            # Older checkpoints have no `due`: learning rate schedules counted the updates that were done.
+            # Older checkpoints have no `due`, because their learning rate schedules counted the updates that were done.
             model.updates_due = state.get("due", {}).get(name, model.updates_done)
             if model.loss_scale is not None and (held := state.get("loss_scales", {}).get(name)):
                 model.loss_scale.restore(held)
@@ -79,7 +79,7 @@ class Checkpoints:
         self.rank_files = rank_files(found)
         self.saver.resumed()
         if session.world.is_first and state.get("wandb") and not wandb_id(session.folder):
-            # The checkpoint was moved to another folder.
+            # The checkpoint was moved to a folder without the id of the W&B run, so the id is stored in it.
             keep_wandb_id(session.folder, state["wandb"])
         session.note(f"resumed from {found}: step {state['step']}")
         return state["step"]
@@ -119,7 +119,7 @@ class Checkpoints:
     def begin(self, ranks: RankKept) -> None:
         """Restore the state of every rank right before the first step.
 
-        It contains random number generators, from which an engine draws while it is built.
+        An engine draws from the random number generators while it is built, so their states are restored after that.
         """
         self.ranks = ranks
         self.agreement = Agreement(self.session.world, self.session.cfg.run.timeout)
@@ -145,7 +145,7 @@ class Checkpoints:
             raise PreemptedError(done, f"step {done} was finished")
 
     def leave(self, left: PreemptedError) -> None:
-        """Save a checkpoint of this step if there is none, wait until it is published, and write the file PREEMPTED."""
+        """Save the last step if it is not saved, wait until the checkpoint is published, and write a file PREEMPTED."""
         if left.step > self.start_step and self.saver.saved != left.step:
             self._save(left.step)
         with self.session.timer("checkpoint"):
@@ -161,7 +161,7 @@ class Checkpoints:
         with self.session.timer("checkpoint"):
             with self.session.timer("checkpoint_wait"):
                 self.saver.finish()
-            # Rank 0 writes it, and that rank always has a policy.
+            # Rank 0 writes the state, and always has a policy. Ranks that only sample have none.
             policy = self.models.policy
             state = policy and {
                 "step": done,

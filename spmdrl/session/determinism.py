@@ -18,26 +18,26 @@ from spmdrl.config.schema import RunConfig
 from spmdrl.spmd.seeds import seed_for
 
 ENVIRONMENT = {
-    # cuBLAS uses a workspace of fixed size for every stream, which torch requires in this mode.
+    # This gives cuBLAS a workspace of fixed size for every stream, which torch requires for deterministic algorithms.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # NVLS is excluded, as the network switch sums values in the order in which they arrive.
     "NCCL_ALGO": "^NVLS",
-    # These two are read by flash-attn in transformers, and by Transformer Engine in Megatron.
+    # The first is read by flash-attn in transformers, the second by Transformer Engine in Megatron.
     "FLASH_ATTENTION_DETERMINISTIC": "1",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     # With a fixed hash seed, child processes iterate over sets in the same order.
     "PYTHONHASHSEED": "0",
 }
-"""Defaults of environment variables. Values that the user has set are kept."""
+"""Environment variables that `--run.deterministic` sets, unless the user has set them."""
 
 
 def make_deterministic(run: RunConfig) -> None:
     """Seed the process's generators and, with `--run.deterministic`, make torch and its libraries deterministic.
 
-    Must be called before the libraries are initialized.
+    It must be called before these libraries are initialized.
     """
-    # This project keys its random draws by data, but a user's loss may draw from these generators. The seed is equal on
-    # all ranks (law 3), so that ranks with the same tokens (--parallel.sp) compute the same loss.
+    # This project seeds each of its random draws by the data, but a user's loss may draw from these generators. Their
+    # seed is equal on all ranks, so that ranks with the same tokens (--parallel.sp) compute the same loss.
     seed = seed_for(run.seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

@@ -3,7 +3,8 @@
 Only this module moves models, in an order that bounds the peak memory. Before a rollout, everything that the push does
 not read leaves the device (frozen models, critics, gradients, moments); the engine's weights come back; the push
 overwrites them with the policy's; the policy's parameters leave; then the KV cache is allocated. After the rollout, the
-engine sleeps before the trainer comes back. Under split placement a rank has only one of them, and nothing is moved.
+engine sleeps before the trainer comes back. Under split placement, a rank has either an engine or a trainer, so nothing
+is moved.
 
 A frozen judge on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before the policy
 samples again, `restore` pushes its weights by the same moves that begin a phase, so that the peak does not grow.
@@ -40,7 +41,7 @@ log = logging.getLogger("spmdrl")
 
 @dataclass(frozen=True)
 class Holding:
-    """A row of the table: bytes of one owner on this rank, and the place where they are."""
+    """A row of the memory table: the bytes of one owner (such as `KV cache`) on this rank, and their place."""
 
     owner: str
     place: Literal["device", "host", "disk", "gone"]
@@ -70,7 +71,7 @@ class Memory:
     """Switches between the rollout and training phases of a run, and keeps the table of memory by owner."""
 
     def __init__(self, cfg: Config, models: Models, engine: Engine | None, timer: Timer, world: World):
-        """Collective. models.policy: None on a rank that does not train. engine: None on one that does not sample."""
+        """Collective. models.policy is None on ranks that do not train; engine is None on ranks that do not sample."""
         self.cfg, self.models, self.policy, self.engine, self.timer = cfg, models, models.policy, engine, timer
         self.world, self.shared = world, models.policy is not None and engine is not None
         dtype, bucket_bytes = DTYPES[cfg.model.dtype], cfg.rollout.push_bucket_mib << 20
@@ -79,14 +80,14 @@ class Memory:
         self.version = -1
         """Version of the policy when the rollout phase began, on every rank. Engines sample with these weights."""
         self.phases: dict[str, Border] = {}
-        """Newest border of each name, in the order in which `rollout_phase` and `training_phase` record them."""
+        """Latest snapshot at each moment of a step, by the name of the moment (such as `pushed`), in their order."""
         self.meter, self.peak = Meter(world.device), 0
         self.short = kind_of(world.device) == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
         """True if the allocator must return freed memory to the device or the system."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
         self.lent = bool(frozen_judges(cfg) or cfg.engine_teachers())
-        """True if engines may hold the weights of a judge or a teacher. Then versions may differ between engines."""
+        """True if an engine may hold weights of a judge or a teacher, so that versions may differ between engines."""
         self.check: EngineCheck | None = None
         """The comparison of engine and policy in the first step; None if there is none."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
@@ -103,7 +104,10 @@ class Memory:
         self._border("sampled")
 
     def _give_engine(self, present: dict[str, Any]) -> None:
-        """Move the trainer off and the engine onto the device. present: models on the device. Collective."""
+        """Replace the trainer on the device by the engine with the policy's weights. present: models on the device.
+
+        Collective.
+        """
         engine = self.engine if self.shared else None
         with self.timer("push"):
             if engine:
@@ -130,7 +134,8 @@ class Memory:
     def lend(self, folder: Tensors, version: int, whose: str) -> None:
         """Load other weights into the engine within a rollout phase. Collective over the ranks of the engine.
 
-        version: a number below -1, as policies have versions from 0 on. whose: the owner for messages, such as `judge`.
+        version: a number below -1, since policies have versions from 0 on. whose: the owner, such as `judge`, for
+        messages.
         """
         assert self.lent and version < -1
         with self.timer("push"), self._room("rollout", f"the {whose}'s weights"):
@@ -209,7 +214,7 @@ class Memory:
             give_back(self.world.device, size)
 
     def table(self) -> list[Holding]:
-        """Return the bytes of each owner on this rank by place. Offloaded models count by their size on the device."""
+        """Return this rank's bytes by owner and place. Offloaded models count with their size on the device."""
         held = dict(self.engine.bytes_by_owner()) if self.engine else {}
         for name, model in self.models.named():
             learns = name == "policy" or name in self.models.trained()
@@ -236,10 +241,10 @@ class Memory:
         self.sent = {owner: place for owner, place in self.sent.items() if not _belongs(owner, name)}
 
     def metrics(self) -> dict[str, float]:
-        """Return GiB for the step's log: the most of each owner at any border, and the peak of the measured memory.
+        """Return memory in GiB for the step's log: each owner's maximum over all snapshots, and the measured peak.
 
-        On a GPU, memory in use without an owner is included: CUDA's context and graphs, buffers of NCCL. The names are
-        equal on all ranks.
+        On a GPU, another number is the memory in use that has no owner, such as CUDA's context and graphs and NCCL's
+        buffers. The names are equal on all ranks.
         """
         self._border("logged")
         border, self.peak = self.phases["logged"], 0
@@ -263,8 +268,8 @@ class Memory:
     def _room(self, phase: Literal["rollout", "training"], what: str, owner: str = "") -> Iterator[None]:
         """Convert a failed allocation in this context to an error that contains the table and flags that would help.
 
-        phase: the current phase. what: the purpose of the memory, for the message. owner: the row of the table, or the
-        model, that is moved onto the device.
+        phase: the current phase. what: the purpose of the memory, for the message. owner: the model, or the row of the
+        table, that is moved onto the device; empty if nothing is moved.
         """
         try:
             yield

@@ -15,7 +15,7 @@ from spmdrl.session.session import Session
 
 @contextmanager
 def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
-    """Move models off the device inside this context, as for a rollout, while an engine is built and put to sleep.
+    """Offload models as for a rollout inside this context, while an engine is built and put to sleep.
 
     vLLM refuses to start if its configured share of the device's memory is not free.
     """
@@ -28,12 +28,12 @@ def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
 
 
 def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) -> Engine:
-    """Start the engine of this rank. It is put to sleep if the rank's models need the memory first.
+    """Start the engine of this rank, and put it to sleep if the rank's models need the memory before the rollout.
 
-    stop: tokens that end a response.
+    stop: ids of the tokens that end a response.
     """
     cfg, world = session.cfg, session.world
-    # vLLM runs full garbage collections while it starts, which are slow with many objects.
+    # vLLM runs full garbage collections while it starts. They are fast if earlier objects are excluded from them.
     keep_what_started(done=False)
     with room_for_engine(models, cfg):
         engine = build_engine(cfg, world, stop)

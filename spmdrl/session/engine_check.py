@@ -1,7 +1,8 @@
 """Compares log p of the engine with the trainer's after the first push of a run, and refuses the model if they differ.
 
-A few prompts of several lengths are sampled in one batch; some begin later and end earlier than others. This reveals
-states that leak between the rows of a batch, and wrong attention windows. All ranks of an engine sample the same.
+Responses to a few prompts of several lengths are sampled in one batch; some begin later and end earlier than others.
+This reveals states that leak between the rows of a batch, and wrong attention windows. All ranks of an engine sample
+the same tokens.
 """
 
 import logging
@@ -25,14 +26,15 @@ from spmdrl.spmd.world import World
 log = logging.getLogger("spmdrl")
 
 ROWS = ((5, 8), (9, 4), (9, 7), (14, 8))
-"""Number of tokens of each prompt and of its response."""
+"""(number of prompt tokens, number of response tokens) of each row of the batch."""
 BEGUN = 2
 """Number of rows that the engine begins with; the others join the batch a step later."""
-CHECKED = 0xE6C  # a seed that separates these random draws from other draws
+CHECKED = 0xE6C  # this part of a seed makes the random draws of the check differ from all other draws
 EXACT = 1e-3
-"""Largest allowed |dlogp| of a token in float32 and float64; correct models differ by at most 1e-4."""
+"""Largest allowed difference in log p of a token in float32 and float64; correct models differ by at most 1e-4."""
 ROUNDED = 0.3
-"""Largest allowed mean |dlogp| in 16-bit types; correct models show means of 0.02 to 0.04, and up to 0.6 at a token."""
+"""Largest allowed mean difference in log p in 16-bit types; correct models show 0.02 to 0.04, and up to 0.6 at a
+token."""
 
 
 def _excluded(cfg: Config, world: World) -> str:
@@ -47,7 +49,8 @@ def _excluded(cfg: Config, world: World) -> str:
 def check_frequencies(cfg: Config, hf_config: Any) -> None:
     """Check that a model's rotary frequencies are the same for all sequence lengths up to the longest of the run.
 
-    Some models change them above a limit; a sampler does not know in advance whether a response will exceed it.
+    Some models use other frequencies in sequences above a limit, and a sampler cannot know in advance whether a
+    response will exceed it.
 
     Raises:
         ValueError: sequences may exceed such a limit.
@@ -64,10 +67,10 @@ def check_frequencies(cfg: Config, hf_config: Any) -> None:
 
 
 class EngineCheck:
-    """The check of a run: the engine samples in the rollout phase, and the trainer scores in the training phase."""
+    """The check of an engine: it samples in the rollout phase, and the trainer compares log p in the training phase."""
 
     def __init__(self, cfg: Config, world: World, policy: Any, engine: Engine | None, experts_width: int):
-        """experts_width: columns of `token["experts"]` under routing replay, else 0."""
+        """experts_width: number of columns of `token["experts"]` if routing is replayed, else 0."""
         self.cfg, self.world, self.policy, self.engine, self.width = cfg, world, policy, engine, experts_width
         self.due, self.sampled = True, torch.empty(0)
         """`due` is True until the comparison; `sampled` holds samples of rank 0's engine in the form of `_packed`."""
@@ -76,13 +79,13 @@ class EngineCheck:
             log.info(f"no check of the engine's log p against the trainer's: {setting}")
 
     def sample(self, version: int) -> None:
-        """Sample the rows of `ROWS`. The engine must be idle and have the weights of this version. Collective."""
+        """Sample the responses of `ROWS`. The engine must be idle and have the weights of this version. Collective."""
         if len(self.sampled):
             return
         engine, done = self.engine, {}
         assert engine is not None
-        # Engines may draw from these generators, and a resumed run repeats the check. As their states are restored, it
-        # still draws the same numbers in its steps as an uninterrupted run.
+        # Engines may draw from the process's random number generators, and a resumed run repeats this check. Their
+        # states are restored below, so that a resumed run draws the same numbers as an uninterrupted run.
         generators = generator_states(self.world.device)
         requests = [self._request(i, version) for i in range(len(ROWS))]
         for i, request in enumerate(requests):
@@ -154,7 +157,7 @@ def _packed(requests: list[Request], done: list[Completion]) -> torch.Tensor:
 
 
 def _unpacked(sampled: torch.Tensor, experts_width: int) -> tuple[Batch, torch.Tensor]:
-    """Return the samples as a batch whose mask selects the sampled tokens, and the engine's log p of these."""
+    """Return the samples as a batch whose mask selects the sampled tokens, and the engine's log p of these tokens."""
     size = (sampled.shape[1] - 2) // 2
     place, begins, lengths = torch.arange(size), sampled[:, :1], sampled[:, :2].sum(1, keepdim=True)
     real, mask = place < lengths, (place >= begins) & (place < lengths)

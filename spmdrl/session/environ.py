@@ -15,7 +15,7 @@ DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Number of collectives that torch's flight recorder keeps, for health/flight_record.py.
+    # This is the number of collectives that torch's flight recorder keeps. health/flight_record.py reads them.
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
 
@@ -39,8 +39,8 @@ def postpone_collections() -> None:
 def keep_what_started(done: bool = True) -> None:
     """Collect garbage once and exclude all current objects from later collections.
 
-    Imports create about a million objects; collecting them fully took 3 s of CPU time on each rank. done: True when the
-    start is over, to return to Python's default schedule of full collections.
+    Imports create about a million objects; full collections of them took 3 s of CPU time on each rank. done: True if
+    the start is over, to return to Python's default schedule of full collections.
     """
     gc.collect()
     gc.freeze()
@@ -61,10 +61,10 @@ def torchrun_chose_one_thread() -> bool:
 
 
 def share_cores() -> str:
-    """Give torch this rank's share of the cores if torchrun chose one thread; return a line about threads to print.
+    """Give torch this rank's share of the cores if torchrun chose one thread. Return a line about it for the console.
 
-    This is for ranks on GPUs, whose CPUs process billions of numbers in AdamW and checkpoints. Ranks that train on a
-    CPU keep one thread each.
+    Only ranks on GPUs call this, because their CPUs process billions of numbers in AdamW and checkpoints. Ranks that
+    train on a CPU keep one thread each.
     """
     import torch
 

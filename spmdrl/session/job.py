@@ -1,4 +1,4 @@
-"""The kinds of jobs. Each entry point describes its kind in a constant `JOB`, from which a job is checked and built."""
+"""Descriptions of the kinds of jobs. Each entry point has one in a constant `JOB`, which checks and builds its jobs."""
 
 import os
 import pkgutil
@@ -15,7 +15,7 @@ C = TypeVar("C")
 
 
 def late(name: str) -> Callable[..., Any]:
-    """Return the function `module:name`, imported when called, so that settings are checked before torch is loaded."""
+    """Return a function that imports `module:function` when it is called, so that checks of settings need no torch."""
     module, _, attribute = name.partition(":")
 
     def call(*args: Any) -> Any:
@@ -47,13 +47,13 @@ class Job(Generic[C]):
     """(session) or, if the job has a `method`, (session, method) -> the job's `JobRun`. It is called after the ranks
     have connected and the run folder is locked. Collective."""
     train: Callable[[Any], None]
-    """(JobRun) -> None. Runs the loop over the steps."""
+    """(JobRun) -> None. Runs all steps of the job."""
     dry: Callable[["Job[C]", Loaded[C]], None]
-    """Prints the output of `--dry-run`. Raises ValueError if the job would not start."""
+    """(job, loaded settings) -> None. Prints the output of `--dry-run`; raises ValueError if the job cannot start."""
     columns: Sequence[str]
-    """Metrics on the console in their order. Those of an evaluation are shown only in steps with an evaluation."""
+    """Metrics that the console shows, in this order. Those of an evaluation are shown only in steps that have one."""
     phases: Sequence[str]
-    """Phases of a step whose times the console shows, in their order."""
+    """Phases of a step whose seconds the console shows, in this order."""
     reads: Callable[[], tuple[type, ...]] = tuple
     """() -> classes of settings of other kinds of jobs, whose config files this kind can read."""
     method: Callable[[Any], Any] | None = None
@@ -61,10 +61,11 @@ class Job(Generic[C]):
     begin: Callable[[C], Any] | None = None
     """For jobs that train on given rows: (settings) -> the tokenizer and the encoder of the rows."""
     settle: Callable[["Job[C]", Loaded[C]], Loaded[Any]] = lambda job, loaded: loaded
-    """Completes the settings from the data before ranks connect. Raises ValueError for a user's mistake."""
+    """(job, loaded settings) -> the settings completed from the data, before the ranks connect. Raises ValueError for a
+    user's mistake."""
     keeps: Callable[[Any], bool] = lambda cfg: True
-    """(settings) -> True if the job owns its run folder and records its settings in it; False if it only writes a log
-    into the folder of another job."""
+    """(settings) -> True if the job has a run folder of its own, in which it records its settings; False if it only
+    writes a log into the folder of another job."""
 
     @property
     def prog(self) -> str:

@@ -31,7 +31,7 @@ class Journal:
             self.samples = open(samples, "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
 
     def step(self, step: int, values: dict[str, float], rows: list[dict]) -> None:
-        """Write a finished step, counted from 1. values: equal on all ranks. rows: samples to show."""
+        """Write a finished step, counted from 1. values: metrics, equal on all ranks. rows: samples of the step."""
         self.rows(rows)
         if self.console:
             self.console.step(step, values, rows)
@@ -47,7 +47,7 @@ class Journal:
             self.samples.flush()
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
-        """Write numbers of a step to all trackers. Several calls for the last step are merged into one line."""
+        """Write numbers of a step to all trackers, which merge consecutive calls for the same step."""
         for tracker in self.trackers:
             tracker.log(step, values)
 
@@ -60,7 +60,7 @@ class Journal:
 
 
 def _begin_anew(session: Session, files: list[Path]) -> None:
-    """Rename files that an earlier run without a checkpoint wrote into this folder, and note it. Runs on rank 0."""
+    """Rename files that an earlier run without a checkpoint wrote into this folder, and print a note, on rank 0."""
     steps = f"{session.folder} contains the numbers of an earlier run without a checkpoint to continue from"
     metrics = files[0].exists() and files[0].stat().st_size
     held = [path for path in files if metrics and path.exists() and path.stat().st_size]
@@ -69,10 +69,10 @@ def _begin_anew(session: Session, files: list[Path]) -> None:
 
 
 def merge_roles(values: dict[str, float], world: World) -> dict[str, float]:
-    """Return the merged numbers of the ranks that train, score and sample. Collective under split placement.
+    """Merge the metrics of the ranks that train, score and sample into one dict. Collective under split placement.
 
-    values: this rank's numbers, equal on all ranks of a role. If several roles have a number, that of the training
-    ranks is used, else that of the sampling ranks; of memory the largest is used.
+    values: this rank's numbers, equal on all ranks of a role. If several roles have a number of the same name, that of
+    the training ranks is used, or else that of the sampling ranks. For metrics of memory, the largest value is used.
     """
     if not world.roles.split:
         return values

@@ -19,13 +19,13 @@ def three_flags(
     training: int,
     shared: bool,
 ) -> list[str]:
-    """Return the three flags that would free most, the best one first.
+    """Return the three flags that would free most memory, the best one first.
 
     Args:
         cfg: the run's settings.
         world: its ranks.
         phase: `rollout` or `training`.
-        held: bytes on the rank's device by owner.
+        held: bytes on the rank's device by owner, such as `policy parameters`.
         engine: bytes of the engine's `KV cache` and `engine weights` while it is awake; empty without an engine.
         trained: names of the models that are trained.
         training: peak bytes of a training phase in addition to the bytes that have an owner, such as activations.

@@ -7,7 +7,7 @@ import torch
 
 
 class Meter:
-    """Measures the memory that this rank uses, and its peak between two calls."""
+    """Measures the memory that this rank uses, and its peak between two calls of `lap`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -38,8 +38,8 @@ class Meter:
     def _cuda(self) -> tuple[int, int]:
         """Measure a GPU: the peak is the device's used memory at the last call plus the growth of torch's peak since.
 
-        vLLM's sleep unmaps memory that torch still counts as allocated, so torch's total is too large. Its growth since
-        the last call is right, since sleep and wake do not change it.
+        vLLM's sleep unmaps memory that torch still counts as allocated, so torch's total is too large. The growth of
+        that total since the last call is right, because sleep and wake do not change it.
         """
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)

@@ -59,9 +59,9 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         folder = run_folder(cfg)
         newest = lambda: next(iter(steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
-            # A failure before the call of `watch` reports this step, too.
+            # With this, the message of a failure before the call of `watch` also names the last saved step.
             rank_status.saved = newest
-        # The process group comes first, as only then a failure of all ranks is reported by one rank.
+        # The process group comes first. Without it, every rank would report a failure that all ranks have in common.
         world, notes = _connect(cfg)
         check_run_folder(folder)
         if keeps:
@@ -125,6 +125,6 @@ def _leave(world: World, give_terminal_back: Callable[[], None]) -> None:
     give_terminal_back()
     with suppress(Exception):
         dist.barrier(group=world.host_group)
-    # A normal exit would tear down the process group, during which engines print errors.
+    # A normal exit would tear down the process group, and engines print errors while that happens.
     sys.stdout.flush()
     os._exit(0)

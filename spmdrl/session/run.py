@@ -26,7 +26,7 @@ C = TypeVar("C", bound=TrainingConfig)
 
 @dataclass(kw_only=True)
 class JobRun(Generic[C]):
-    """A job on a rank, with the parts that all kinds of jobs have. Subclasses add sampling, evaluation and logging."""
+    """A job on one rank, with the parts that every kind of job has. Subclasses add sampling, evaluation and logging."""
 
     session: Session[C]
     models: Models
@@ -34,7 +34,7 @@ class JobRun(Generic[C]):
     journal: Journal
     step_began: float = 0.0
     digits: ClassVar[int] = 4
-    """Decimals of the numbers in the closing lines on the console."""
+    """Number of decimals with which the closing lines on the console show numbers."""
 
     @property
     def cfg(self) -> C:
@@ -43,7 +43,7 @@ class JobRun(Generic[C]):
 
     @property
     def world(self) -> World:
-        """The ranks of the job."""
+        """The ranks of the job, with their roles and process groups."""
         return self.session.world
 
     @property
@@ -81,7 +81,7 @@ class JobRun(Generic[C]):
         self.checkpoints.step_done(step, self.held())
 
     def held(self) -> dict[str, int]:
-        """Return numbers that must be equal on all ranks after a step."""
+        """Return numbers that must be equal on all ranks after a step, which `checkpoint` checks."""
         return {"version": self.policy.version}
 
     def leave(self, left: PreemptedError) -> None:
@@ -100,7 +100,7 @@ class JobRun(Generic[C]):
         self.session.finish([shown] if numbers else [])
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate the models after `done` steps, log it, and return numbers for the closing lines. Collective."""
+        """Evaluate the models after `done` steps, log and return the numbers for the closing lines. Collective."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class Session(Generic[C]):
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """The run folder, which contains checkpoints, metrics and logs."""
         return run_folder(self.cfg)
 
     def note(self, text: str) -> None:

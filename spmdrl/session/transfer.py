@@ -1,7 +1,8 @@
-"""Pushes weights into engines: each rank gets the weights that its engine reads, with checksums on both sides (law 5).
+"""Pushes weights into engines: each rank gets the weights that its engine reads, and checksums are compared.
 
 Trainer and engine may use different layouts ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy lists the
-pieces of tensors that a rank has, the engine those that it reads, and `weights/reshard.py` sends the missing ones.
+pieces of tensors that a rank has, the engine lists the pieces that it reads, and `weights/reshard.py` sends the missing
+ones.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from spmdrl.weights.reshard import (
 
 @dataclass
 class PushReport:
-    """The result of a push on this rank."""
+    """The result of a weight push on this rank."""
 
     version: int
     bytes: int
@@ -51,13 +52,13 @@ class Route:
     plan: Reshard
     entries: list[Entry]
     needs: Needs
-    """Boxes (index ranges of tensors) that this rank's engine reads."""
+    """The boxes (index ranges of tensors) that this rank's engine reads."""
     sums: list[torch.Tensor] = field(default_factory=list)
     """Checksums of the last push, one for each box in `counted`."""
 
     def __post_init__(self):
         self.counted: dict[str, list[tuple[Box, Box]]] = {}
-        """Boxes whose checksums are compared, by tensor, each with the box of the complete tensor."""
+        """(box whose checksum is compared, box of the complete tensor), listed by the name of the tensor."""
         for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
             if counted:
                 self.counted.setdefault(self.entries[i].name, []).append((box, self.entries[i].box))
@@ -81,10 +82,10 @@ class Transfer:
         bucket_bytes: int,
         parts: tuple[Part, ...] = ("model",),
     ):
-        """Take the two ends of the transfer. policy, engine: None on ranks that do not train or do not sample.
+        """policy: the source, None on ranks that do not train. engine: the target, None on ranks that do not sample.
 
-        dtype: type of the engine's weights. parts: the parts of a policy that the engine needs. All parts but the last
-        are pushed only if an engine has no weights.
+        dtype: type of the engine's weights. bucket_bytes: most bytes of tensors that are sent together. parts: the
+        parts of a policy that the engine needs. All parts but the last are pushed only if an engine has no weights yet.
         """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
         self.bucket_bytes, self.parts = bucket_bytes, parts
@@ -102,7 +103,7 @@ class Transfer:
         return Route(plan, entries, needs)
 
     def _due(self) -> tuple[Part, ...]:
-        """Return the parts to push. Collective."""
+        """Return the parts of the policy that the next push must send. Collective."""
         if len(self.routes) < len(self.parts) or len(self.parts) == 1:
             return self.parts
         empty = torch.tensor([int(self.engine is not None and self.engine.version is None)])
@@ -136,7 +137,7 @@ class Transfer:
                 pass
         else:
             self.engine.load(travel(), version)
-            # The comparison covers the engine's whole memory: parts that were not pushed this time must be intact.
+            # The comparison covers all weights of the engine, so parts that were not pushed this time are included.
             compared = deep and self._compare(routes, f"version {version} after the push")
         plans = [self.routes[part].plan for part in due]
         needed = sum(p.needed_bytes for p in plans) if self.engine else 0
@@ -160,7 +161,7 @@ class Transfer:
     def load(self, folder: Tensors, version: int) -> int:
         """Load the weights of a folder into this rank's engine in place of the policy's; return the bytes read.
 
-        Each rank reads the tensors that it needs itself. Collective over the ranks of the engine, after a push.
+        Each rank reads from disk the boxes that its engine needs. Collective over the ranks of the engine.
 
         Raises:
             CorruptWeightsError: the engine's memory differs from the folder.
@@ -189,7 +190,7 @@ class Transfer:
                 route.count(found)
             return found
 
-        # All ranks of the engine load the same number of buckets; some may be empty.
+        # All ranks of the engine must load the same number of buckets, some of which may be empty on a rank.
         self.engine.load((bucket(number) for number in range(1 + max(places, default=-1))), version)
         if deep:
             self._compare([route], f"the weights of {folder.folder} after loading")

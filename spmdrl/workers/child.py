@@ -20,7 +20,7 @@ _RANK_VARIABLES = {
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 }
 LEAVES_WITHIN = 2.0
-"""Seconds in which a process may exit after its input is closed."""
+"""Most seconds that a process has to exit after its input is closed."""
 
 
 @dataclass(eq=False)
@@ -29,9 +29,9 @@ class Child:
 
     process: subprocess.Popen
     selector: selectors.BaseSelector
-    """Selector of the pipes; the `data` of its keys is the child."""
+    """Selector that watches the pipes; the `data` of a pipe's key is the child."""
     spawned: float
-    """Time of the process's start, or of the last begin or end of loading a file (time.monotonic())."""
+    """Time (time.monotonic()) at which the process was started, or at which it last began or ended to load a file."""
     ready: bool = False
     """True if the process has started and is not loading a file."""
     to_send: bytearray = field(default_factory=bytearray)
@@ -39,16 +39,16 @@ class Child:
 
     @property
     def stdin(self) -> IO[bytes]:
-        """Pipe to the process."""
+        """The pipe to the standard input of the process."""
         return cast(IO[bytes], self.process.stdin)
 
     @property
     def stdout(self) -> IO[bytes]:
-        """Pipe from the process."""
+        """The pipe from the standard output of the process."""
         return cast(IO[bytes], self.process.stdout)
 
     def flush(self) -> None:
-        """Write as much as the pipe takes, and let the selector watch the pipe if something is left."""
+        """Write as many queued bytes as the pipe takes. If some are left, the selector watches for room in the pipe."""
         fd = self.stdin.fileno()
         try:
             while self.to_send:
@@ -108,7 +108,7 @@ class Child:
 
     def end(self) -> str:
         """Wait briefly for the end of a process that closed its pipe. Return its end as text: `by signal SIGKILL`."""
-        self.await_end(1.0)  # a kill at once would hide the exit code
+        self.await_end(1.0)  # killing the process at once would hide its exit code
         self.kill()
         code = self.process.returncode
         hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
@@ -123,8 +123,8 @@ def spawn(
 ) -> C:
     """Start `python -m module <pid of this process>`, send the line `hello` to it, and return the child.
 
-    kind: class of the child. selector: will watch the child's pipes. variables: additional environment variables.
-    python: interpreter; if empty, that of this process.
+    kind: class of the returned child. selector: will watch the child's pipes. variables: additional environment
+    variables. python: interpreter of the child; if empty, that of this process.
     """
     process = subprocess.Popen(
         [python or sys.executable, "-m", module, str(os.getpid())],
@@ -132,7 +132,7 @@ def spawn(
         stdout=subprocess.PIPE,
         env=_environment() | variables,
         bufsize=0,
-        start_new_session=True,  # a kill also reaches its children, and Ctrl-C goes only to the caller
+        start_new_session=True,  # a kill also ends the process's children, and Ctrl-C reaches only the caller
     )
     child = kind(process, selector, spawned=time.monotonic())
     os.set_blocking(child.stdin.fileno(), False)
@@ -144,7 +144,7 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return the caller's environment variables without those of a rank, with one thread and no GPU."""
+    """Return a child's environment variables: those of this process without a rank's, with one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }

@@ -15,19 +15,19 @@ def die_with(parent: int) -> None:
     """End this process when its parent ends for any reason. parent: process id of the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before the call above
+    if os.getppid() != parent:  # the parent had ended before the call above
         os._exit(0)
 
 
 def take_pipes() -> tuple[int, int]:
-    """Return file descriptors of the requests and the answers, and hide both from user code.
+    """Return the file descriptors of the pipes for requests and for answers, and hide both pipes from user code.
 
     User code gets an empty stdin, and its output goes to stderr. Signals that a cluster sends to all processes of a job
     are ignored, since the ranks handle them.
     """
-    # An empty handler instead of SIG_IGN, which children of user code would inherit.
+    # The handlers are empty functions, because programs that user code starts would inherit SIG_IGN.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    # These signals must still end children that user code forks.
+    # Children that user code forks get the old handlers back, so that these signals still end them.
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, old) for number, old in before.items()])
     requests, answers = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -45,7 +45,7 @@ def write_all(answers: int, line: bytes) -> None:
         while line:
             line = line[os.write(answers, line) :]
     except BrokenPipeError:
-        # The parent has ended, and nobody waits for this answer.
+        # The parent has ended, so there is nothing left to do.
         os._exit(0)
 
 

@@ -1,8 +1,8 @@
 """The processes of a pool: starts them, exchanges JSON lines with them, watches deadlines, and replaces them.
 
 A process first sends `{"ready": true}`. It sends `{"loading": true}` before it loads a file and `{"loading": false}`
-after that; deadlines of answers do not apply in between. `{"alive": true}` is a heartbeat. All other lines are for the
-pool.
+after that; while it loads, deadlines of answers do not apply. `{"alive": true}` is a heartbeat. All other lines are for
+the pool.
 """
 
 import json
@@ -17,20 +17,21 @@ from spmdrl.health.status import tick
 from spmdrl.workers.child import LEAVES_WITHIN, Child, spawn
 
 START_SECONDS = 120.0
-"""Seconds that a process may take to start, or to import a user's file (a cold file system is slow)."""
+"""Most seconds that a process may take to start, or to import a user's file (a cold file system is slow)."""
 LOOK_EVERY = 0.05
-"""Seconds between two checks of all deadlines when `turn` is called without waiting, which may happen between two steps
-of an engine with hundreds of running requests."""
+"""Least seconds between two checks of all deadlines by calls of `turn(0)`, which may come after each step of an
+engine."""
 
 
 @dataclass(eq=False)
 class Process(Child):
-    """A process of a pool."""
+    """A child process that belongs to a pool."""
 
     retired: bool = False
-    """True if the process exits after its current requests and is not replaced then."""
+    """True if the process finishes its current requests, exits, and is not replaced."""
     silent: float | None = None
-    """Time of the first check after its deadline (time.monotonic()); None if the process has sent something since."""
+    """Time (time.monotonic()) at which a check found that the process had missed a deadline; None if it did not, or has
+    sent something since."""
 
 
 P = TypeVar("P", bound=Process)
@@ -57,7 +58,7 @@ class Listener(Protocol):
 
 
 class Processes(Generic[P]):
-    """A fixed number of processes, of which a process that ends is replaced by another."""
+    """A fixed number of processes. A process that ends is replaced by another."""
 
     def __init__(
         self,
@@ -73,8 +74,8 @@ class Processes(Generic[P]):
         """Start the processes, without waiting for them.
 
         kind, module, hello, variables, python: as in `spawn`. grace: seconds that a process may be silent after its
-        deadline. They count from the first check after the deadline, since a caller that did not call `turn` for long
-        may not have read everything.
+        deadline. They count from the first check after the deadline, since a caller that did not call `turn` for a long
+        time may not have read all answers.
         """
         self._listener, self._grace = listener, grace
         self._selector = selectors.DefaultSelector()
@@ -95,7 +96,7 @@ class Processes(Generic[P]):
 
     def turn(self, wait: float) -> None:
         """Handle lines from the processes, wait up to `wait` seconds for the first, and check all deadlines."""
-        tick()  # tells the watchdog that this rank lives; the deadlines below end work that hangs
+        tick()  # shows the watchdog that this rank lives, since the deadlines below end work that hangs
         look = wait > 0 or time.monotonic() >= self._look_at
         if wait > 0:
             due = min(self._due(process) for process in self.all)
@@ -123,7 +124,7 @@ class Processes(Generic[P]):
         return self._listener.deadline(process) if process.ready else process.spawned + START_SECONDS
 
     def _read(self, process: P) -> None:
-        if process not in self.all:  # replaced earlier in this turn
+        if process not in self.all:  # the process was replaced earlier in this call of `turn`
             return
         lines, ended = process.read_lines()
         process.silent = None
