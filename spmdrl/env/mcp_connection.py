@@ -232,7 +232,7 @@ def on_loop(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
     global _loop
     with _loop_lock:
         if _loop is None:
-            # The SDK's log lines may contain secrets, such as the addresses of servers. Errors are raised as exceptions.
+            # The SDK logs addresses and messages of servers, which may be secret. Its errors are raised as exceptions.
             for name in ("mcp", "httpx2"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
             _loop = asyncio.new_event_loop()

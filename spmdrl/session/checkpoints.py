@@ -27,7 +27,7 @@ class Kept(Protocol):
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state`, after the models are loaded. In older checkpoints some of its keys are missing."""
+        """Restore a result of `state`, after the models are loaded. Older checkpoints may lack some of its keys."""
         ...
 
 
