@@ -11,5 +11,6 @@ _root = Path(__file__).resolve().parents[1]
 for _folder in ("kernels", "sandbox"):
     _path = str(_root / _folder)
     if (_root / _folder / f"spmdrl_{_folder}").is_dir() and _path not in sys.path:
-        # Directly after the checkout's own entry, so that this copy precedes an installed one of another version.
+        # The folder is inserted directly after the checkout's own entry, so that this copy precedes an installed one of
+        # another version.
         sys.path.insert(sys.path.index(str(_root)) + 1 if str(_root) in sys.path else len(sys.path), _path)

@@ -55,11 +55,12 @@ class Completion:
     logp: list[float]
     finish: Finish
     version: int | None
-    """Version of the weights that sampled it; None if it was aborted while the weights were replaced."""
+    """Version of the weights that sampled the tokens; None if the request was aborted while the weights were
+    replaced."""
     experts: torch.Tensor | None = None
-    """int16 [n, W] under routing replay: the experts of each token of prompt and response except the last, layer by
-    layer (`hub.routing.Experts`); -1 for a token that the model did not process. None without routing replay, and for
-    an aborted request of an engine that reports experts only at the end."""
+    """int16 [n, W] under routing replay: the experts of each token of prompt and response except the last token, layer
+    by layer (`hub.routing.Experts`). A token that the model did not process has -1. None without routing replay, and
+    for an aborted request of an engine that reports experts only at the end."""
 
 
 class Engine(Protocol):
@@ -129,7 +130,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A sequence, and how many of its last tokens to score."""
+    """A request for the likeliest tokens at the last positions of a sequence."""
 
     tokens: list[int]
     count: int

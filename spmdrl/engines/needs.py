@@ -1,8 +1,8 @@
 """Finds the parts of checkpoint tensors that an engine's loader reads, by recording the loader's copies.
 
-This works however an engine divides q, k and v, experts or the vocabulary over its ranks: each rank runs the engine's
-loader once on tensors without values, and the copies that the loader would make show which part of which tensor the
-rank needs. This file imports only torch, because the processes of a server engine load it too.
+Each rank runs the engine's loader once on tensors without values. The copies that the loader would make show which part
+of each tensor the rank needs. This works however an engine divides q, k and v, experts or the vocabulary over its
+ranks. This file imports only torch, because the processes of a server engine load it too.
 """
 
 from collections.abc import Callable, Iterable, Iterator

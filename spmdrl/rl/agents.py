@@ -33,7 +33,7 @@ rejected without tokenizing it."""
 
 
 class Agents(Environment):
-    """The environments of one engine's episodes, on the engine's first rank."""
+    """Runs the environments of one engine's episodes. It exists only on the engine's first rank."""
 
     remote = True
 

@@ -109,7 +109,7 @@ class ConversationState:
         return ConversationState(**values, reopening=True)
 
     def add_answer(self, reply: Reply) -> list[dict]:
-        """Append the last turn and its answer to the messages, or replace all of them; return the messages before."""
+        """Append the last turn and its answer to the messages, or replace all of them; return the previous messages."""
         before = self.messages
         self.messages = list(reply.messages) if reply.anew else [*before, self.turns[-1].message, *reply.messages]
         return before
@@ -126,7 +126,7 @@ class ConversationState:
     ) -> tuple[list[int], bool]:
         """Return the tokens after which the policy continues, and True if they are its complete context.
 
-        before: messages before the last turn. reply: the answer to that turn, passed to `add_answer` before. made:
+        before: messages before the last turn. reply: the answer to that turn, which `add_answer` has added. made:
         tokens of the turn. ended: True if the turn's last token is one that ends turns.
 
         Raises:
@@ -152,7 +152,7 @@ class ConversationState:
         return 0 if key == self.first_state else 1 + int(key, 16) % (STATES - 1)
 
     def difference(self, reply: Reply) -> str:
-        """Return an error message if turns that were run again got other answers than before; else an empty text.
+        """Return an error message if turns that were run again got different answers; else an empty text.
 
         reply: the answer to the request that opened the environment again.
         """

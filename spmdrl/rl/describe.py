@@ -98,8 +98,8 @@ def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
 
 
 WARN_EXACT, WARN_ROUNDED = 1e-3, 0.1
-"""Defaults of `--rollout.logp-diff-warn`. In float32 or float64 the logp of engine and trainer differ by about 1e-5; in
-16 or 8 bits, or with stale samples, by 0.01 or more, so that the second default applies."""
+"""Defaults of `--rollout.logp-diff-warn`: the first for float32 and float64, in which logp of engine and trainer differ
+by about 1e-5; the second for 16 or 8 bits and for stale samples, with differences of 0.01 or more."""
 
 
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:

@@ -120,7 +120,7 @@ class Distillation(PolicyGradient):
             selected = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
             read = with_teacher_prompts(selected, self.prompts) if self.prompts else selected
             found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
-            # Both batches have the same tokens under their masks, in the same order.
+            # `read` has the same sampled tokens as the selected sequences of `batch`, in the same order.
             here_T = batch.token["mask"] & batch.per_token(share_B > 0)
             for column, x_T in zip(self.reader.names(name), found, strict=True):
                 batch.token[column] = x_T.new_zeros(batch.n_tokens, *x_T.shape[1:])

@@ -26,7 +26,7 @@ PROBE = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
 
 
 class Voice:
-    """Converts questions to a judge to tokens, and the tokens of its answers to text."""
+    """Converts the questions for a judge into tokens, and the tokens of its answers into text."""
 
     def __init__(self, file: str, judge: JudgeConfig, cfg: Config, tokenizer: Any):
         """tokenizer: the policy's, used if the judge's folder has none.

@@ -28,7 +28,7 @@ class EngineModels:
     """Frozen models of the policy's architecture, by name."""
 
     def __init__(self, cfg: Config, first: int, advice: str):
-        """Prepare for models, which `open` adds.
+        """Begin without models; `open` adds them.
 
         first: weight version of the first model; each further model gets the next lower number. The numbers are
         negative, so they differ from every version of the policy. advice: end of the message about a model that does

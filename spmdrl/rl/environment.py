@@ -98,7 +98,7 @@ class Environment:
         return {}
 
     def close(self) -> None:
-        """Stop all processes. May be called twice."""
+        """Stop all processes. This method may be called twice."""
 
 
 class OnFirstRank(Environment):

@@ -105,7 +105,7 @@ class Evaluation:
     def show(self, rows: list[dict]) -> None:
         """Store rows of some conversations of the first rank that samples.
 
-        Collective over all ranks if roles are split.
+        Collective over all ranks under split placement.
         """
         self.rows = [row | {"evaluation": True} for row in rows]
         if self.world.roles.split:
@@ -113,7 +113,7 @@ class Evaluation:
             self.rows = json.loads(texts[self.world.roles.samplers[0]])
 
     def take_rows(self, step: int) -> list[dict]:
-        """Return the rows for samples.jsonl and remove them; only the first rank has any.
+        """Return the rows for samples.jsonl and remove them; only the first rank has rows.
 
         step: step of the evaluation, counted from 1.
         """
@@ -177,9 +177,9 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
 
 
 def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:
-    """Return the mean score of all ranks' episodes by the reward model, also for each label. Collective over all ranks.
+    """Return the reward model's mean score over all ranks' episodes, and each label's mean. Collective over all ranks.
 
-    The names are `eval/model` and `eval/model/<label>`.
+    The keys of the result are `eval/model` and `eval/model/<label>`.
     """
     batch = from_episodes(episodes)
     batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}

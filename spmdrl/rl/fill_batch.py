@@ -27,7 +27,7 @@ class Filling:
     """
 
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
-        """Prepare a step. Collective over the ranks that sample.
+        """Prepare the batch of a step. Collective over the ranks that sample.
 
         keep: filter of `algos/filters.py`, or None. carried: groups that the previous step cut short on this engine.
         """
@@ -37,8 +37,8 @@ class Filling:
         self.advantage = ADVANTAGES.get(cfg.algo.advantage)
         """Facts about the advantage estimator; None for a user's function."""
         self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
-        """True if a sample is left out when all other samples of its prompt are left out, because nothing remains to
-        compare it with."""
+        """True if a sample is left out when all other samples of its prompt are left out: nothing remains to compare it
+        with."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
         """Number of carried groups, over all engines."""
@@ -101,8 +101,8 @@ class Filling:
         done.counts = {name: done.counts.get(name, 0.0) + n for name, n in counts.items()}
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
         if self.compares:
-            # A sample cannot be compared if all others of its prompt are left out; with a baseline of 0 its advantage
-            # would be its reward. All samples of a prompt are on the same rank.
+            # A sample cannot be compared if all others of its prompt are left out; its baseline would be 0, and its
+            # advantage the reward itself. All samples of a prompt are on the same rank.
             samples = Counter(e.position for e in usable)
             usable = [e for e in usable if samples[e.position] > 1]
         done.bad_samples += len(result.episodes) - len(usable)
@@ -125,7 +125,7 @@ class Filling:
         check_ungraded(ungraded, graded, self.cfg.reward, where, size, self.cfg.env, self.why)
 
     def shortage(self) -> ValueError:
-        """Return the error of a step that could not be filled, with the acceptance rate."""
+        """Return the error to raise for a step that could not be filled; its message has the acceptance rate."""
         drawn, rounds = self.done.drawn + self.before, self.cfg.filter.max_rounds
         return ValueError(shortage(self.cfg.filter.keep, len(self.positions), drawn, self.wanted, rounds))
 

@@ -72,7 +72,7 @@ class Grading:
             grader.submit((prompt.index, episode.sample, group.position), item)
 
     def _dialogue(self, episode: Episode) -> list[tuple[bool, str]]:
-        """Return the texts before the last response: prompt, turns and observations, each with True if sampled."""
+        """Return the texts before the last response (prompt, turns, observations), each with True if it was sampled."""
         prompt, path = list(range(episode.opening)), episode.path
         # If a branch does not begin with the complete prompt, all of its segments follow the prompt's text.
         rest = path[len(prompt) :] if path[: len(prompt)] == prompt else path

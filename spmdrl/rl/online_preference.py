@@ -126,7 +126,7 @@ class OnlinePreference(PolicyGradient):
         return batch
 
     def update(self, pairs: Batch, step: int) -> Metrics:
-        """Update the policy on the samples of `score`, then the reference if that is due. Collective.
+        """Update the policy on the samples that `score` returned, then the reference if that is due. Collective.
 
         step: counted from 0.
         """

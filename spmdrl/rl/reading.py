@@ -42,10 +42,13 @@ class Scores:
 
 @dataclass
 class AtLast:
-    """Reads the score at the last sampled token. Used for a model without a file that describes it, and in plans."""
+    """Reads the score at the last sampled token.
+
+    It is used for a model that no file describes, and when a job is only planned (`spmdrl.plan`).
+    """
 
     prefix: str = "the reward model"
-    """The flag and the path, for messages."""
+    """Start of error messages: the flag and the path."""
     positions: int = 0
     """Most tokens that the model can read; 0: unknown."""
     steps: bool = False
@@ -78,9 +81,9 @@ class Reading:
     classifier: ClassifierConfig
     labels: Labels
     prefix: str
-    """The flag and the file, for messages."""
+    """Start of error messages: the flag and the file."""
     tokenizer: Any
-    """The policy's."""
+    """The policy's tokenizer."""
     rewriter: Rewriter | None
     """Converts responses to the reward model's tokens; None if it uses the policy's tokens."""
     prompts: dict[int, Prompt]
@@ -129,7 +132,7 @@ class Reading:
         )
 
     def places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch, torch.Tensor]:
-        """Find the ends of steps in the policy's tokens and in the reward model's.
+        """Find the ends of steps in the policy's tokens and in the reward model's tokens.
 
         A response that is not scored by steps counts as one step.
 

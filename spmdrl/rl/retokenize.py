@@ -22,7 +22,7 @@ from spmdrl.hub.tokenizer import BROKEN, control_words
 PLACEHOLDER = "\ue000"
 """A private-use character that is rendered instead of an answer, to find the answer's place in a template."""
 CUT = -1
-"""Marks the end of a token that ends within a character."""
+"""Value that replaces the end of a token that ends within a character."""
 BEFORE = 4
 """Number of prompt tokens that are decoded with a response, because some tokenizers drop a blank at a text's start."""
 
@@ -34,7 +34,7 @@ class Rewriter:
     """Converts a prompt and a response to the tokens of another tokenizer."""
 
     def __init__(self, tokenizer: Any, prefix: str, pad: int | None):
-        """tokenizer: the reward model's. prefix: start of messages.
+        """tokenizer: the reward model's. prefix: start of error messages.
 
         pad: padding token, which is skipped to find the score.
         """
@@ -54,7 +54,7 @@ class Rewriter:
             )
 
     def whole(self, prompt: Prompt, response: str) -> tuple[list[int], int]:
-        """Return the tokens of a prompt with its response, and the index of the token at which HF reads the score."""
+        """Return the tokens of a prompt with its response, and the index of the token at which HF models score it."""
         tokens = self._tokens(prompt, self._text(prompt, prompt.reply + self.control.sub(BROKEN, response)))
         # As in transformers, the score is at the last token that is not padding, or at the first if all are padding.
         return tokens, next((i for i in range(len(tokens) - 1, -1, -1) if tokens[i] != self.pad), 0)

@@ -36,7 +36,7 @@ class Rollout:
         self.observations: list[tuple[Place, Observation]] = []
         """Observations that have arrived but wait for others (`plan.in_order`)."""
         self.ended = 0
-        """Number of groups completed since the last tally, without groups that failed."""
+        """Number of groups completed since the last call of `tally.reached`, without groups that failed."""
         self.idle = 0.0
         """Seconds in which the engine had nothing to do while environments worked."""
         # No engine begins more than an equal share at once; engines that finish early take further prompts.

@@ -26,7 +26,7 @@ class PromptGroup:
     """Number of this draw among all draws of prompts in the run. A prompt that is drawn twice has two positions."""
     prompt: Prompt
     born: int
-    """Step in which the prompt was drawn."""
+    """Step in which the prompt was drawn; in an evaluation, the constant `evaluation.EVALUATION`."""
     episodes: list[Episode]
     """Episodes in the order of their samples. The greedy one, if there is one, is the last."""
 
@@ -67,8 +67,8 @@ class Experience:
     """Groups to continue later: they were cut short on this rank's engine, or drawn and not begun. Equal on all ranks
     of an engine."""
     bad_samples: int = 0
-    """Number of samples left out on this rank: a reward or logp was not finite, they could not be graded, or all other
-    samples of their prompt were left out and the advantage compares samples."""
+    """Number of samples left out on this rank. Reasons: a reward or logp is not finite; a sample could not be graded;
+    the advantage compares samples, and all other samples of the prompt are left out."""
     stats: Metrics = field(default_factory=Metrics)
     counts: dict[str, float] = field(default_factory=dict)
     """Counts of environments on this rank (`environment.COUNTS`)."""
@@ -95,7 +95,7 @@ class RolloutPlan:
     top_p: float = 1.0
     assignment: str = "queue"
     first_position: int = 0
-    """Position of the first prompt; the other prompts follow."""
+    """Position of the first prompt; the positions of the other prompts follow it."""
     greedy: bool = False
     """True to sample an additional greedy response to every prompt, whose reward is the baseline of the others."""
     bad_sample: str = "stop"
@@ -112,7 +112,7 @@ class RolloutPlan:
     """Most tokens of one response; 0: no limit."""
     in_order: bool = False
     """True if the engine waits for all pending observations before each step and gets requests sorted by (position,
-    sample), so that timing affects neither the engine's batches nor which episodes are cut short."""
+    sample). Timing then affects neither the engine's batches nor the choice of episodes to cut short."""
     keeps_cut: bool = False
     """True if another step continues groups that are cut short."""
     must_end: int = -1

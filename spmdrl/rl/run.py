@@ -55,7 +55,7 @@ class Run(JobRun[Config]):
     experts_width: int
     """Number of columns with experts in a batch, under routing replay; 0: no replay."""
     method: "PolicyGradient" = field(init=False)
-    """The learning method, which is made after the run."""
+    """The learning method, which is created after the run."""
     timeouts_seen: int = 0
     digits = 3
 
@@ -151,8 +151,8 @@ class Run(JobRun[Config]):
             values |= self.evaluation.take() | self.checkpoints.saver.poll()
             self.checkpoints.saver.record_metrics(step + 1, values)
             if step + 1 == self.cfg.run.steps:
-                # After the last step `finish` evaluates again and adds its `eval/...` to the same line, so the metrics
-                # of the earlier evaluation get another name.
+                # `finish` evaluates again and adds `eval/...` to the same line, so the earlier metrics get another
+                # name.
                 values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
             rollout = self.cfg.rollout
             adapt_coefficients(self.algo, self.cfg, values, rollout.prompts_per_step * rollout.samples_per_prompt)
@@ -250,10 +250,7 @@ class Run(JobRun[Config]):
 
 
 class PolicyGradient:
-    """Learns from advantages of the policy's samples.
-
-    Other learning methods are subclasses that override some of its functions.
-    """
+    """Learns from advantages of the policy's samples. Other learning methods are subclasses of this class."""
 
     replays = True
     """True if `spmdrl.tools.replay` can run an optimizer step again."""

@@ -46,7 +46,7 @@ class Sampler:
     judges: EngineJudges | None = None
     """Judges on the engine; they make every rollout collective over the ranks that sample."""
     step: int = 0
-    """The next step to sample."""
+    """The next step to sample, counted from 0."""
     draws: int = 0
     """Number of prompts that earlier steps have drawn."""
     carried: list[PromptGroup] = field(default_factory=list)
@@ -105,10 +105,10 @@ class Sampler:
 
         Args:
             step: counted from 0.
-            first: number of prompts that the run has drawn before.
+            first: number of prompts that the run has drawn already.
             prompts: number of prompts to draw.
             version: version of the weights.
-            before: number of prompts that this step has drawn before.
+            before: number of prompts that this step has drawn already.
         """
         cfg = self.cfg.rollout
         drawn = drawn_indices(len(self.prompts), first, prompts, self.cfg.run.seed, self.cfg.data.shuffle)

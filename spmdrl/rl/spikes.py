@@ -131,7 +131,7 @@ def read(place: Path) -> tuple[dict, Batch]:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file of a rank."""
+    """Return the name of the file to which a rank writes its sequences."""
     return f"rank_{rank:05d}.safetensors"
 
 

@@ -66,7 +66,7 @@ class RunState:
 
 @dataclass
 class RankState:
-    """The state of a run on this rank. Implements `session.checkpoints.RankKept`."""
+    """The part of a run's state that differs between ranks. Implements `session.checkpoints.RankKept`."""
 
     cfg: Config
     world: World

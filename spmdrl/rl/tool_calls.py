@@ -36,7 +36,7 @@ class CallReader:
     """Most tokens of a turn. A turn that reaches this number is sent to the environment unfinished. 0: no limit."""
 
     def of(self, episode: Episode) -> dict[int, Calls]:
-        """Return the calls of each turn that has any, by the index of the last sampled segment of the turn."""
+        """Return the calls of each turn that has calls, by the index of the last sampled segment of the turn."""
         places: dict[int, list[int]] = {}
         for i, s in enumerate(episode.segments):
             if s.sampled:

@@ -50,7 +50,8 @@ class Group:
         self.top_p = torch.tensor([r.top_p for r in requests], device=device)
         self.cache: Any = None
         self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
-        """For each request, int16 [tokens, W] of every step, if routing is recorded."""
+        """For each request, the experts of the tokens of every step, int16 [tokens, W]; empty if routing is not
+        recorded."""
 
     @property
     def began(self) -> bool:
@@ -97,8 +98,8 @@ class Decoder:
     def check(self, vocabulary: int, device: torch.device, dtype: torch.dtype) -> None:
         """Choose `way` by a test of the model, once. Collective over the ranks that share the model.
 
-        The test decodes two rows and drops one of them early. It compares the log-probabilities of the other with a
-        forward over the complete row without a cache.
+        The test decodes two rows and drops one of them early. It compares the log-probabilities of the other row with
+        those of a forward over the complete row without a cache.
 
         Raises:
             ValueError: a token's probabilities depend on later tokens, so that no way of sampling is correct, or the
@@ -139,7 +140,7 @@ class Decoder:
                     f"--rollout.engine hf: {name} of transformers does not compute the next token of a sequence "
                     f"({reasons[-1]}): take --rollout.engine vllm or a model of another family"
                 )
-            # Rounding alone may exceed `close`; decoding without a cache measures how large it is.
+            # Rounding alone may exceed `close`; decoding without a cache measures how large the rounding is.
             self.way = next((way for way in WAYS if found[way] <= TIMES * found[None]), None)
         self.checked = True
         if not self.way:

@@ -1,8 +1,8 @@
 """The HF engine: plain transformers forwards with a cache, for tests, small models and machines without vLLM.
 
 Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform
-sampling from one uniform number that depends on the request's seed and position, so a sample does not depend on the
-other rows of its batch.
+sampling from one uniform number, which depends only on the request's seed and the token's position. A sample therefore
+does not depend on the other rows of its batch.
 
 The engine starts without weights: it reads none from the model's folder, and the first push brings all of them.
 """
@@ -111,7 +111,7 @@ class HFEngine:
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
         tokens, logp = sample(logits.to(self.upcast), group, position)
         if self.group is not None:
-            # The first rank's draw counts, because the ranks' logits may be rounded differently.
+            # All ranks use the first rank's draw, because the ranks' logits may be rounded differently.
             both = torch.stack([tokens.double(), logp.double()])
             dist.broadcast(both, group=self.group, group_src=0)
             tokens, logp = both[0].long(), both[1].to(logp.dtype)

@@ -208,7 +208,7 @@ class SGLangEngine:
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """Implements `Engine.load`."""
         self.version = None
-        # Running requests have tokens and cached prefixes of the old weights.
+        # Running requests are aborted, because their tokens and cached prefixes come from the old weights.
         self.backlog += self.abort(list(self.running.values()))
         if self.process:
             self.process.call("begin")

@@ -39,7 +39,7 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
     if starts_empty(cfg):
         values |= {"load_format": "dummy", "json_model_override_args": json.dumps(without_quantization(whole))}
     if world.device.type == "cpu":
-        # The cache's size is `max_total_tokens`; this share only bounds it, and must not reduce the settings' size.
+        # `max_total_tokens` sets the cache's size. This share is only an upper bound, which must not reduce that size.
         share = 0.9 if rollout.kv_cache_gib else 0.1
         values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
     else:

@@ -144,7 +144,7 @@ class Broadcast:
 
 
 class Process:
-    """The rank's handle on the server process. One thread reads its answers and notices its end, another its log."""
+    """The rank's handle on the server process. One thread reads answers and notices the end, another reads the log."""
 
     def __init__(self, python: Path, config: dict, timeout: float):
         self.timeout = timeout
@@ -216,7 +216,7 @@ class Process:
     def take(self, seconds: float) -> dict | None:
         """Return the next line that answers a command, or None; put lines about requests into `done` and `failed`.
 
-        Waits at most `seconds` for the first line.
+        This waits at most `seconds` for the first line.
         """
         with suppress(queue.Empty):
             line = self.lines.get(timeout=seconds) if seconds else self.lines.get_nowait()

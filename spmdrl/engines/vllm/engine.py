@@ -154,10 +154,7 @@ class VLLMEngine:
         return self.copies.drop(name) if self.copies else True
 
     def _routed(self, part: Any, rows: int) -> torch.Tensor:
-        """Return `Completion.experts` of a finished output, which lists the experts of all layers, [n, layers, K].
-
-        rows: number of rows of the result; rows that the output lacks are -1.
-        """
+        """Return `Completion.experts` for `rows` tokens; a token without experts in vLLM's output gets -1."""
         routed = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
         return torch.cat([routed, routed.new_full((rows - len(routed), routed.shape[1]), FREE)])
 
@@ -220,9 +217,7 @@ class VLLMEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Implements `Engine.reset_prefix_cache`.
-
-        Without this call, vLLM would reuse prefixes that older weights computed.
+        """Implements `Engine.reset_prefix_cache`; otherwise vLLM would reuse prefixes computed with older weights.
 
         Raises:
             StaleEngineError: vLLM cannot drop the prefixes, because a request uses a part of the cache.

@@ -44,7 +44,7 @@ def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
 
 
 class Adapters:
-    """The one adapter of an engine."""
+    """The LoRA adapter of an engine: finds the places of its tensors in vLLM's layers, and installs it."""
 
     def __init__(self, runner: Any, cfg: Config):
         """runner: vLLM's model runner with wrapped layers."""
@@ -53,8 +53,8 @@ class Adapters:
 
         self.manager = runner.lora_manager._adapter_manager
         self.rank, self.dtype, self.alone = cfg.lora.rank, DTYPES[cfg.model.dtype], cfg.rollout.tp == 1
-        # Adapters arrive already scaled, so alpha is the rank. vLLM never reads the path "pushed", because the adapter
-        # is installed before the first request.
+        # Adapters arrive already scaled, so alpha equals the rank and vLLM scales them by 1. vLLM never reads the path
+        # "pushed", because the adapter is installed before the first request.
         self.helper = PEFTHelper(r=self.rank, lora_alpha=self.rank, target_modules=list(cfg.lora.targets))
         self.request = LoRARequest("policy", NUMBER, "pushed")
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
@@ -114,7 +114,7 @@ class Adapters:
 
     def take(self, bucket: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Keep a bucket's adapters for `install`, and return its other tensors."""
-        # Copied, because vLLM keeps these tensors while the trainer frees the memory of the bucket.
+        # The tensors are copied, because vLLM keeps them while the trainer frees the memory of the bucket.
         self.taken |= {name: x.to("cpu", self.dtype, copy=True) for name, x in bucket.items() if is_adapter(name)}
         return {name: x for name, x in bucket.items() if not is_adapter(name)}
 
@@ -136,5 +136,5 @@ class Adapters:
         return word_sum(self._buffer(name) for name, _ in self.counted)
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return all buffers of adapters."""
+        """Return all of vLLM's buffers for adapters."""
         return [x for module, _ in self.places.values() for x in (*module.lora_a_stacked, *module.lora_b_stacked)]

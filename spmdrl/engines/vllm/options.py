@@ -43,7 +43,7 @@ def refusals_as_warnings() -> Iterator[None]:
     """Make torch warn instead of raise under `--run.deterministic` inside this context.
 
     vLLM's top_p computes running sums of floats, which a GPU adds in no fixed order. An evaluation with `--eval.top-p`
-    below 1 may therefore differ between two runs; training samples at top_p 1.
+    below 1 may therefore differ between two runs. Training is not affected, because it samples at top_p 1.
     """
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     if strict:
@@ -103,7 +103,7 @@ def layout(cfg: Config) -> dict[str, Any]:
     if rollout.ep > 1:
         options["enable_expert_parallel"] = True
     if rollout.dp > 1:
-        # Without async scheduling every step runs the model, so that all copies reach its collectives together.
+        # Without async scheduling every step runs the model, so that all copies reach the model's collectives together.
         options |= {"data_parallel_size": rollout.dp, "async_scheduling": False}
     known = {field.name for field in fields(EngineArgs)}
     if lacking := sorted(options.keys() - known):
@@ -148,12 +148,12 @@ def has_states(folder: Path, cfg: Config, longest: int) -> bool:
 def _cpu_options(cfg: Config, config: Any, folder: Path, longest: int) -> dict[str, Any]:
     """Return the arguments of vLLM's LLM that only its CPU build needs. config: transformers' text config."""
     stateful = has_states(folder, cfg, longest)
-    # For latent attention vLLM sets another block size, and on CPUs with AMX it would choose a kernel that rejects
-    # float32 and packs weights once at start, so that later pushes would have no effect.
+    # For latent attention vLLM sets another block size. On CPUs with AMX it would also choose a kernel that rejects
+    # float32 and that packs weights once at start, which would make later pushes ineffective.
     latent = getattr(config, "kv_lora_rank", None)
     options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
-    # Prompts are not divided into chunks, because after each chunk vLLM resets the offset of the request's random
-    # generator, which has no effect on a CPU's generator.
+    # Prompts are not divided into chunks. After each chunk vLLM would reset the offset of the request's random
+    # generator, but a CPU's generator ignores this.
     options["enable_chunked_prefill"] = False
     if stateful:
         # vLLM can cache prefixes of states only with chunked prefill.

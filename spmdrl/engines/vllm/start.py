@@ -96,7 +96,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
 
 
 class Overridden:
-    """A stand-in for a module, with some of its names overridden."""
+    """An object that behaves like a module, but has other values for some of the module's names."""
 
     def __init__(self, module: Any, **replaced: Any):
         self._module = module

@@ -146,8 +146,8 @@ class Server:
 
         while left := {id: self.running[id] for id in ids if id in self.running}:
             for id in left:
-                # A scheduler ignores an abort that arrives before its request, so it is sent until the request ends.
-                # SGLang's abort_request would send it only once.
+                # A scheduler ignores an abort that arrives before its request. The abort is therefore sent again until
+                # the request ends; SGLang's abort_request would send it only once.
                 self.tokenizer_manager._dispatch_to_scheduler(AbortReq(rid=id))
             await asyncio.wait(left.values(), timeout=ABORT_AGAIN_SECONDS)
 

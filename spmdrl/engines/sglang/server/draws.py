@@ -32,7 +32,8 @@ def seed_at(seed: int, prompt_length: int) -> int:
 def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token [B] with logp [B, V] at each row's temperature (1 when greedy), by inverse transform.
 
-    info: SGLang's SamplingBatchInfo. The function uses its host-side flags, so it never waits for the device.
+    info: SGLang's SamplingBatchInfo. The function reads only those of its flags that are on the host, so it never waits
+    for the device.
     """
     logp_BV = torch.log_softmax(logits_BV.float() / info.temperatures, -1)
     greedy_B = info.top_ks == 1

@@ -261,7 +261,7 @@ def install_copies() -> None:
 
     GroupCoordinator.all_gatherv = all_gatherv
     GroupCoordinator.reduce_scatterv = reduce_scatterv
-    # SGLang's backend for CPUs lacks this method.
+    # SGLang's attention backend for CPUs lacks this method, which data-parallel attention calls.
     backend: Any = TorchNativeAttnBackend
     backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
