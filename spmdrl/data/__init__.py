@@ -12,7 +12,7 @@ steps.py          steps of a response, and rows of steps with labels
 row_columns.py    reads further columns of a row, and lists those that nothing reads
 chat.py           chooses the chat template, and renders and tokenizes a prompt
 rendering.py      renders dialogues by a chat template
-turns.py          finds the text that an assistant generates in a rendered dialogue, by proof or by marks
+turns.py          finds the text that an assistant generates in a rendered dialogue, by proofs or the template's marks
 turn_end.py       finds the control token that ends a turn
 shown.py          checks that a template shows turns, tools and variables
 template_ends.py  the tokens by which a chat template ends an assistant's turn

@@ -4,8 +4,8 @@ Row t of a per-token tensor describes the token at t itself: `logp[t]` is log p(
 sequence). The first token of a sequence has no logp; its mask is False.
 
 An episode that branches has one sequence for each of its paths. They are adjacent, and the last one is the path on
-which the episode ended. A sampled token that several paths share is under the mask only in the first of them. Losses
-and statistics treat an episode as one unit: they sum over its sequences, and read its rewards from the first.
+which the episode ended. If several paths share a sampled token, its mask is True only in the first of them. Losses and
+statistics treat an episode as one unit: they sum over its sequences, and read its rewards from its first sequence.
 """
 
 from dataclasses import dataclass, field
@@ -29,12 +29,13 @@ class Batch:
     token: name -> [T]. Always present are tokens, version (int64), mask (bool) and rollout_logp (float32). Under
     routing replay there is also experts (int16 [T, W], see `Episode`); if turns are compared, turn, state and parent
     (int64, see `Segment`); if turns have rewards, turn_reward (float64), at the last sampled token of a turn. mask is
-    the loss mask. If it omits sampled tokens, sampled (bool) marks all tokens that the policy sampled. Both are
-    False for tokens that an earlier path of the episode contains.
+    the loss mask. If it omits sampled tokens, sampled (bool) marks all tokens that the policy sampled. mask and sampled
+    are False for tokens that an earlier path of the episode contains.
 
     seq: name -> [B]. Always present are prompt, sample, position, version, finish, turns (int64), reward and baseline
     (float64), equal for all paths of an episode. path and paths (int64) are the number of the path and how many paths
-    its episode has; without them every sequence is an episode. A copy of an episode continues the path numbers.
+    its episode has; without them every sequence is an episode. If a batch repeats an episode, each copy continues the
+    path numbers.
     """
 
     lengths: torch.Tensor
@@ -61,13 +62,13 @@ class Batch:
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """int32 [B + 1]: the start of each sequence, and the end."""
+        """int32 [B + 1]: the index of each sequence's first token, and then T."""
         ends = torch.cumsum(self.lengths, 0).to(torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
 
     @property
     def seq_index(self) -> torch.Tensor:
-        """int64 [T]: the sequence of each token."""
+        """int64 [T]: the index of the sequence that contains each token."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.device), self.lengths)
 
     @property
@@ -89,19 +90,19 @@ class Batch:
 
     @property
     def firsts(self) -> torch.Tensor:
-        """int64 [E]: the first sequence of each episode."""
+        """int64 [E]: the index of each episode's first sequence."""
         return torch.nonzero(self.begins).flatten()
 
     @property
     def lasts(self) -> torch.Tensor:
-        """int64 [E]: the last sequence of each episode, the path on which it ended."""
+        """int64 [E]: the index of each episode's last sequence, which is the path on which the episode ended."""
         ends = torch.full((len(self),), True, device=self.device)
         ends[:-1] = self.begins[1:]
         return torch.nonzero(ends).flatten()
 
     @property
     def episode(self) -> torch.Tensor:
-        """int64 [B]: the episode of each sequence, 0 .. E - 1."""
+        """int64 [B]: the number of the episode that each sequence belongs to, 0 .. E - 1."""
         return torch.cumsum(self.begins, 0) - 1
 
     @property
@@ -111,7 +112,7 @@ class Batch:
 
     @property
     def episode_index(self) -> torch.Tensor:
-        """int64 [T]: the episode of each token, 0 .. E - 1."""
+        """int64 [T]: the number of the episode that each token belongs to, 0 .. E - 1."""
         return self.per_token(self.episode)
 
     @property
@@ -121,24 +122,24 @@ class Batch:
 
     @property
     def sampled_per_seq(self) -> torch.Tensor:
-        """int64 [B]: number of tokens that the policy sampled."""
+        """int64 [B]: number of tokens of each sequence that the policy sampled."""
         counts = torch.zeros(len(self), dtype=torch.int64, device=self.device)
         return counts.index_add_(0, self.seq_index, self.sampled.long())
 
     @property
     def sampled_per_episode(self) -> torch.Tensor:
-        """int64 [E]: number of tokens that the policy sampled."""
+        """int64 [E]: number of tokens of each episode that the policy sampled."""
         counts = self.sampled_per_seq
         return torch.zeros_like(self.firsts).index_add_(0, self.episode, counts)
 
     @property
     def generated_per_episode(self) -> torch.Tensor:
-        """int64 [E]: number of sampled and observed tokens after the prompt; those that branches share count once."""
+        """int64 [E]: number of sampled and observed tokens after the prompt; tokens that branches share count once."""
         return self.seq["made"][self.firsts] if "made" in self.seq else self.sampled_per_episode
 
     @property
     def n_distinct(self) -> int:
-        """The number of tokens; those that branches of an episode share count once."""
+        """The number of tokens of all episodes; tokens that branches of an episode share count once."""
         return int(self.seq["distinct"][self.firsts].sum()) if "distinct" in self.seq else self.n_tokens
 
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
@@ -146,7 +147,7 @@ class Batch:
         return torch.repeat_interleave(x_B, self.lengths)
 
     def group_differs(self) -> torch.Tensor:
-        """Return bool [B]: True if rewards differ in the sequence's group, whose samples must all be in this batch."""
+        """Return bool [B]: True if the rewards of the sequence's group differ. The batch must contain whole groups."""
         low = torch.full((int(self.seq["position"].max()) + 1 if len(self) else 0,), float("inf"), dtype=torch.float64)
         high = -low
         low.scatter_reduce_(0, self.seq["position"], self.seq["reward"], "amin")
@@ -159,11 +160,11 @@ class Batch:
         return torch.zeros(len(self), dtype=torch.float64, device=self.device).index_add_(0, self.seq_index, masked)
 
     def of_last(self, x_B: torch.Tensor) -> torch.Tensor:
-        """Return, for all sequences of an episode, a per-sequence value of its last path: [B] -> [B]."""
+        """Return, for each sequence, the value that the last path of its episode has: [B] -> [B]."""
         return x_B[self.lasts][self.episode]
 
     def sum_episodes(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum a per-token value over each episode's loss mask, repeated for its sequences: [T] -> [B], float64."""
+        """Sum a per-token value over each episode's loss mask; all its sequences get the sum: [T] -> [B], float64."""
         sums = torch.zeros(len(self.firsts), dtype=torch.float64, device=self.device)
         return sums.index_add_(0, self.episode, self.sum_tokens(x_T))[self.episode]
 
@@ -172,7 +173,7 @@ class Batch:
         return from_table(select(to_table(self), index))
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on another device."""
+        """Return the batch with all tensors on `device`."""
         return Batch(
             self.lengths.to(device),
             {k: v.to(device) for k, v in self.token.items()},

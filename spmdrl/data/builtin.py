@@ -1,4 +1,4 @@
-"""Small tasks made from a fixed seed: no download, and held-out rows that training never sees."""
+"""Small tasks generated from a fixed seed: they need no download, and training never sees their held-out rows."""
 
 import difflib
 import random
@@ -6,7 +6,7 @@ import random
 LETTERS = "abcdefghij"
 REVERSE_EVAL, REVERSE_TRAIN = 512, 4096
 ADDITION_EVAL = {1: 20, 2: 160}
-"""Number of ordered pairs held out, by number of digits (of 100 and 8,100 pairs)."""
+"""Number of digits -> number of ordered pairs that are held out, of 100 pairs (1 digit) or 8,100 pairs (2 digits)."""
 ADDITION_TRAIN = 4000
 
 
@@ -50,8 +50,8 @@ def reverse_steps(held_out: bool) -> list[dict]:
 def addition(digits: int, held_out: bool) -> list[dict]:
     """Return rows for adding two numbers of 1 (0..9) or 2 (10..99) digits.
 
-    Either both a + b and b + a are held out or neither is. One digit: all 100 pairs, of which 20 are held out. Two
-    digits: about 160 pairs that are held out, and 4,000 others.
+    a + b and b + a are always on the same side. One digit: 80 pairs for training, and 20 pairs held out. Two digits:
+    4,000 pairs for training, and about 160 pairs held out.
     """
     low, high = (0, 10) if digits == 1 else (10, 100)
     unordered = [(a, b) for a in range(low, high) for b in range(a, high)]
@@ -95,7 +95,7 @@ def nearest(name: str, names) -> str:
 
 
 def builtin_rows(name: str, held_out: bool) -> list[dict]:
-    """Return the rows of a task by name. Raises ValueError, which suggests the nearest name, for an unknown task."""
+    """Return the rows of a named task. Raises ValueError, which suggests the nearest name, for an unknown name."""
     if name not in BUILTINS:
         raise ValueError(f"unknown task 'builtin:{name}': {nearest(name, BUILTINS)} (--data.train, --data.eval)")
     return BUILTINS[name](held_out)

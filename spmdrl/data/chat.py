@@ -54,7 +54,7 @@ def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str
 def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
     if isinstance(templates, dict) and given in templates:
         return templates[given]
-    # A template that shows anything of a dialogue contains a brace.
+    # A template inserts parts of a dialogue by braces, so a text without a brace is not a template.
     if "{" in given:
         return given
     if isinstance(templates, dict):
@@ -75,7 +75,7 @@ class Today:
 
 
 def variables(more: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables `more` of a template, with the function that formats the date."""
+    """Return the template variables `more`, extended by the function with which templates write the date."""
     given = more.get(DATE)
     day = date.fromisoformat(given) if isinstance(given, str) else Today.first
     return more | ({DATE: datetime(day.year, day.month, day.day).strftime} if day else {})
@@ -105,7 +105,7 @@ def encode(
     tools: JSON schemas that the template shows. more: variables of the template.
 
     A text rendered by a template contains all special tokens, so none are added. Without a template, the tokenizer adds
-    special tokens at the front. An end token that it appends is removed, because the policy continues the text.
+    special tokens at the front. If the tokenizer appends an end token, it is removed: the policy continues the text.
     Raises ValueError if prompt, template and settings do not fit together.
     """
     has_template = bool(chat_template or getattr(tokenizer, "chat_template", None))

@@ -13,7 +13,7 @@ from typing import Any
 from spmdrl.data.row_columns import strings
 
 MARKS = [chr(code) for code in range(0xF0000, 0xF1000)]
-"""Private-use characters; the mark is one that no message contains."""
+"""Private-use characters. The first one that no message contains serves as the mark."""
 WRITTEN = ("<think>", "</think>")
 """Control tokens that the text of an assistant's message may contain, because templates look for them there."""
 
@@ -21,7 +21,7 @@ WRITTEN = ("<think>", "</think>")
 class Controls:
     """The control tokens of a tokenizer: special tokens, and other added tokens that the template writes.
 
-    Other added tokens (runs of spaces, HTML tags) count as text.
+    Added tokens that are neither (runs of spaces, HTML tags) count as text.
     """
 
     def __init__(self, tokenizer: Any, template: str):
@@ -34,12 +34,12 @@ class Controls:
         self.ids = frozenset(named)
         self._as_in_json = all(json.dumps(word, ensure_ascii=False) == f'"{word}"' for word in words)
         self._id = {str(token): i for i, token in named.items()}
-        # Pieces are tokenized after this token, as in the middle of a text: some tokenizers put a space before a text.
+        # Each piece is tokenized after this token, because some tokenizers put a space before the beginning of a text.
         self._before = next((str(token) for token in named.values() if not token.rstrip), "")
 
     def marked(self, messages: list[dict], tools: list | None) -> tuple[list[dict], list | None, str]:
-        """Return messages and tools with a mark in the text of every control token, and the mark."""
-        # Almost no message contains one. If JSON escapes none of their characters, one search in the JSON finds all.
+        """Return messages and tools with a mark inside every text that equals a control token, and the mark."""
+        # Almost no message contains a control token. If JSON escapes none of them, one search in the JSON finds all.
         if self._as_in_json and not self.pattern.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
             return messages, tools, MARKS[0]
         texts = list(strings([messages, tools]))
@@ -65,7 +65,7 @@ class Controls:
     def tokens(self, text: str, mark: str) -> list[int]:
         """Return the tokens of a rendered text, without adding special tokens.
 
-        Raises ValueError if their control tokens differ from those in the text outside the marks.
+        Raises ValueError if the tokens contain other control tokens than the template wrote.
         """
         first, *rest = text.split(mark)
         pieces = self.tokenizer([first, *(self._before + piece for piece in rest)], add_special_tokens=False).input_ids

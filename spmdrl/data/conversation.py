@@ -30,7 +30,7 @@ TOOL_ANSWER = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "con
 
 @dataclass
 class Next:
-    """Tokens of the context after an assistant's turn."""
+    """Tokens with which the context continues after an assistant's turn."""
 
     tokens: list[int]
     """Observed tokens to append to the sampled ones; they end with the generation prompt. Empty if there is a fork."""
@@ -40,7 +40,7 @@ class Next:
 
 @dataclass
 class _Marked(Dialogue):
-    """A dialogue in which the text of control tokens is marked."""
+    """A dialogue with `mark` inside every text that equals a control token (`controls.py`)."""
 
     mark: str = ""
 
@@ -51,8 +51,8 @@ class Conversation:
     def __init__(self, tokenizer: Any, template: str = "", history: str = "keep", more: dict | None = None):
         """Prove that the template can render conversations.
 
-        template: jinja text instead of the tokenizer's own. history: "keep" appends to the context as it was sampled;
-        "branch" forks where the template renders earlier messages differently. more: variables of the template.
+        template: jinja text that replaces the tokenizer's template. history: "keep" appends to the context as it was
+        sampled; "branch" forks if the template renders earlier messages differently. more: variables of the template.
 
         Raises ValueError if the history has another value, or if the text that the template puts between two turns
         cannot be proved; the message names the template.
@@ -76,7 +76,7 @@ class Conversation:
         self.next([QUESTION], ANSWER, None, [], False, [QUESTION])
 
     def of(self, more: dict[str, Any]) -> "Conversation":
-        """Return the conversation renderer with a row's variables of the template. Raises ValueError."""
+        """Return the renderer for a row that sets variables of the template. Raises ValueError like `__init__`."""
         if not more:
             return self
         key = json.dumps(more, sort_keys=True, default=str)
@@ -108,7 +108,7 @@ class Conversation:
 
     @property
     def no_tools(self) -> str:
-        """Advice for tools that the template does not show, as a sentence."""
+        """A sentence that advises what to do if the template does not show the tools."""
         return (
             f"{self.name} does not show the tools: choose one that does with --data.chat-template, or set `calls` in "
             "the YAML file of --env to the form in which the policy calls tools without seeing them"
@@ -117,7 +117,7 @@ class Conversation:
     def begin(self, messages: list[dict], tools: list | None = None, hidden: bool = False) -> list[int]:
         """Return the tokens of the first prompt, which end with the generation prompt.
 
-        messages: the last one is to be answered. tools: OpenAI function schemas. With tools it is proved that the
+        messages: the policy answers the last one. tools: OpenAI function schemas. With tools it is proved that the
         prompt shows each of them and that the conversation can continue after a call. hidden: True if the template may
         leave the tools out.
 
@@ -148,9 +148,9 @@ class Conversation:
         calls. tokens: the sampled tokens of the turn. ended: True if the last of them ends the turn. new: the messages
         that follow, from tools, the user or the system.
 
-        If the turn ended with another token than the template's, the context continues after that token. If it did not
-        end, the missing end is appended as observed tokens. If the template refuses the turn as a message, there is no
-        fork.
+        If the turn ended with another token than the template's, the context continues after that token. If the turn
+        did not end, the missing end is appended as observed tokens. If the template refuses the turn as a message,
+        there is no fork.
 
         Raises ValueError if there are no new messages, if the last one is an assistant's, or if the template refuses
         them or does not show them after the turn.
@@ -211,7 +211,7 @@ class Conversation:
         self._tools_shown.add(key)
 
     def _proved(self, marked: _Marked, turn: int) -> tuple[Tail | None, TemplateError | None]:
-        """Return the tail that the first possible shape of stand-ins proves, or None and the last error."""
+        """Return the tail proved by the first of SHAPES that the template accepts, or else None and the last error."""
         messages = marked.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
@@ -257,7 +257,7 @@ class Conversation:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _appended(self, tail: Tail, mark: str, tokens: list[int], ended: bool) -> list[int]:
-        """Return the tokens of the tail after those that end the sampled turn."""
+        """Return the tokens of the tail, without those with which the sampled turn has already ended."""
         ids, end = self.controls.tokens(tail.text, mark), self._end(tail.text[: tail.closing], mark)
         leading = next((i for i, token in enumerate(ids) if token not in self.controls.ids), len(ids))
         if ended and tokens and tokens[-1] in ids[:leading]:

@@ -29,7 +29,7 @@ MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "
 PROMPTS = ("prompt", "instruction", "question", "query")
 COMPLETIONS = ("completion", "response", "output", "answer")
 TEXTS = ("text", "content")
-"""Names of columns; the first one that a row has is read."""
+"""Usual names of columns; the first one that a row has is read."""
 ROLES = {
     **{name: "user" for name in ("user", "human", "prompter")},
     **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model", "bing", "function_call")},
@@ -46,7 +46,7 @@ FIELDS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS)
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; an empty name means the usual names."""
+    """Names of columns; an empty name means the usual names (MESSAGES, PROMPTS, COMPLETIONS, TEXTS)."""
 
     messages: str = ""
     prompt: str = ""
@@ -66,16 +66,16 @@ class Example:
     """Messages before the prompt, for a template: a system message and earlier exchanges."""
     tools: list | None = None
     more: dict[str, Any] = field(default_factory=dict)
-    """Tools, and variables of the template, for a prompt and a completion that are texts."""
+    """Tools and template variables (`more`) for a prompt and a completion that are both texts."""
     prompt: str = ""
     text: str = ""
     """Plain text; the prompt is not part of it."""
     plain: bool = False
-    """True for a transcript, which no template renders unless `--data.chat` is on."""
+    """True if the text is a transcript, which no template renders unless `--data.chat` is on."""
 
 
 def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Example:  # noqa: B008 (frozen)
-    """Read one row. system: a system message for dialogues that have none.
+    """Read one row of supervised data. system: a system message for dialogues that have none.
 
     Raises RowError if the row has none of the forms, or a field is malformed.
     """
@@ -120,7 +120,10 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
 
 
 def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
-    """Return a prompt and its completion, which is trained; both are text or messages. Raises RowError otherwise."""
+    """Return a prompt and its completion, of which only the completion is trained.
+
+    Raises RowError unless both are text or messages.
+    """
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
@@ -149,7 +152,7 @@ def as_dialogue(example: Example, system: str = "") -> Example:
 
 
 def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) -> Example:
-    """Return a dialogue with the tools and variables of its row, and the messages that are to be trained.
+    """Return a dialogue with the tools and variables of its row, and for each message whether it is trained.
 
     Raises RowError if a turn is empty, or if the tools are not a list of JSON schemas.
     """
@@ -217,7 +220,7 @@ def _message(i: int, message: Any) -> dict:
         raise RowError(f"the content of message {i} is {kind_of(content)}, not text")
     if isinstance(content, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         raise RowError(f"message {i} has parts that are not text, which is not supported")
-    # An assistant may only call tools, and a tool may answer nothing; other messages have text.
+    # An assistant's message may consist of tool calls alone, and a tool's answer may be empty. Others need text.
     if role not in ("assistant", "tool") and not _has_text(content):
         raise RowError(f"message {i} ({role}) is empty")
     return out | {"content": content}

@@ -12,12 +12,12 @@ from spmdrl.spmd.world import World
 def balance(batch: Batch, world: World) -> Batch:
     """Give every data position the same amount of work in every optimizer step. Collective over the world.
 
-    Every sequence comes from exactly one rank, which may be any. The ranks of a position (`World.holders`) return the
-    same share; ranks without a position return an empty batch. All paths of an episode go to the same position.
+    Every sequence must be in the batch of exactly one rank. The ranks of a data position (`World.holders`) return the
+    same share; ranks without one return an empty batch. All paths of an episode go to the same data position.
     `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost in that step. Both are
     computed from the data, and only the cost may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64)
-    is the part of the work that samples of a prompt on one rank do once. If the batch has `seq["unit"]`, all sequences
-    of a position go to the same data position.
+    is the part of the work that is done once for all samples of a prompt on a rank. If the batch has `seq["unit"]`, all
+    sequences with the same `seq["position"]` go to the same data position.
     """
     return distribute(batch, world.holders, Peers(world.group, world.device))
 
@@ -25,17 +25,17 @@ def balance(batch: Batch, world: World) -> Batch:
 def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     """Balance a batch as `balance` does, over the ranks of a group. Collective.
 
-    holders: int64 [data positions, copies], group ranks.
+    holders: int64 [data positions, copies], the group ranks that receive the share of each data position.
     """
     positions, copies = holders.shape
     table = to_table(batch)
-    # These columns travel in the keys, so that every rank computes the same plan.
+    # Every rank receives all keys, so with these columns among the keys all ranks compute the same plan.
     shared, bound = "common" in batch.seq, "unit" in batch.seq
     seq = batch.seq | batch.identity
     plan = [seq[name] for name in ("paths", "update", "work", *(["common"] if shared else []))]
     table.keys_nK = torch.cat([table.keys_nK, torch.stack(plan, 1)], 1)
     if copies > 1:
-        # Repeat each row for each rank of its position; sorted by keys the copies stay together.
+        # Each row is repeated for every rank that receives it. Sorting by keys keeps these copies adjacent.
         table = select(table, torch.arange(len(batch)).repeat_interleave(copies))
 
     def assign(rows: torch.Tensor) -> torch.Tensor:
@@ -58,10 +58,10 @@ def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
 
 
 def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -> Batch:
-    """Assign each sequence to an optimizer step: whole groups, an equal number of prompts per step, in `order`.
+    """Assign all samples of a prompt to one optimizer step; each step gets equally many prompts, in `order`.
 
-    order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. A replayed
-    sequence, whose position is higher, is assigned like the prompt at the same place of this step.
+    order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. The position of
+    a replayed sequence is higher; it is assigned like the prompt at that position modulo `prompts`.
     """
     step_of = torch.zeros(prompts, dtype=torch.int64)
     step_of[torch.tensor(order)] = torch.arange(prompts) * updates // prompts
@@ -72,10 +72,11 @@ def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -
 def gather_rows(
     batch: Batch, seq_n: torch.Tensor, columns_nK: torch.Tensor, peers: Peers
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather rows that belong to sequences from all ranks, in sample order. Collective.
+    """Gather from all ranks rows of numbers that belong to sequences, in sample order. Collective.
 
     seq_n: int64 [n] ascending, the sequence of each row in `batch`; rows of one sequence keep their order. columns_nK:
-    float64 [n, K]. Returns float64 [N, K], the same on every rank, and int64 [n], the places of this rank's rows in it.
+    float64 [n, K]. Returns all rows, float64 [N, K], the same on every rank, and the indices in it of this rank's rows,
+    int64 [n].
     """
     keys = batch.keys[seq_n].double()
     rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))

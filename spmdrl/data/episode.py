@@ -20,8 +20,8 @@ from spmdrl.data.segment import BY_PATH, NONE, PREVIOUS, STATES, Segment, prompt
 __all__ = ["FINISH_REASONS", "STATES", "Episode", "Segment", "episode_of", "prompt_segment", "segments_of"]
 
 FINISH_REASONS = ("stop", "length", "abort", "turns", "time")
-"""Reasons for the end of an episode: end token, stop string or the environment; token limit; cut off by the caller, or
-by a failure of the environment; limit on turns; limit on time."""
+"""Reasons for the end of an episode. `stop`: end token, stop string or the environment; `length`: limit on tokens;
+`abort`: cut off by the caller or by a failure of the environment; `turns`, `time`: limits on turns and on time."""
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Episode:
     """
 
     prompt: int
-    """Prompt index in its source. Episodes of one prompt form a group."""
+    """Index of the prompt in its source. Episodes of one prompt form a group."""
     sample: int
     """Sample index inside the group."""
     position: int
-    """Number of this draw of a prompt among all draws of the run; in a step's batch its place, from 0 to
-    prompts_per_step - 1. Distinguishes two draws of the same prompt."""
+    """Number of this draw of a prompt among all draws of the run; in the batch of a step, its number among the draws of
+    the step, from 0 to prompts_per_step - 1. It distinguishes two draws of the same prompt."""
     segments: list[Segment]
     """The segments in order of creation; the first one begins with the prompt."""
     finish: str = ""
@@ -46,27 +46,28 @@ class Episode:
     reward: float = 0.0
     """Sum of the rewards of all turns and the final reward."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward. A missing name does not mean 0, unless the grading timed out."""
+    """Named parts of the reward. A missing part counts as 0 only if the grading timed out."""
     timed_out: bool = False
     """True if the grading of the episode was stopped (`Reward.timed_out`)."""
     ungraded: bool = False
     """True if the episode could not be graded (`Reward.ungraded`): its reward is nan."""
     why: str = ""
-    """Reason for which its environment left it out of training, on the rank that ran it."""
+    """Reason why the environment left the episode out of training; set only on the rank that ran the environment."""
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, if one was sampled."""
     given: float | None = None
-    """Sum of the environment's rewards for turns and at the end; None without an environment or before the end."""
+    """Sum of all rewards from the environment; None without an environment, or before the episode's end."""
     unanswered: str = ""
-    """Reason for the end of a response that the environment has not answered yet; empty if there is none."""
+    """Finish reason of a response that the environment has not answered yet; empty if no response is waiting."""
     conversation: Any = None
-    """Conversation with the environment (`rl.conversation_state`) until the episode ends, on the rank that runs it."""
+    """State of the conversation with the environment (`rl.conversation_state`), on the rank that runs it; None at the
+    episode's end."""
     phase: str = ""
     """Stage of the rollout: `opening` (its environment prepares the prompt), `sampling` (the engine works on it),
     `answering` (its environment prepares an answer), `grading`, `graded`; empty while it waits for a place."""
     experts: torch.Tensor | None = None
-    """int16 [n, W]: for each of the first n tokens of all segments, laid end to end, the experts that it was routed to,
-    layer by layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""
+    """int16 [n, W]: the experts, layer by layer, to which each of the first n tokens was routed; -1 if unknown. Tokens
+    are those of all segments end to end; the experts of later ones are unknown. W: `hub.routing.Experts.width`."""
 
     def __post_init__(self):
         assert self.finish in ("", *FINISH_REASONS), self.finish
@@ -82,7 +83,7 @@ class Episode:
         return index - 1 if after == PREVIOUS else max(after, -1)
 
     def path_to(self, index: int) -> list[int]:
-        """Return the indices of the segments from the first one to this one; none for -1."""
+        """Return the indices of the segments on the path from a root to segment `index`; an empty list for -1."""
         path = []
         while index >= 0:
             path.append(index)
@@ -100,14 +101,14 @@ class Episode:
         return [self.path_to(i) for i in range(len(self.segments)) if i not in followed]
 
     def along(self, pick: Callable[[Segment], torch.Tensor], path: list[int] | None = None) -> torch.Tensor:
-        """Concatenate `pick` of each segment of a path; path: None for the current one."""
+        """Concatenate the tensors that `pick` returns for the segments of a path. path: None for the current one."""
         return torch.cat([pick(self.segments[i]) for i in (self.path if path is None else path)])
 
     # ── tokens of the current path ───────────────────────────────────────────
 
     @property
     def tokens(self) -> torch.Tensor:
-        """int64 [L]: the tokens."""
+        """int64 [L]: the token ids."""
         return self.along(lambda s: s.tokens)
 
     @property
@@ -160,7 +161,7 @@ class Episode:
         return torch.cat(last).tolist() if last else []
 
     def add_sampled(self, tokens: list[int], logp: list[float], version: int) -> None:
-        """Append sampled tokens. An empty segment is appended only if no other was sampled, to record its version."""
+        """Append sampled tokens. Without tokens, append an empty segment if none was sampled, to record the version."""
         if tokens or not any(s.sampled for s in self.segments):
             last, numbers = self.segments[-1], torch.tensor(logp, dtype=torch.float32)
             self.segments.append(
@@ -173,10 +174,10 @@ class Episode:
         """Append an answer of the environment, which begins a turn.
 
         state: number of the state that the tokens show; None: computed from all tokens of the path. after: index of the
-        segment that they follow, None for the last one; any other begins a branch (`cut` returns the segment that ends
-        at a token). parent: as in `Segment`.
+        segment that the tokens follow, None for the last one; any other segment begins a branch (`cut` returns the
+        segment that ends after a given token). parent: as in `Segment`.
 
-        Raises ValueError if there are no tokens, if a token is negative, or if a number is not in its range.
+        Raises ValueError if there are no tokens, if a token is negative, or if state, after or parent is out of range.
         """
         if not tokens or min(tokens) < 0:
             raise ValueError(f"an observation needs one token or more, none of them negative; it is {tokens}")
@@ -197,11 +198,11 @@ class Episode:
         self.segments.append(Segment(observed, None, 0, turn, state, place, parent))
 
     def fork(self, prompt: list[int], state: int | None = None) -> int:
-        """Begin a turn with a whole prompt, whose history was rewritten; return the number of shared tokens.
+        """Begin a turn with a complete prompt, because its history was rewritten; return the number of shared tokens.
 
-        Tokens that the prompt has in common with the beginning of a path are shared with it, except for the prompt's
-        last one; the others are observed. The parent of the turn is the turn that was sampled last. A prompt that
-        continues the current path extends it. state: as in `add_observed`.
+        Tokens that the prompt has in common with the beginning of a path are shared with that path, except for the
+        prompt's last token; the others are observed. The parent of the turn is the turn that was sampled last. A prompt
+        that continues the current path extends it. state: as in `add_observed`.
 
         Raises ValueError if the prompt is empty, or a token is negative.
         """
@@ -221,7 +222,7 @@ class Episode:
             start = ends.get(self.before(i))
             if start is not None:
                 same = shared_length(s.tokens, prompt[start:])
-                # Among equals the last segment is chosen, which extends the current path if possible.
+                # Among equally long beginnings the latest segment is chosen, to extend the current path if possible.
                 found = max(found, (start + same, i))
                 if same == len(s):
                     ends[i] = start + same
@@ -255,7 +256,7 @@ class Episode:
         self.segments[index:] = parts + later
 
     def add_reward(self, reward: float) -> None:
-        """Add a reward to the last response, for the environment's answer to it."""
+        """Add the reward that the environment gave for the last response."""
         index = max(i for i, s in enumerate(self.segments) if s.sampled)
         s = self.segments[index]
         self.segments[index] = replace(s, reward=s.reward + reward)
@@ -263,7 +264,7 @@ class Episode:
     def add_experts(self, experts: torch.Tensor) -> None:
         """Record the experts, int16 [n, W], of the first n tokens of the current path.
 
-        A token whose experts are known keeps them.
+        Experts that are already known are not overwritten.
         """
         known = experts[:0] if self.experts is None else self.experts
         rows = self.rows(self.path)[: len(experts)]
@@ -275,7 +276,7 @@ class Episode:
         self.experts = out
 
     def rows(self, path: list[int]) -> torch.Tensor:
-        """Return the place of each token of a path among those of all segments laid end to end, int64 [L]."""
+        """Return, for each token of a path, its index among the tokens of all segments end to end, int64 [L]."""
         starts = [0]
         for s in self.segments:
             starts.append(starts[-1] + len(s))

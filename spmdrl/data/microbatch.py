@@ -20,8 +20,8 @@ class Unit:
 def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
     """Split a batch into units: single episodes, or under `share` as many samples of a prompt as fit the budget.
 
-    All paths of an episode are in one unit; under `share` their common tokens are computed once. Neighbours with the
-    same `seq["unit"]`, if the batch has that column, are always in one unit, such as a pair with a common loss.
+    All paths of an episode are in one unit; under `share` their common tokens are computed once. If the batch has the
+    column `seq["unit"]`, adjacent sequences with an equal value are always in one unit, such as a pair with one loss.
     """
     lengths = batch.lengths.tolist()
     if len(batch) < 2 or not (share or "unit" in batch.seq or batch.branches):
@@ -49,8 +49,8 @@ def _shared(batch: Batch) -> Shared:
 def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two estimates of work in tokens: all work of each sequence, and the part shared by its prompt's samples.
 
-    Both are int64 [B]. share: shared tokens are computed once; the work of a later path of an episode is then only what
-    it adds. Without `share` nothing is common.
+    Both are int64 [B]. share: True if shared tokens are computed once; a later path of an episode then counts only the
+    tokens that it adds. If False, the second estimate is 0.
     """
     if not share:
         return batch.lengths, torch.zeros_like(batch.lengths)
@@ -62,7 +62,7 @@ def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
-    """Return the number of micro-batches that these sequences need, as packed by `fewest`; 0 for none.
+    """Return the number of micro-batches into which `fewest` packs these sequences; 0 without sequences.
 
     Raises ValueError if one sequence alone is longer than the budget.
     """
@@ -70,10 +70,10 @@ def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
 
 
 def fewest(lengths: list[int], budget: int) -> list[list[int]]:
-    """Assign sequences to bins of at most `budget` tokens, with as few bins as two methods find.
+    """Assign sequences to bins of at most `budget` tokens, by the one of two methods that needs fewer bins.
 
-    An even split often reaches the lower bound on the number of bins, while first-fit leaves a gap in each bin: for
-    rows of GSM8K's lengths with four in a bin, they need 1.004 and 1.04 times the lower bound.
+    An even split often reaches the lower bound on the number of bins, while first-fit leaves a gap in each bin. For
+    rows of GSM8K's lengths with four in a bin, the two need 1.004 and 1.04 times the lower bound.
     Raises ValueError if one sequence alone is longer than the budget.
     """
     parts = first_fit_decreasing(lengths, budget)
@@ -116,7 +116,7 @@ def microbatches(batch: Batch, count: int, budget: int, units: list[Unit] | None
     lengths = [unit.tokens for unit in units]
     parts = karmarkar_karp(lengths, count) if count else []
     if largest(parts, lengths) > budget:
-        # An even split may overflow a tight budget although one into fewer parts, or first-fit, does not.
+        # An even split may exceed a tight budget although a split into fewer parts, or first-fit, does not.
         parts = fewest(lengths, budget)
         parts += [[] for _ in range(count - len(parts))]
     members = [sorted(i for u in part for i in units[u].members) for part in parts]

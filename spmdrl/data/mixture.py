@@ -18,14 +18,14 @@ from spmdrl.spmd.seeds import generator_for
 
 BLOCK = 10_000
 """Number of rows of a stream that are permuted together, in memory."""
-_STREAM = 0x57EA  # separates the permutations of blocks from other draws
+_STREAM = 0x57EA  # part of the key that separates the permutations of blocks from other draws
 
 
 Key = tuple[str, int]
 """Name of an indexed source, and number of one of its rows."""
 
 
-_ORDER = 0x0DE4  # separates these draws from others that are keyed by (seed, small number)
+_ORDER = 0x0DE4  # part of the key that separates an epoch's order from draws keyed by (seed, small number)
 
 
 @lru_cache(maxsize=4)
@@ -38,8 +38,8 @@ def _epoch_order(n_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
 def drawn_indices(n_prompts: int, first: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
     """Return the positions in the prompt list of the draws `first` .. `first + count - 1` of a run.
 
-    Draws follow the permutations of successive epochs, or without `shuffle` the list in its order. Draws that extend
-    into another epoch may contain a position twice. Raises ValueError for an empty list or a negative number.
+    Draws follow the permutations of successive epochs; without `shuffle` they follow the list. If they extend into
+    another epoch, they may contain a position twice. Raises ValueError for an empty list or a negative number.
     """
     if n_prompts < 1 or count < 0 or first < 0:
         raise ValueError(f"cannot draw {count} of {n_prompts} prompts after {first}")
@@ -58,7 +58,7 @@ class Drawn:
     read: Callable[[], dict]
     """Function that returns the row; raises ValueError if it cannot be read."""
     key: Key | None = None
-    """None for a row of a stream."""
+    """Source and number of the row; None for a row of a stream."""
 
 
 class Permuted:
@@ -81,7 +81,7 @@ class Permuted:
         return Drawn(source.where(row), lambda: source[row], (source.name, row))
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the order, for `restore`, as a JSON-serialisable value."""
+        """Return the position in the order of draws, for `restore`, as a JSON-serialisable value."""
         return {"drawn": self.drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class Blocks:
         """shuffle: False to draw the rows in the order of the stream."""
         self.source, self.seed, self.shuffle, self.block = source, seed, shuffle, block
         self.epoch, self.first, self.taken = 0, 0, 0
-        """The epoch, counted from 0; the first row of the block in the stream; rows of the block that were drawn."""
+        """The epoch, from 0; the number of the block's first row in the stream; how many of its rows were drawn."""
         self.rows_in_block: list[dict | ValueError] = []
         self.order: list[int] = []
         self.rows: Iterator[dict | ValueError] | None = None
@@ -125,11 +125,11 @@ class Blocks:
             generator_for(self.seed, _STREAM, self.epoch, self.first).shuffle(self.order)
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the order, for `restore`, as a JSON-serialisable value."""
+        """Return the position in the order of draws, for `restore`, as a JSON-serialisable value."""
         return {"epoch": self.epoch, "first": self.first, "taken": self.taken, "block": self.block}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the position in `state`; the block is read again."""
+        """Continue from the position in `state`; read the block again. Raises ValueError if the stream is shorter."""
         self.epoch, self.first, self.block = state["epoch"], state["first"], state["block"]
         self.rows = None
         self._fill()
@@ -148,11 +148,11 @@ def _read(row: dict | ValueError) -> dict:
 
 @dataclass
 class Mixture:
-    """All sources of a job."""
+    """All sources of a job, drawn in proportion to their weights."""
 
     parts: list[Permuted | Blocks]
     weights: list[float]
-    """Share of each part, up to a factor."""
+    """Relative weight of each part; the weights need not sum to 1."""
     counts: list[int] = field(default_factory=list)
     """Number of rows drawn from each part."""
 
@@ -166,7 +166,7 @@ class Mixture:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows in an epoch, in which the slowest part is drawn once; None if a part is a stream."""
+        """Number of draws after which every part has been drawn completely once; None if a part is a stream."""
         total, longest = sum(self.weights), 0
         for part, weight in zip(self.parts, self.weights, strict=True):
             if isinstance(part, Blocks):
@@ -186,7 +186,7 @@ class Mixture:
         return part
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the order, for `restore`, as a JSON-serialisable value."""
+        """Return the position in the order of draws, for `restore`, as a JSON-serialisable value."""
         return {"counts": list(self.counts), "parts": [part.state() for part in self.parts]}
 
     def restore(self, state: dict[str, Any]) -> None:

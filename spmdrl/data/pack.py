@@ -13,7 +13,7 @@ from spmdrl.data.segment import BY_PATH, NONE, Segment, segments_of, shared_leng
 
 @dataclass
 class Path:
-    """One path of an episode."""
+    """One path of an episode, which becomes one sequence of a batch."""
 
     episode: Episode
     number: int
@@ -21,7 +21,7 @@ class Path:
     """Number of paths of the episode."""
     indices: list[int]
     segments: list[Segment]
-    """Segments of the path; a segment that an earlier path contains counts as observed."""
+    """Segments of the path. A segment that an earlier path contains counts as observed, so that it is trained once."""
 
 
 def _paths_of(episode: Episode) -> list[Path]:
@@ -43,15 +43,15 @@ def from_episodes(
     turns: bool = False,
     turn_rewards: bool = False,
 ) -> Batch:
-    """Pack the paths of this rank's episodes in sample order. An empty list gives an empty batch with every column.
+    """Pack the paths of this rank's episodes in sample order. Without episodes, the batch is empty but has all columns.
 
     The optional columns must be the same on every rank.
 
     part_names: parts of the reward that become columns `part/<name>`, nan for a sample without the part.
-    experts_width: width of `token["experts"]`, from `Episode.experts`; 0 for no such column.
+    experts_width: width of `token["experts"]`, from `Episode.experts`; 0 to leave this column out.
     turns: add `token["turn"]`, `token["state"]` and `token["parent"]`.
-    turn_rewards: add `token["turn_reward"]`; without it, rewards of turns are only in the total. Also add `seq["made"]`
-    and `seq["distinct"]`, because not all tokens after the prompt were sampled if there are turns.
+    turn_rewards: add `token["turn_reward"]`; without it, turn rewards are only part of `seq["reward"]`. Also add the
+    episode's numbers of tokens, `seq["made"]` (after the prompt) and `seq["distinct"]` (all); shared ones count once.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 
@@ -97,7 +97,7 @@ def from_episodes(
 
 
 def all_experts(episode: Episode, width: int) -> torch.Tensor:
-    """Return `Episode.experts` for the tokens of all segments, int16 [N, width], -1 if unknown."""
+    """Return the experts (`Episode.experts`) of the N tokens of all segments, int16 [N, width]; -1 where unknown."""
     out = torch.full((sum(map(len, episode.segments)), width), -1, dtype=torch.int16)
     if episode.experts is not None:
         out[: len(episode.experts)] = episode.experts
@@ -118,8 +118,8 @@ def parents(episode: Episode) -> list[int]:
 def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
     """Unpack the episodes that have sampled tokens. leave_out: names of reward parts to leave out.
 
-    Each answer to a response begins a turn. The order of turns and their rewards are lost, unless the batch has columns
-    for them.
+    Turns are numbered anew: path by path, each observation after a response begins one. Their rewards are restored
+    only if the batch has `token["turn_reward"]`.
     """
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
@@ -146,10 +146,10 @@ def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
 def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: torch.Tensor, version: torch.Tensor):
     """Add a path, given as columns [L], to an episode that already has the earlier paths."""
     earlier = [(path, episode.along(lambda s: s.tokens, path)) for path in episode.paths()]
-    # An earlier path that ended is never contained in a later one, so its last token is not shared.
+    # A later path never contains an earlier path completely, so the last token of the earlier one is not shared.
     alike = [(min(shared_length(x, tokens), len(x) - 1), path) for path, x in earlier]
     shared, path = max(alike, key=lambda pair: pair[0])
-    # Tokens that were sampled on this path belong to no earlier one, even if they are equal.
+    # Tokens that were sampled on this path are not shared with an earlier path, even if the tokens are equal.
     sampled = torch.nonzero(mask).flatten().tolist()
     shared = min([shared, len(tokens) - 1, *sampled[:1]])
     after, turn = episode.cut(shared, path) if shared else NONE, episode.turns
@@ -159,7 +159,7 @@ def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: 
 
 
 def _add_rewards(episode: Episode, rewards: torch.Tensor) -> None:
-    """Add rewards by token [L] of the current path to its segments."""
+    """Add the rewards of the current path's tokens, [L], to the segments that contain these tokens."""
     at = 0
     for i in episode.path:
         s = episode.segments[i]

@@ -24,13 +24,14 @@ from spmdrl.data.dialogues import (
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 CHOSEN, REJECTED = 0, 1
-"""Sample numbers of the two sides of a pair; a labelled response has the number of the side that its label implies."""
+"""Sample numbers of the two sides of a pair. A response labelled true counts as chosen, one labelled false as rejected.
+"""
 SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
 class PreferenceColumns(Columns):
-    """Names of columns."""
+    """Names of the columns of preference data."""
 
     chosen: str = "chosen"
     rejected: str = "rejected"
@@ -40,16 +41,16 @@ class PreferenceColumns(Columns):
 
 @dataclass
 class Preference:
-    """One row."""
+    """One row of preference data."""
 
     sides: dict[int, Example] = field(default_factory=dict)
-    """The examples of CHOSEN and REJECTED, or of one of them."""
+    """CHOSEN and REJECTED -> the example of that side; a labelled response has only one side."""
     margin: float | None = None
     """Margin by which the chosen side is better; None if the row does not give it."""
 
 
 def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:
-    """Read one row. system: a system message for dialogues that have none.
+    """Read one row of preference data. system: a system message for dialogues that have none.
 
     Raises RowError if the row has none of the forms, if its sides are equal or answer different prompts, or if a part
     of it is malformed.
@@ -143,7 +144,7 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
         raise RowError("its sides do not begin with its prompt")
     out = _examples([chosen, rejected], lambda messages: dialogue_of(row, messages, columns, system))
     for i, messages in enumerate((chosen, rejected)):
-        # A system message may have been added in front.
+        # `dialogue_of` may have added a system message in front, which is not trained either.
         before = common + len(out[i].trained) - len(messages)
         out[i].trained[:before] = [False] * before
     return out
@@ -152,7 +153,7 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
 def _split(given: list[str]) -> tuple[str, list[str]]:
     """Return the common beginning of two texts, and the remainders of both.
 
-    The cut is before a word and its space, because most tokenizers have one token for both.
+    The cut is before the space in front of a word, because most tokenizers encode both in one token.
     """
     common = 0
     while common < min(map(len, given)) and given[0][common] == given[1][common]:

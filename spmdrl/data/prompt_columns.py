@@ -2,7 +2,7 @@
 
 The names that templates read are ordinary words: `documents` may be data for a reward, `history` a patient record. Such
 a column goes into the prompt only if a chat template renders it, its value has the expected form, and no other setting
-names it. Otherwise it is left to reward functions.
+names it. A column that stays out of the prompt is left to reward functions.
 """
 
 import re
@@ -45,7 +45,7 @@ READERS: dict[str, Callable[[dict], Any]] = {
     **dict.fromkeys((KWARGS, *VARIABLES), variables_of),
     "documents": _check_documents,
 }
-"""Column -> its reader, which raises RowError if the value has another form."""
+"""Column -> function that reads it, and raises RowError if the value does not have the expected form."""
 OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
 """Columns that are read even if an environment begins the episodes."""
 
@@ -101,7 +101,7 @@ def around_prompt(prompt: str | list, row: dict, template: str) -> str | list:
 
 
 def column_names(text: str) -> list[str]:
-    """Return the columns that `with_values` puts into a text; none for a text that it refuses."""
+    """Return the columns that `with_values` puts into a text; an empty list for a text that `with_values` refuses."""
     try:
         return [re.split(r"[\[.]", name)[0] for name in _fields(text)]
     except ValueError:
@@ -113,7 +113,7 @@ def _fields(text: str) -> list[str]:
 
 
 def with_values(flag: str, text: str, row: dict) -> str:
-    """Format a text with the columns: `{name}` and `{name[key]}` only; write other braces as `{{` and `}}`."""
+    """Put columns into a text in place of `{name}` and `{name[key]}`. Other braces are written as `{{` and `}}`."""
     try:
         for name in _fields(text):
             base = re.split(r"[\[.]", name)[0]

@@ -1,7 +1,7 @@
 """Reads the prompts of a run, formats and tokenizes them, and drops those that are too long.
 
 Two layouts of rows are supported. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
-(chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any container.
+(chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any file format.
 Further columns (`prompt_columns.py`) give a system message, earlier exchanges, tools, and variables of the chat
 template; other columns go to reward functions.
 """
@@ -32,7 +32,7 @@ from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
 from spmdrl.data.sources import Source, read_source
 
 REFUSED = SupervisedDataConfig.max_refused
-"""Largest share of rows that may be left out because tokenizers cannot encode their text, as in SFT."""
+"""Largest share of rows that may be left out because tokenizers cannot encode their text; the same as in SFT."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prompt:
     """One prompt, ready for the engine."""
 
     index: int
-    """Position in its source, which is the key of all its draws."""
+    """Index of its row in the source; all random draws for the prompt are keyed by it."""
     tokens: list[int]
     ground_truth: object
     """The value with which the reward compares a response (JSON-able)."""
@@ -61,7 +61,7 @@ class Prompt:
     """Variables of the chat template: those of the run, overridden by those of the row."""
     opening: list | None = None
     """Messages with which an environment begins an episode: those of other columns (a system message, earlier
-    exchanges), then those of the prompt. None if no column gives any."""
+    exchanges), then those of the prompt. None if no other column gives messages."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class PromptSet:
     beside: tuple[str, ...] = ()
     """Columns that only reward functions and environments can read."""
     unread: tuple[str, ...] = ()
-    """Columns that nothing can read."""
+    """Columns that neither prompts nor reward functions nor environments can read."""
     left: tuple[str, ...] = ()
     """Sentences about columns that stayed out of prompts though a chat template reads them, and about omitted rows."""
     place: Callable[[int], str] = str
-    """Function that returns the place of a row by its index, for messages."""
+    """Function that describes the place of the row with a given index, for error messages."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -160,16 +160,16 @@ class _Reader:
         self.variables = template_kwargs(data)
         self.renderer: Renderer | None = None
         if self.chat:
-            # The renderer cannot examine a template that does not show a single message of a user.
+            # `Renderer` refuses a template that does not show a single message of a user; nothing is checked then.
             with suppress(TemplateError):
                 self.renderer = Renderer(tokenizer, data.chat_template, self.variables)
         inserted = {*column_names(data.template), *column_names(data.prefill)}
         self.named = {data.prompt_column, data.answer_column, "data_source", *inserted}
-        """Names of columns that settings name."""
+        """Names of columns that settings refer to, such as the prompt column."""
         self.over: dict[str, None] = {}
-        """Names of columns that no prompt contains."""
+        """Names of columns that have values and are part of no prompt; a dict serves as an ordered set."""
         self.left: list[dict[str, str]] = []
-        """For each prompt, the columns that its template could have read, and the reasons why they stayed out."""
+        """For each prompt: column that a template could read -> reason why it stayed out of the prompt."""
         self.refused: list[str] = []
         self.hidden: list[str] = []
         self.looked = 0
@@ -249,7 +249,7 @@ def refused_line(refused: list[str]) -> str:
 
 
 def _content(prompt: object) -> str | list:
-    """Return the prompt of a row: text, or messages without keys whose value is None, as a table fills gaps."""
+    """Return the prompt of a row: text, or messages without the keys that a table filled with None."""
     prompt = listed(prompt)
     if isinstance(prompt, list):
         if not all(isinstance(m, dict) for m in prompt):
@@ -282,7 +282,7 @@ def json_able(value: object) -> object:
         return {str(k): json_able(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [json_able(v) for v in value]
-    if hasattr(value, "tolist"):  # only values of numpy have it in a table
+    if hasattr(value, "tolist"):  # among the values of a table, only numpy's have this method
         return value.tolist()  # type: ignore[attr-defined]
     if type(value).__module__ in ("datetime", "decimal", "fractions"):
         return str(value)
@@ -290,7 +290,7 @@ def json_able(value: object) -> object:
 
 
 def _is_json(value: object) -> bool:
-    """Return True if a value can be written as JSON; extra columns that cannot (such as images) are dropped."""
+    """Return True if a value can be written as JSON. Other values of extra columns (such as images) are dropped."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

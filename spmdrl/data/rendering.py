@@ -1,7 +1,7 @@
 """Renders dialogues by a chat template, in the forms of messages that the template reads.
 
 Templates differ in their input: content as text or as a list of parts, arguments of tool calls as a dict or as JSON, a
-thought under one of three names. `Renderer` finds out which form a template takes by rendering probes once.
+thought under one of three names. `Renderer` renders test messages once to find out which form a template reads.
 """
 
 import json
@@ -13,25 +13,25 @@ from typing import Any
 from spmdrl.data.chat import CHATML, chosen_template, variables
 
 PROBE = "Zq7probe"
-"""Text that no template contains."""
+"""Text of test messages. No template contains it, so it appears in a rendering only if a message is shown."""
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which templates look for the thought of an assistant message."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TemplateError(ValueError):
-    """A template cannot render a dialogue, or would lose a part of it; the message names the reason."""
+    """A template cannot render a dialogue, or leaves out a part of it; the error's message names the reason."""
 
 
 def tool_call(name: str, arguments: Any, place: int = 0) -> dict:
-    """Return a tool call in the form that templates read. place: its number among the calls of its turn."""
+    """Return a tool call in the form that templates read. place: index of the call among the calls of its turn."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call{place:05d}", "type": "function", "function": function}
 
 
 @dataclass
 class Dialogue:
-    """Messages, and the tools and variables with which a template renders them."""
+    """Messages, and the tools and variables (`more`) with which a template renders them."""
 
     messages: list[dict]
     tools: list | None = None
@@ -47,13 +47,13 @@ class Dialogue:
 
 
 class Renderer:
-    """Renders dialogues by a tokenizer's chat template, or by another one."""
+    """Renders dialogues by a tokenizer's chat template, or by a given template."""
 
     def __init__(self, tokenizer: Any, template: str = "", more: dict[str, Any] | None = None):
-        """Find out by probes which form of messages a template reads.
+        """Find out, by rendering test messages, which form of messages the template reads.
 
-        template: jinja text instead of the tokenizer's own, or the name of one of the tokenizer's; ChatML if there is
-        neither. more: default values of the template's variables.
+        template: jinja text that replaces the tokenizer's template, or the name of one of the tokenizer's templates.
+        If it is empty and the tokenizer has no template, ChatML is used. more: default values of template variables.
 
         Raises TemplateError if the template cannot render a single message of the user.
         """
@@ -84,20 +84,20 @@ class Renderer:
 
     @cached_property
     def marked(self) -> bool:
-        """True if the template marks what an assistant generates (`{% generation %}`)."""
+        """True if the template marks the text that an assistant generates (`{% generation %}`)."""
         return bool(MARKS.search(self.template) and MARKS.search(self.tool_template))
 
     @cached_property
     def controls(self) -> re.Pattern[str]:
-        """A pattern that matches control tokens in a text: the tokens that were added to the vocabulary."""
+        """A pattern that matches control tokens in a text: all tokens that were added to the tokenizer's vocabulary."""
         words = sorted(map(str, self.tokenizer.get_added_vocab()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
     @cached_property
     def call_ends(self) -> frozenset[str]:
-        """Control tokens between two calls of one turn, except for those that end a turn of text.
+        """Control tokens between two tool calls of one turn, without the tokens that also end a turn of plain text.
 
-        A model may continue with another call after such a token, so it does not end a turn. Empty if the template
+        After one of them a model may continue with another call, so it does not end the turn. Empty if the template
         shows only one call.
         """
         names = [PROBE + letter for letter in "ab"]
@@ -116,12 +116,12 @@ class Renderer:
     def __call__(self, dialogue: Dialogue, ask: bool = False) -> str:
         """Return the text of a dialogue. Raises TemplateError if the template refuses it.
 
-        ask: end with the generation prompt.
+        ask: True to end the text with the generation prompt.
         """
         return self._render(dialogue, add_generation_prompt=ask)[0]
 
     def marks(self, dialogue: Dialogue) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the ranges of the characters that the template marks as generated."""
+        """Return a dialogue as text, and the ranges of the characters that the template marks as generated."""
         text, places = self._render(dialogue, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in places if end > start]
 

@@ -67,9 +67,9 @@ def system_of(row: dict) -> list[dict]:
 
 
 def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:
-    """Return messages with a system message in front, from the row's columns or else `system` (`--data.system`).
+    """Return messages that begin with a system message: their own, the row's, or `system` (`--data.system`).
 
-    Raises RowError if a column gives a message and the messages begin with a different one.
+    Raises RowError if a column gives a system message and the messages begin with a different one.
     """
     own = [m for m in messages[:2] if m["role"] in ("system", "developer")]
     given = system_of(row)
@@ -102,17 +102,17 @@ def variables_of(row: dict) -> dict[str, Any]:
 
 
 def listed(value: Any) -> Any:
-    """Return the value of a column, with a table's array as a list."""
+    """Return the value of a column; an array, as tables contain it, becomes a list."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def kind_of(value: Any) -> str:
-    """Describe a value, for an error message."""
+    """Describe a value by its type and its first characters, for an error message."""
     return f"{type(value).__name__} ({str(value)[:40]!r})"
 
 
 def json_of(what: str, text: str) -> Any:
-    """Parse JSON. Raises RowError, which names the text `what`."""
+    """Parse a text as JSON. Raises RowError, whose message calls the text `what`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -122,7 +122,7 @@ def json_of(what: str, text: str) -> Any:
 def check_text(value: Any) -> None:
     """Raise RowError if a text in a row contains half of a surrogate pair, which tokenizers cannot encode.
 
-    JSON can write the half as an escape; it comes from a character that was cut in two.
+    JSON can contain such a half as an escape, if a character was cut in two.
     """
     for text in strings(value):
         try:

@@ -1,8 +1,8 @@
-"""Rows of supervised data that need not fit in memory: files read by index, data sets of the hub, streams.
+"""Sources of supervised data whose rows need not fit in memory: files read by index, data sets of hubs, streams.
 
 An indexed source can read any row by itself: a .jsonl file by the positions of its lines, a .parquet file by its row
 groups, a data set of a hub by its memory map. A stream can only be read forwards: a compressed .jsonl.gz file, or a
-data set that is read from the hub during training. `where` describes the place of a row, for messages.
+data set that is read from the hub during training. `where(index)` describes a row's place, for error messages.
 """
 
 import gzip
@@ -33,7 +33,7 @@ class Table:
     data: Any
     unit: str = "row"
     columnar: bool = False
-    """True if the data are columns, in which None stands for a key that only other rows have."""
+    """True if the data are stored as columns: a row that lacks a key of other rows then has None for it."""
 
     def __len__(self) -> int:
         return len(self.data)
@@ -43,7 +43,7 @@ class Table:
         return without_gaps(row) if self.columnar else row
 
     def where(self, index: int) -> str:
-        """Describe the place of a row."""
+        """Describe a row's place in the source, for error messages."""
         return f"{self.name}, {self.unit} {index}"
 
 
@@ -51,7 +51,7 @@ class Lines:
     """A .jsonl file whose lines are read on demand; it takes 16 bytes of memory for each line."""
 
     def __init__(self, path: Path):
-        """Read the file once, to find its lines. Raises ValueError if it cannot be read."""
+        """Read the file once, to find where its lines begin. Raises ValueError if it cannot be read."""
         self.name, self.path = str(path), path
         self.starts, self.numbers = array("q"), array("q")
         try:
@@ -73,7 +73,7 @@ class Lines:
         return json_row(self.file.readline())
 
     def where(self, index: int) -> str:
-        """Describe the place of a row."""
+        """Describe a row's place in the source, for error messages."""
         return f"{self.name}:{self.numbers[index]}"
 
 
@@ -103,18 +103,18 @@ class Parquet:
         return without_gaps(self.group(group).slice(index - first, 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
-        """Describe the place of a row."""
+        """Describe a row's place in the source, for error messages."""
         return f"{self.name}, row {index}"
 
 
 @dataclass
 class Gzipped:
-    """A .jsonl.gz file."""
+    """A compressed .jsonl.gz file, which can only be read from its beginning."""
 
     name: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield the rows from number `start` on; a row that cannot be read is yielded as its error.
+        """Yield the rows from number `start` (from 0) on; for a row that cannot be read, yield the ValueError.
 
         Raises ValueError if the file ends early.
         """
@@ -131,7 +131,7 @@ class Gzipped:
 
 @dataclass
 class Hub:
-    """A data set of the hub, read during training."""
+    """A data set that is read from the Hugging Face hub during training."""
 
     name: str
     rest: str
@@ -152,13 +152,13 @@ class Hub:
 
 
 Indexed = Table | Lines | Parquet
-"""Sources that return a row by its index; a row that cannot be read raises ValueError."""
+"""Sources that return a row by its index. They raise ValueError for a row that cannot be read."""
 Streamed = Gzipped | Hub
 """Sources that can only be read forwards."""
 
 
 def open_rows(spec: str) -> Indexed | Streamed:
-    """Open a source of rows (`FORMS`). Raises ValueError, which names the setting to change."""
+    """Open a source of rows in one of the FORMS. Raises ValueError with a message that names the setting to change."""
     kind, _, rest = spec.partition(":")
     if kind == "stream":
         return Hub(spec, rest)
@@ -180,10 +180,10 @@ def open_rows(spec: str) -> Indexed | Streamed:
 
 
 def without_gaps(value: Any) -> Any:
-    """Return a row of a table without keys whose value is None, at any depth.
+    """Return a row of a table without the keys whose value is None, at any depth.
 
-    Every row of a table has the keys of all rows. An argument of one tool would otherwise appear as null in calls of
-    all other tools.
+    In a table every row has the keys of all rows. Without this step, an argument of one tool would appear as null in
+    the calls of all other tools.
     """
     if isinstance(value, dict):
         return {k: without_gaps(v) for k, v in value.items() if v is not None}

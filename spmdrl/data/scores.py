@@ -1,4 +1,4 @@
-"""Scores of answers, which are numbers or dicts of a score and its named parts, and scores of reasoning-gym's puzzles.
+"""Reads scores of answers (a number, or a dict of a score and its named parts), and scores reasoning-gym's puzzles.
 
 reasoning-gym (https://github.com/open-thought/reasoning-gym) scores each task by the task's own scorer.
 """
@@ -23,11 +23,11 @@ def is_right(score: Any) -> Any:
 
 
 ACCURACY = "acc"
-"""Reward part that is 1 for a right answer, if the score measures more than correctness (verl's name for it)."""
+"""Reward part that is 1 for a right answer; verl's name. A score that measures more than correctness needs it."""
 
 
 def counts_as_right(score: float, parts: dict[str, float]) -> bool:
-    """Return True if an evaluation counts an answer as right: by its part `acc`, or by its score if it has none."""
+    """Return True if an evaluation counts an answer as right: by its part `acc`, or without this part by its score."""
     return not math.isnan(score) and bool(is_right(parts.get(ACCURACY, score)))
 
 
@@ -63,7 +63,7 @@ def as_number(value: object) -> float | None:
 
 
 def describe(key: object) -> str:
-    """Describe a key: an int is a prompt index, a tuple begins with (prompt, sample), others are shown as they are."""
+    """Describe the key of a graded item: an int is a prompt index, a tuple begins with (prompt, sample)."""
     if isinstance(key, tuple) and len(key) >= 2:
         return f"prompt {key[0]}, sample {key[1]}"
     return f"prompt {key}" if isinstance(key, int) else f"item {key}"
@@ -83,7 +83,7 @@ def answer_of(reply: str) -> tuple[str, bool]:
 
 
 def puzzle_score(task: str, config: dict, entry: dict, answer: str) -> float:
-    """Return a task's score of an answer, 0 to 1. config, entry: columns of `reasoning-gym:<task>`."""
+    """Return the score, 0 to 1, that a task gives to an answer. config, entry: columns of `reasoning-gym:<task>`."""
     entry = _tuples(entry) if task in _TUPLE_TASKS else entry
     return data_set_score(_data_set(task, json.dumps(config)), entry, answer)
 

@@ -9,7 +9,7 @@ STATES = 2**52
 PREVIOUS, NONE = -1, -2
 """Values of `Segment.after`: PREVIOUS is the segment before it in the list, NONE is no segment."""
 BY_PATH = -2
-"""Value of `Segment.parent`: the last sampled turn before the segment on its path."""
+"""Value of `Segment.parent` that means the last sampled turn before the segment on its path."""
 
 
 @dataclass
@@ -17,14 +17,14 @@ class Segment:
     """n consecutive tokens, sampled or observed together."""
 
     tokens: torch.Tensor
-    """int64 [n]."""
+    """int64 [n]: the token ids."""
     logp: torch.Tensor | None = None
     """float32 [n], log p of each token as the engine reported it at the sampling temperature. None: the policy observed
     these tokens and did not sample them."""
     version: int = 0
     """Weight version that sampled the segment; 0 if it was observed."""
     turn: int = 0
-    """The prompt and the first response are turn 0; each answer of the environment begins another turn."""
+    """Number of the turn. The prompt and the first response are turn 0; each answer of the environment begins one."""
     state: int = 0
     """Number of the state that the turn responds to; equal numbers mean equal states of one prompt. 0: the prompt."""
     after: int = PREVIOUS

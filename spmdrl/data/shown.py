@@ -1,6 +1,6 @@
-"""Checks that a chat template shows what a dialogue holds: all parts of a turn, tools, and variables.
+"""Checks that a chat template shows the content of a dialogue: all parts of a turn, tools, and variables.
 
-A variable counts as read if another value of it renders differently. So a row may set a variable to its default.
+A variable counts as read if another value of it changes the rendering, so a row may also set it to its default value.
 """
 
 import json
@@ -14,19 +14,19 @@ from spmdrl.data.row_columns import TOOLS
 
 END_OF_THOUGHT = "</think>"
 LOOKED = 20
-"""Number of rows of a source whose tools and variables are checked."""
+"""Most rows of a source whose tools and variables are checked against the template."""
 UNSHOWN = "not shown by the chat template"
-"""End of the names under which rows with hidden tools and variables are counted."""
+"""Suffix of the names under which rows are counted whose tools or variables the template does not show."""
 
 
 def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "", last: bool = True) -> None:
     """Raise TemplateError if the text of a turn leaves out a part of its message.
 
-    controls: matches control tokens. turn: the rendered text that is trained. before: the text in front of it, which
-    may contain the marks of a thought. last: True for the last turn of a dialogue.
+    controls: matches control tokens. turn: the rendered text that is trained. before: the text in front of the turn,
+    which may contain the tag `</think>`. last: True for the last turn of a dialogue, which changes the error's advice.
 
-    White space at the ends of a part may be missing, because templates strip it. Each stretch of the turn counts for
-    one part only, so that a thought does not count as shown if only the answer repeats it.
+    White space at the ends of a part may be missing, because templates strip it. Each piece of the turn's text counts
+    for one part only, so a thought does not count as shown if only the answer repeats it.
     """
     marks = re.compile(f"{controls.pattern}|</?think>")
     rest = marks.sub("\0", turn)
@@ -42,7 +42,7 @@ def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before
 
 
 def without_thought(message: dict) -> dict | None:
-    """Return a message without its thought; None if it has none."""
+    """Return a message without its thought; None if it has no thought."""
     content = message.get("content")
     inline = isinstance(content, str) and END_OF_THOUGHT in content
     if not inline and not any(message.get(key) for key in THOUGHT_KEYS):
@@ -87,7 +87,7 @@ def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[st
             except ValueError:
                 arguments = {}
         for value in (str(function.get("name")), *_leaves(arguments)):
-            # Control tokens were replaced in the turn, and a name may contain one or be one.
+            # Control tokens were replaced in the turn's text, so those in names and arguments are replaced as well.
             forms = [marks.sub("\0", form) for form in _forms(value)]
             if all(form.strip("\0") for form in forms) and forms:
                 yield "tool calls", forms
@@ -104,7 +104,7 @@ def _pieces(marks: re.Pattern[str], text: str) -> list[str]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the keys and values of arguments; a key without a value may be left out."""
+    """Yield all keys and values of a call's arguments, without keys whose value is None: templates may omit these."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if inner is not None:
@@ -118,7 +118,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _forms(value: Any) -> list[str]:
-    """Return the texts under which templates show a key or value of a call: plain, as JSON, or as Python writes it."""
+    """Return the forms in which templates write a key or value of a call: plain, as JSON, or as a Python literal."""
     plain = str(value).strip()
     written = [json.dumps(value, ensure_ascii=ascii) for ascii in (False, True)]
     quoted = [text.strip('"').strip() if isinstance(value, str) else text for text in written]
@@ -136,13 +136,13 @@ def unshown(render: Renderer, dialogue: Dialogue) -> list[str]:
 
 
 def unshown_line(names: Iterable[str]) -> str:
-    """Return a sentence about names that the template does not show; empty without names."""
+    """Return a sentence about the tools and variables that the template does not show; empty if it shows all."""
     names = list(dict.fromkeys(names))
     return f"the chat template does not show {', '.join(names)}, which rows give" if names else ""
 
 
 def check_read(render: Renderer, more: dict[str, Any]) -> None:
-    """Raise ValueError if the template reads one of the variables `--data.template-kwargs` in none of the probes."""
+    """Raise ValueError if a variable of `--data.template-kwargs` changes the rendering of no test dialogue."""
     probes = [replace(each, more=more) for each in _probes()]
     for name in more:
         if all(_unread(render, each, name) for each in probes):
@@ -180,7 +180,7 @@ def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
 
 
 def _probes() -> list[Dialogue]:
-    """Return dialogues in which templates may read variables: with tools, calls, thoughts and a system message."""
+    """Return test dialogues with tools, calls, thoughts and a system message, because variables may depend on them."""
     user, system = {"role": "user", "content": PROBE}, {"role": "system", "content": PROBE}
     assistant = {"role": "assistant", "content": PROBE} | dict.fromkeys(THOUGHT_KEYS, PROBE)
     function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}

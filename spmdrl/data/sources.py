@@ -38,7 +38,7 @@ class Source:
 
     rows: list[dict]
     name: str
-    """The `data_source` of rows that do not name their own."""
+    """The `data_source` of rows that have no column of this name."""
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     raw: bool = False
@@ -48,7 +48,7 @@ class Source:
     """Number of each row in its file, for messages; empty if it is the row's index."""
 
     def where(self, index: int) -> str:
-        """Describe the place of a row, for messages."""
+        """Describe a row's place in the source, for error messages."""
         if self.numbers:
             return f"{self.name}:{self.numbers[index]}"
         return f"{self.name}, {self.unit} {index}"
@@ -102,7 +102,7 @@ def json_row(line: bytes) -> dict:
     """Return the row of a line. Raises ValueError if the line is not a JSON object."""
     try:
         row = json.loads(line.removeprefix(BOM_UTF8))
-    except (ValueError, RecursionError) as e:  # also for a number of thousands of digits, or thousands of brackets
+    except (ValueError, RecursionError) as e:  # numbers of thousands of digits or thousands of brackets raise one too
         raise ValueError(f"not JSON ({e})") from None
     if not isinstance(row, dict):
         raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")
@@ -134,7 +134,7 @@ def ms_data(rest: str) -> Any:
     """Open a data set of ModelScope, memory-mapped. rest: `<owner>/<name>[:config[:split]]`.
 
     The package `modelscope` downloads the files, which are then read like those of Hugging Face. Its `MsDataset` is not
-    used, because it needs an older release of `datasets` and replaces functions of it.
+    used, because it needs an older release of the library `datasets` and replaces functions of that library.
     Raises ValueError if the data set cannot be loaded.
     """
     name, config, split = _named(rest, "ms", "owner>/<name")

@@ -1,4 +1,4 @@
-"""Makes the batch of a step from its episodes: columns, replayed sequences, and the optimizer step of each."""
+"""Makes the batch of a step from its episodes: adds columns, replays episodes, and assigns them to optimizer steps."""
 
 import math
 from collections.abc import Iterable
@@ -30,14 +30,17 @@ class ReplayBuffer:
     """
 
     def __init__(self, cfg: FilterConfig, prompts: int):
-        """prompts: number of prompts of a step; an episode of `age` steps ago has positions from prompts * age on."""
+        """Start without episodes. prompts: number of prompts of a step.
+
+        For an episode from `age` steps ago, prompts * age is added to its position, so that positions stay distinct.
+        """
         self.cfg, self.prompts = cfg, prompts
         self.buffer: Buffer[Batch] | None = Buffer(cfg.replay_steps) if cfg.replay_steps else None
 
     def mix(self, batch: Batch, seed: int, step: int, peers: Peers) -> Batch:
-        """Draw as many episodes as the step sampled, with replacement; without resampling return the batch. Collective.
+        """Draw, with replacement, as many episodes as the step sampled. Collective.
 
-        An episode that is drawn twice is in the batch twice.
+        An episode that is drawn twice is in the batch twice. Returns `batch` if it is neither resampled nor replayed.
         """
         if self.cfg.resample == "none" and self.buffer is None:
             return batch
@@ -63,7 +66,7 @@ class ReplayBuffer:
 
 
 def copies(batch: Batch, times_E: torch.Tensor) -> Batch:
-    """Repeat each episode `times_E` (int64 [E]) times; its paths stay adjacent, and copies continue their numbers."""
+    """Repeat each episode `times_E` (int64 [E]) times. Its paths stay adjacent; copies continue the path numbers."""
     drawn = torch.repeat_interleave(torch.arange(len(times_E)), times_E)
     number = torch.arange(len(drawn)) - (torch.cumsum(times_E, 0) - times_E)[drawn]
     first, paths = batch.firsts[drawn], batch.identity["paths"][batch.firsts[drawn]]
@@ -75,7 +78,7 @@ def copies(batch: Batch, times_E: torch.Tensor) -> Batch:
 
 
 def _with_parts(batch: Batch, names: Iterable[str]) -> Batch:
-    """Return the batch with a column of nan for each `part/...` of names that it lacks."""
+    """Return the batch with a column of nan for each reward part (`part/...`) in `names` that it lacks."""
     lacking = [name for name in sorted(names) if name.startswith("part/") and name not in batch.seq]
     unknown_B = torch.full((len(batch),), math.nan, dtype=torch.float64)
     return Batch(batch.lengths, batch.token, batch.seq | dict.fromkeys(lacking, unknown_B))
@@ -95,10 +98,10 @@ def make_batch(
 ) -> Batch:
     """Pack this rank's episodes, if it has any, and assign the sequences to optimizer steps. Collective.
 
-    step: counted from 0. replay: receives the batch and returns the one to train on. turns: True if the advantage
+    step: counted from 0. replay: draws the episodes to train on from the batch. turns: True if the advantage
     compares turns. skips_equal: True if prompts whose samples have equal rewards are skipped. experts_width: as in
-    `from_episodes`. share_prompts: True if tokens that samples of a prompt share are computed once. model_parts: reward
-    parts that a reward model will add.
+    `from_episodes`. share_prompts: True if tokens that samples of a prompt share are computed once. model_parts: names
+    of the reward parts that a reward model will add.
     """
     # A rank without samples does not know the names of reward parts, but all ranks need the same columns.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
@@ -110,7 +113,8 @@ def make_batch(
     batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"], common = work_of(batch, share_prompts)
     if skips_equal:
-        # An engine returns complete groups. A group that is skipped counts as almost no work.
+        # An engine returns complete groups, so their rewards can be compared. A sequence that is skipped counts as one
+        # token of work.
         batch.seq["work"] = torch.where(batch.group_differs(), batch.seq["work"], 1)
     if share_prompts:
         batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
@@ -122,9 +126,9 @@ def make_batch(
 
 
 def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
-    """Raise ValueError if a sample lacks a reward part that training uses, because a missing part is not 0.
+    """Raise ValueError if a sample lacks a reward part that training uses, because a missing part does not count as 0.
 
-    later: parts that a model adds, for every sample.
+    later: parts that a reward model adds afterwards, for every sample.
     """
     given = [name.removeprefix("part/") for name in batch.seq if name.startswith("part/")]
     used = [("--safety.cost", cfg.safety.cost)] if cfg.safety.cost else []

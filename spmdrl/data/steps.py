@@ -19,10 +19,10 @@ MARK = "\ufffd"
 
 
 def step_ends(text: str, separator: str) -> list[int]:
-    """Return the number of characters up to the end of each step of a text, the separator included; at least one.
+    """Return, for each step of a text, the number of characters up to its end. A text has at least one step.
 
     A step ends with the separator, and the text after the last separator is a step too. A piece of only white space
-    belongs to the step before it, or at the beginning to the first step.
+    belongs to the step before it; at the beginning of the text it belongs to the first step.
     """
     ends, at = [], 0
     while (found := text.find(separator, at)) >= 0:
@@ -44,14 +44,14 @@ def step_ends(text: str, separator: str) -> list[int]:
 def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: list[int]) -> list[int]:
     """Return, for each end, the index of the token that contains the last character before it.
 
-    decode: returns the text of tokens. The text of the first tokens must be the beginning of the whole text, except for
-    a character that is cut in two. ends: ascending, each from 1 to the number of characters.
+    decode: returns the text of tokens. The text of the first n tokens must be the beginning of the whole text, except
+    for a character whose bytes are cut. ends: numbers of characters, ascending, from 1 to the length of the text.
     """
     text = decode(tokens)
     if reached := progress(decode, tokens, text):
         return [bisect_left(reached, end) for end in ends]
 
-    # The text of some tokens depends on tokens far before them.
+    # The text of a token depends on tokens far before it, so the text is decoded from its beginning each time.
     @cache
     def begun(count: int) -> str:
         return decode(tokens[:count])
@@ -63,9 +63,9 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
 
 
 def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> list[int]:
-    """Return the number of characters of a text after each of its tokens; empty if that depends on distant tokens.
+    """Return the number of characters up to the end of each token; empty if a token's text depends on distant tokens.
 
-    Each token is decoded after a few before it, so the work is linear in the number of tokens, and not quadratic.
+    Each token is decoded together with only a few tokens before it, so the work grows linearly with their number.
     """
     out: list[int] = []
     pieces: list[str] = []
@@ -83,13 +83,13 @@ def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -
     rest = decode(tokens[before:]).removeprefix(decode(tokens[before:begin]))
     if "".join(pieces) + rest != text:
         return []
-    # Marks at the end belong to the text.
+    # An incomplete character at the end of the text belongs to the last token.
     return out[:-1] + [len(text)] if out else []
 
 
 @dataclass(frozen=True)
 class StepColumns(Columns):
-    """Names of columns."""
+    """Names of the columns of labelled steps."""
 
     steps: str = "completions"
     labels: str = "labels"
@@ -102,7 +102,7 @@ class LabelledSteps:
     example: Example
     """The prompt, and the response that consists of the steps."""
     text: str
-    """The response."""
+    """The response: its steps, joined by the separator."""
     labels: list[float | None]
     """The label of each step; None for a step that is not trained."""
 
@@ -113,7 +113,7 @@ def has_steps(row: dict, columns: StepColumns) -> bool:
 
 
 def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") -> LabelledSteps:
-    """Read one row. separator: ends each step except the last. system: a system message for dialogues without one.
+    """Read a row of labelled steps. separator: ends each step except the last. system: a default system message.
 
     Raises RowError if the row has another form, or a part of it is malformed.
     """
@@ -163,7 +163,7 @@ def _labels(found: Any, columns: StepColumns, steps: int) -> list[float | None]:
 
 
 def _joined(steps: list[str], separator: str) -> str:
-    """Join steps to a response. Raises RowError if `step_ends` finds other steps in it: a step holds the separator."""
+    """Join steps into a response. Raises RowError if `step_ends` would divide the response into other steps."""
     text, begins = "", []
     for i, step in enumerate(steps, 1):
         begins.append(len(text) + len(step) - len(step.lstrip()))

@@ -1,6 +1,6 @@
 """Finds the tokens by which a chat template ends an assistant's turn: models learn them, and engines stop at them.
 
-The tokens come from the turns that `turns.py` finds in stand-in dialogues, so engines stop where models learned to.
+The tokens come from the turns that `turns.py` finds in test dialogues, so engines stop where models learned to stop.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
 
 
 def _probes() -> Iterator[Dialogue]:
-    """Yield dialogues with one and two answers, a thought, and two and one tool calls (some templates accept one)."""
+    """Yield test dialogues: one answer, two answers, a thought, two tool calls, and one call (some accept only one)."""
     yield Dialogue([QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER, QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER | dict.fromkeys(THOUGHT_KEYS, PROBE)])

@@ -1,8 +1,8 @@
 """Turns the sequences of a dialogue, or plain text, into tokens with a loss mask.
 
 The text of a sequence is tokenized as a whole. If a token would lie across the beginning or the end of a turn, the text
-is tokenized in pieces instead, as a model generates it: the prompt ends with a token, and the turn begins with the next
-one. The pieces must decode to the same text.
+is cut at these borders and each piece is tokenized by itself. A turn then begins with a new token, as when a model
+generates it. The tokens of all pieces together must decode to the same text.
 """
 
 from collections.abc import Sequence as Many
@@ -17,16 +17,16 @@ from spmdrl.data.rendering import TemplateError
 
 @dataclass
 class Masked:
-    """L tokens of one sequence."""
+    """The L tokens of one sequence, with their loss mask."""
 
     tokens: torch.Tensor
-    """int64 [L]."""
+    """int64 [L]: the token ids."""
     mask: torch.Tensor
     """bool [L]: True for trained tokens. The first token is never trained, because nothing predicts it."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Further values of the sequence, by name."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further columns of its tokens, [L], by name."""
+    """Further values of each token, by name: tensors [L]."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,8 +41,8 @@ def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
     """Tokenize a rendered text, without adding tokens to it.
 
     trained: ranges of characters to train, ascending.
-    Raises TemplateError if a token lies across the border of a range, and the pieces on its sides decode to another
-    text.
+    Raises TemplateError if a token lies across the border of a range, and the tokens of the text in pieces, cut at the
+    borders, decode to another text.
     """
     offsets = None
     if tokenizer.is_fast:
@@ -58,7 +58,10 @@ def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
 
 
 def _crossed(tokenizer: Any, ids: list[int], offsets: list[tuple[int, int]], trained: Many[tuple[int, int]]) -> bool:
-    """Return True if a token lies across a border. Control tokens may: some include adjacent white space."""
+    """Return True if a token lies across the border of a trained range.
+
+    Control tokens are allowed to, because some of them include adjacent white space.
+    """
     borders = {place for pair in trained for place in pair}
     inner = ((token, start, end) for token, (start, end) in zip(ids, offsets, strict=True) if end - start > 1)
     return any(

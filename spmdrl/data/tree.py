@@ -1,12 +1,12 @@
-"""A tree of shared tokens: samples of a prompt, or paths of an episode, have their common beginning only once.
+"""A tree of shared tokens: the common beginning of a prompt's samples, or of an episode's paths, is in it only once.
 
 A pack [T] contains all sequences in full, end to end. The transformer runs on the tree's tokens [R] instead: tokens
-that sequences share are computed once, and autograd sums their gradient over the sequences. The states are then copied
-back to the tokens of the pack, so heads and losses are independent of the tree.
+that sequences share are computed once, and autograd sums their gradient over the sequences. The hidden states are then
+copied back to the tokens of the pack, so heads and losses are independent of the tree.
 
 B: number of sequences of the pack. N: number of nodes of the tree. A node is a run of tokens that the same sequences
 share; it attends to itself and its ancestors. The samples of a prompt share all tokens before their first sampled one,
-if all of those are equal. The paths of an episode share as many tokens as are equal at their beginning.
+if all of these tokens are equal. The paths of an episode share the longest beginning in which they are equal.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from spmdrl.data.segment import shared_length
 
 @dataclass
 class Tree:
-    """The mapping between the tokens of a pack and those of its tree. All on the host."""
+    """The mapping between the tokens of a pack and those of its tree. All tensors are on the host."""
 
     keep: torch.Tensor
-    """int64 [R]: index in the pack of the token at each row of the tree; rows of all roots come first."""
+    """int64 [R]: for each row of the tree, the index of its token in the pack. The rows of all roots come first."""
     place: torch.Tensor
-    """int64 [T]: row of the tree that holds each token of the pack."""
+    """int64 [T]: for each token of the pack, the row of the tree that holds it."""
     positions: torch.Tensor
-    """int64 [R]: position of each row in its sequences."""
+    """int64 [R]: for each row of the tree, the position of its token in the sequences that share it."""
     lengths: list[int]
-    """[N]: number of tokens of each node, at least 1; nodes are end to end in the tree, roots first."""
+    """[N]: number of tokens of each node, at least 1. The nodes' rows lie end to end in the tree, roots first."""
     parents: list[int]
     """[N]: the node that each node follows, -1 for a root."""
 
@@ -41,11 +41,12 @@ class Shared:
     tokens: list[int]
     """[B]: number of tokens at the beginning that are shared with the source, less than the sequence's length."""
     prompts: list[int]
-    """[B]: number of tokens that samples of the same prompt would share with this sequence; 0 for a later path."""
+    """[B]: number of tokens that another sample of the same prompt would share with this sequence; 0 for the second
+    and further paths of an episode."""
 
 
 def prompt_lengths(lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Count the tokens before each sequence's first sampled one, int64 [B]; its length if none is sampled."""
+    """Count the tokens before the first sampled token of each sequence, int64 [B]; all tokens if none is sampled."""
     seq_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
     inside_T = torch.arange(len(mask_T)) - (torch.cumsum(lengths_B, 0) - lengths_B)[seq_T]
     return lengths_B.scatter_reduce(0, seq_T[mask_T], inside_T[mask_T], "amin")

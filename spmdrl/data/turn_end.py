@@ -15,15 +15,15 @@ def end_of_turn(
 ) -> tuple[Ends, re.Match[str] | None]:
     """Return how a turn ends, and the control token that ends it.
 
-    controls: matches control tokens. call_ends: those that end a call but not the turn (`Renderer.call_ends`). alone:
-    the text after the assistant's words if nothing follows the turn. followed: the same if a message follows; it may
-    include the text of that message.
+    controls: matches control tokens. call_ends: the tokens that end a call but not the turn (`Renderer.call_ends`).
+    alone: the text after the assistant's words if nothing follows the turn. followed: the text after these words if a
+    message follows; it may include the text of that message.
 
-    - own: a token ends the turn with and without a message that follows; its place is in `followed`.
-    - last: another token ends the turn if nothing follows (gpt-oss); its place is in `alone`.
-    - next: the template does not end turns, so a model stops with the token that begins the next message (GLM); its
-      place is in `followed`.
-    - none: no such token is found.
+    - own: the same token ends the turn whether or not a message follows; the match is in `followed`.
+    - last: a different token ends the turn if nothing follows it (gpt-oss); the match is in `alone`.
+    - next: the template does not end turns, so a model stops with the token that begins the next message (GLM); the
+      match is in `followed`.
+    - none: no token that ends the turn is found, and the match is None.
     """
     ours, others = list(controls.finditer(followed)), list(controls.finditer(alone))
     same = 0
@@ -41,9 +41,9 @@ def end_of_turn(
 
 
 def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[int], str]) -> tuple[str, bool]:
-    """Return the rendering up to message i, cut after the control token that ends it, and True if there is one.
+    """Return the text up to the control token that ends the turn in message i, and True if there is such a token.
 
-    upto: renders the first messages of the dialogue.
+    upto: renders the given number of messages from the beginning of the dialogue.
     """
     after = [m for m in dialogue.messages[i + 1 : i + 2] if m["role"] != "assistant"]
     if not after:
@@ -51,7 +51,8 @@ def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[
     written = upto(i + 1)
     kind, end, follows, tail = _end_before(render, dialogue.upto(i + 1), after[0], written)
     if end is None and (brief := without_thought(dialogue.messages[i])):
-        # The template may drop the thought as soon as a message follows; what begins that message stays the same.
+        # The template may drop the thought as soon as a message follows. Without the thought, the rendering still shows
+        # which token begins the next message.
         shorter = dialogue.upto(i).then(brief)
         kind, end, _, _ = _end_before(render, shorter, after[0], render(shorter))
         return (written + end.group(), True) if kind == "next" and end else (written, False)
@@ -61,9 +62,9 @@ def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[
 
 
 def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str):
-    """Return `end_of_turn` of a dialogue's last turn, the rendering with the message `after` it, and a place.
+    """Return the result of `end_of_turn` for a dialogue's last turn, the text with the message `after`, and a place.
 
-    written: the rendering without that message. The place is where the control tokens at the end of `written` begin.
+    written: the text without the message `after`. The place is the index at which its last control tokens begin.
     """
     tail = len(written)
     for found in reversed(list(render.controls.finditer(written))):

@@ -3,7 +3,7 @@
 The dialogue is rendered twice with the answers that follow the turn, and twice without them. Stand-ins that differ
 between the two renderings replace all texts of assistants, so the end that both share does not depend on the
 assistant's words. The control token that ends the turn is the last one that occurs both with and without the answers. A
-rendering with other answers proves that the text up to this token does not depend on them, and that each is shown.
+rendering with other answers proves that the text up to this token is independent of them, and that each is shown.
 """
 
 import re
@@ -17,12 +17,12 @@ from spmdrl.data.turn_end import end_of_turn
 STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
 """Stand-ins for the text of a turn; they differ in the first and the last character and in length."""
 EARLIER = ("Xk" + PROBE + "c", "9wm" + PROBE + "d")
-"""Stand-ins for the texts of earlier turns, which reveal a template that hides a turn."""
+"""Stand-ins for earlier turns. They differ from STANDINS, so a template that hides the last turn is noticed."""
 THOUGHT = PROBE + "e"
 SHAPES = ("calls", "first call", "text and calls", "text")
 """Forms of the stand-in for a turn with tool calls, from the most informative to the least.
 
-Some templates refuse several calls in one turn, and some show no calls; one call is then tried, or none.
+Some templates refuse several calls in one turn, and some show no calls. The next form is then tried.
 """
 
 
@@ -33,9 +33,9 @@ class Tail:
     text: str
     """The text, which begins with a control token."""
     closing: int
-    """Number of its characters that belong to the turn; 0 if the template does not end turns."""
+    """Number of characters at the beginning of `text` that belong to the turn; 0 if the template does not end turns."""
     alone: str
-    """The text from the end of the turn when nothing follows it."""
+    """The text from the turn's end token on, as the template writes it if nothing follows the turn."""
 
 
 def linked(messages: list[dict]) -> list[dict]:
@@ -74,7 +74,7 @@ def tail_of(
 ) -> Tail:
     """Return the text that follows the assistant's turn at index `turn` of a dialogue; messages after it are answers.
 
-    ends: a cache of the text after a turn that nothing follows, which depends only on the template.
+    ends: a cache of the text after a last turn, which depends only on the template and the form of the stand-in.
 
     Raises TemplateError, which names the reason, if the template refuses the stand-ins or a proof fails.
     """
@@ -107,9 +107,9 @@ def _and(dialogue: Dialogue, new: Sequence[dict]) -> Dialogue:
 
 
 def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[dict]:
-    """Return the messages up to the turn, with stand-ins for those of assistants. which: 0 or 1, of the two stand-ins.
+    """Return the messages up to the turn, with stand-ins for those of assistants. which: 0 or 1, the stand-in to use.
 
-    An assistant's message without calls gets calls if answers of tools follow it, because its call was malformed.
+    If tools answered an assistant's message without calls, its call was malformed, and the stand-in gets calls.
     """
     out: list[dict] = []
     for i, message in enumerate(messages[: turn + 1]):
@@ -132,7 +132,7 @@ def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[d
 
 
 def _after_standins(texts: list[str]) -> str:
-    """Return the end that the renderings share, which must begin where the stand-ins end."""
+    """Return the end that the renderings share. Raises TemplateError unless it begins where the stand-ins end."""
     shared = commonprefix([text[::-1] for text in texts])[::-1]
     if not all(text.removesuffix(shared).endswith(standin) for text, standin in zip(texts, STANDINS, strict=True)):
         raise TemplateError("the text that it puts after an assistant's turn depends on the text of the turn")
@@ -142,9 +142,9 @@ def _after_standins(texts: list[str]) -> str:
 def _cut(
     controls: re.Pattern[str], call_ends: frozenset[str], after: str, first: int, alone: str, with_call: bool
 ) -> Tail:
-    """Return the tail, which begins with the first control token of the turn's end, or else of the next message.
+    """Return the tail. It begins with the control token that ends the turn, or else with the next message's first one.
 
-    call_ends: as `end_of_turn` takes them. after, alone: text that follows the stand-in with answers and without.
+    call_ends: as in `end_of_turn`. after, alone: text that follows the stand-in with answers, and without answers.
     first: place of the first answer's text in `after`. with_call: True if a call ends the turn.
     """
     kind, end = end_of_turn(controls, call_ends, alone, after[:first])
@@ -155,7 +155,7 @@ def _cut(
         whole = not with_call and not controls.sub("", after[: end.end()]).strip()
         start = found[0].start() if whole else end.start()
         return Tail(after[start:], end.end() - start, alone[start:])
-    # gpt-oss ends the last turn with another token than earlier turns. A single token before the answer belongs to it.
+    # gpt-oss ends the last turn with another token than earlier turns. A single token before the answer begins it.
     if kind == "last" and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
         return Tail(after[found[0].start() :], len(found[0].group()), alone[other[0].start() :])
     begins = end if kind == "next" and end else found[0]

@@ -1,30 +1,30 @@
 """Finds the text that an assistant generates in a rendered dialogue, and proves it for each turn.
 
-Every turn is examined where a model generates it: at the end of the dialogue so far. Let P be the rendering of the
+Every turn is examined as a model generates it: as the last message of a dialogue. Let P be the rendering of the
 messages before the turn with the generation prompt, and E the rendering of the messages up to and including the turn.
 
 - If E begins with P, the turn is the remainder of E.
 - Some generation prompts open a part that a finished turn lacks, such as a thought. E then diverges from P within that
-  prompt, and the turn begins at this place. The place must not depend on the turn's text: two other texts must diverge
-  from P at the same place.
-- Some templates render earlier messages differently once the turn follows. The turn then begins in E after the whole
-  generation prompt and the end of the message before it. It is trained after P, which is what a model would see.
+  prompt, and the turn begins at this place. The place must not depend on the turn's text: if two other texts replace
+  it, E must diverge from P at the same place.
+- Some templates render earlier messages differently once the turn follows. The turn then begins in E after the text
+  that ends P: the end of the message before it, and the generation prompt. It is trained after P, as a model sees it.
 - For a turn that opens a dialogue, P lacks text that templates write at the beginning of E, such as a system message.
-  The turn is then found in a dialogue with a question before it. If E ends with this turn, that end is the turn;
-  otherwise the turn is the text in E after the generation prompt of the question.
+  The turn is then found in the dialogue with a question added before it. If E ends with the text found in this way,
+  that text is the turn. If not, the turn is the text in E after the question's generation prompt.
 
-A turn ends with the last control token before anything that depends on the next message; in a template that does not
-end turns, with the control token that begins the next message (`turn_end.py`).
+A turn ends with the last control token before any text that depends on the next message. If a template does not end
+turns, the turn ends with the control token that begins the next message (`turn_end.py`).
 
 A trained turn must be shown completely (`shown.py`): a model would learn to omit a thought that the template drops.
 
-Turns of one dialogue share a sequence only if its text begins with the context and the text of each. A template that
-rewrites earlier turns (Qwen3 drops their thoughts) breaks this, and each of them gets a separate sequence. So every
-token is trained in exactly the context in which it would be generated.
+Turns of one dialogue share a sequence only if the sequence begins with the context and the text of each turn. With a
+template that rewrites earlier turns (Qwen3 drops their thoughts), each turn gets a separate sequence. So every token is
+trained in exactly the context in which it would be generated.
 
 A template may mark the text that an assistant generates (`{% generation %}`). Its marks are trusted, but a trained turn
 must be shown completely between them. If the rendering of the whole dialogue leaves out a part of a turn, this turn
-gets a separate sequence, which ends with it.
+gets a separate sequence, which ends with the turn.
 """
 
 from collections.abc import Collection
@@ -38,7 +38,7 @@ from spmdrl.data.shown import check_turn_shown
 from spmdrl.data.turn_end import turn_with_end
 
 OTHERS = ("Xk" + PROBE, "9w" + PROBE)
-"""Texts that replace that of a message; their first characters differ, their last ones do not."""
+"""Stand-ins for a message's text: what differs between two renderings depends on it. Only their beginnings differ."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Turn:
     """Text that an assistant generates, given as a range in the text of a sequence."""
 
     message: int
-    """Index of its message."""
+    """Index of the turn's message in the dialogue."""
     start: int
     end: int
-    """Range of its characters, up to and including the control token that ends the turn."""
+    """Range of the turn's characters, up to and including the control token that ends the turn."""
     stops: bool
-    """True if the turn ends with a control token; otherwise the model does not learn to stop."""
+    """True if the turn ends with a control token; without one the model does not learn to stop."""
     departs: bool
-    """True if the turn begins inside the generation prompt, which continues differently."""
+    """True if the turn begins inside the generation prompt, because the finished turn diverges from that prompt."""
 
 
 @dataclass
@@ -70,8 +70,8 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
     There is one sequence if the template never changes earlier renderings. Messages after the last turn are left out.
     trained: indices of the turns that are trained, which must be shown completely; None for all turns.
 
-    Raises TemplateError if the template refuses the dialogue or does not show one of its messages, or if a turn cannot
-    be proved; it names the message, counted from 1.
+    Raises TemplateError if the template refuses the dialogue or does not show one of its messages, or if the range of
+    a turn cannot be proved. The error names the message, counted from 1.
     """
     upto = _beginnings(render, dialogue)
     turns = [i for i, m in enumerate(dialogue.messages) if m["role"] == "assistant"]
@@ -80,7 +80,7 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
     out: list[Sequence] = []
     for i in range(turns[-1], -1, -1):
         try:
-            # Messages of others must be shown in the longest rendering, which is what the turns after them see.
+            # Messages that are not an assistant's must be shown in the longest rendering, up to the last turn.
             if i not in turns:
                 _check_message_shown(render, dialogue, i, turns[-1] + 1, upto(turns[-1] + 1))
                 continue
@@ -100,7 +100,7 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
 
 
 def _advice_on_opening(dialogue: Dialogue) -> str:
-    """Return advice for an error in a dialogue that begins with an assistant's turn; empty for another one."""
+    """Return advice for an error in a dialogue that begins with an assistant's turn; empty for other dialogues."""
     roles = [m["role"] for m in dialogue.messages if m["role"] not in ("system", "developer")]
     if roles[:1] != ["assistant"]:
         return ""
@@ -108,7 +108,7 @@ def _advice_on_opening(dialogue: Dialogue) -> str:
 
 
 def trained_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
-    """Return the sequences of a dialogue, by the template's marks if it has any. Raises errors of both functions."""
+    """Return the result of `marked_sequences` if the template marks generated text, else that of `sequences_of`."""
     return (marked_sequences if render.marked else sequences_of)(render, dialogue, trained)
 
 
@@ -123,7 +123,7 @@ def _beginnings(render: Renderer, dialogue: Dialogue):
 
 
 def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn]:
-    """Return the text up to the end of the turn of message i, and the turn."""
+    """Return the training text up to the end of the turn in message i, and the turn's range in this text."""
     if all(m["role"] in ("system", "developer") for m in dialogue.messages[:i]):
         return _opening(render, dialogue, i, upto)
     prompt, written = upto(i, True), upto(i + 1)
@@ -147,7 +147,7 @@ def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn
 
 
 def _opening(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn]:
-    """Return the text up to the end of a turn that opens a dialogue, and the turn."""
+    """Return the training text up to the end of a turn that opens a dialogue, and the turn's range in this text."""
     message, question = dialogue.messages[i], {"role": "user", "content": OTHERS[0]}
     messages = [*dialogue.messages[:i], question, *dialogue.messages[i:]]
     longer = Dialogue(messages, dialogue.tools, dialogue.more)
@@ -165,7 +165,7 @@ def _opening(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, T
 
 
 def _after_message(render: Renderer, dialogue: Dialogue, i: int, prompt: str) -> str:
-    """Return the end of the prompt of turn i that does not depend on the text of the message before it."""
+    """Return the longest end of turn i's prompt that does not depend on the text of the message before the turn."""
     changed = [render(_changed(dialogue.upto(i), i - 1, other), True) for other in OTHERS]
     return commonprefix([text[::-1] for text in (prompt, *changed)])[::-1]
 
@@ -173,7 +173,7 @@ def _after_message(render: Renderer, dialogue: Dialogue, i: int, prompt: str) ->
 def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, written: str, others: list[str]) -> int:
     """Return the place where a turn begins in `written`, which renders earlier messages differently from its prompt.
 
-    joint: the end of the prompt, after the message before the turn. others: `written` with other texts of the turn.
+    joint: the end of the prompt after the text of the previous message. others: `written` with other texts of the turn.
     """
     at = written.rfind(joint, 0, len(commonprefix([written, *others])))
     if not joint or at < 0 or _holds_message_before(render, dialogue, i, joint):
@@ -185,7 +185,7 @@ def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, w
 
 
 def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: str) -> bool:
-    """Return True if the message before a turn appears between the end of its prompt and the turn."""
+    """Return True if the text of the previous message appears between the turn and `joint`, the end of its prompt."""
     if not i:
         return False
     before, turn = OTHERS
@@ -195,7 +195,7 @@ def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: s
 
 
 def _whole(render: Renderer, text: str, at: int) -> int:
-    """Return a place in a text, or the beginning of the control token in which it lies."""
+    """Return the index `at` in a text, or the beginning of the control token in which this index lies."""
     return next((m.start() for m in render.controls.finditer(text) if m.start() < at < m.end()), at)
 
 
@@ -214,7 +214,7 @@ def _check_turn(render: Renderer, message: dict, text: str, turn: Turn, last: bo
 
 
 def _with_text(message: dict, text: str) -> dict:
-    """Return a message of the same role that begins with another text."""
+    """Return a message of the same role with another text, which also replaces its thought."""
     return {"role": message["role"], "content": text} | ({k: text for k in THOUGHT_KEYS if message.get(k)})
 
 
@@ -226,9 +226,10 @@ def _changed(dialogue: Dialogue, i: int, text: str) -> Dialogue:
 
 
 def marked_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
-    """Return the sequences of a dialogue by the marks of its template; errors as in `sequences_of`.
+    """Return the training sequences of a dialogue whose template marks the generated text of each turn.
 
-    trained: indices of the turns that are trained. Raises RowError if there are not as many marked parts as turns.
+    trained: indices of the turns that are trained. Raises TemplateError like `sequences_of`, and RowError if there are
+    not as many marked parts as turns.
     """
     messages = dialogue.messages
     if not any(message["role"] == "assistant" for message in messages):

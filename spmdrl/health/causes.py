@@ -52,7 +52,7 @@ def of_the_machine(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int:
-    """Return the number of bytes that a failed allocation requested, read from its message; 0 if it has no number."""
+    """Return the number of bytes that a failed allocation requested; 0 if the error's message does not contain it."""
     text = str(error)
     if found := re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE):
         return int(found[1])

@@ -20,11 +20,11 @@ T = TypeVar("T")
 USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors whose message says what to change; their traceback goes to the log file only."""
 LONGEST = 1500
-"""Largest number of characters of an error's message in the last line."""
+"""Most characters of an error's message that the last line contains."""
 
 
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
-    """Return the result of `work`, or `otherwise` if it fails or takes too long.
+    """Return the result of `work`, or `otherwise` if it fails or takes longer than `seconds`.
 
     An exiting rank accesses files, including the log, only through this function: the main thread may hold the log's
     lock while its write to a file system hangs.
@@ -55,7 +55,7 @@ def advice(error: BaseException) -> str:
         lost = briefly(lambda: heartbeats[0].lost() or heartbeats[0].missing(), "") if heartbeats else ""
         return f"another rank ended{f': {lost}' if lost else ''}; see its log, or torchrun's output. {resume()}"
     frames = traceback.extract_tb(error.__traceback__)
-    # A library or a user's function may raise these types too, with a message that does not advise the user.
+    # A library or a user's function may raise the same types, with a message that does not advise the user.
     reported = isinstance(error, USER_MISTAKES) and frames and str(Path(__file__).parents[1]) in frames[-1].filename
     if type(error).__module__.startswith("spmdrl") or reported:
         return ""
@@ -107,7 +107,7 @@ def failure_line(error: BaseException) -> str:
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
         # C++ errors begin with their place in the sources and end with stack frames.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
-    # The message may have several lines. Bars join them into one.
+    # The message may have several lines; they are joined by bars, so that the last line is a single line.
     text = " | ".join(line.strip() for line in text.splitlines() if line.strip())[:LONGEST]
     what = advice(error)
     return last_line(f"failed in phase {rank_status.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")

@@ -34,7 +34,7 @@ exit_lock = threading.Lock()
 
 
 def is_first_to(what: str = "failed") -> bool:
-    """Return True on the first rank that calls this, which then prints, or on any rank if the store does not answer."""
+    """Return True on the first rank that calls this, so that one rank prints; also if the store does not answer."""
     with suppress(Exception):
         if heartbeats:
             return heartbeats[0].plain.add(what, 1) == 1
@@ -43,7 +43,7 @@ def is_first_to(what: str = "failed") -> bool:
 
 
 def write_torchrun_error(message: str) -> None:
-    """Write the message into torch.distributed.elastic's error file, whose content torchrun prints at its end."""
+    """Write the message into torch.distributed.elastic's error file, whose content torchrun prints when it exits."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError), open(path, "w") as f:
@@ -56,12 +56,12 @@ def _log_to_file(level: int, message: str) -> None:
 
 
 def _print_last_line(message: str, error: BaseException | None) -> None:
-    """Print traceback and last line on stderr, or only the line if that fails."""
+    """Print the traceback and the last line on stderr, or only the last line if printing both fails."""
 
     def show() -> bool:
         if error is not None and not isinstance(error, USER_MISTAKES):
             print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        # One write includes the newline, because torchrun's agent may write to the same unbuffered stderr in between.
+        # Text and newline are one write, because torchrun's agent may write to the same stderr between two writes.
         print(f"{message}\n", end="", file=sys.stderr, flush=True)
         return True
 
@@ -225,7 +225,8 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
     """End the whole job on any exception in this context, with rank, host, phase, cause and advice in one last line.
 
     The process exits without cleaning up, because destructors of a broken group may wait for ranks that are gone;
-    torchrun then ends the other ranks. Exit codes: 1, 130 after Ctrl-C, 143 after SIGTERM because of a lost rank.
+    torchrun then ends the other ranks. Exit codes: 1 after an error, 130 after Ctrl-C, 143 after SIGTERM for a lost
+    rank.
 
     phase: returns the phase in progress. before_exit: called before the process exits.
     """
@@ -247,7 +248,7 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
         # Every rank logs its own error; one rank prints on the console.
         _log_to_file(logging.ERROR, f"{message}\n{traceback.format_exc()}")
         if lost_peer(error) or exiting.is_set():
-            # The cause is on another rank. Once torchrun notices it, its SIGTERM ends this rank through the handler.
-            # torchrun would name a rank that exits before that as the root cause.
+            # The cause is on another rank. Once torchrun notices that rank's exit, its SIGTERM ends this rank through
+            # the handler. If this rank exited earlier, torchrun would name it as the root cause.
             time.sleep(2)
         _exit_job(message, 1, before_exit, error=error)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from spmdrl.health.status import is_informative, rank_status, short, stack
 
 LAST = 50
-"""Number of collectives written for each group."""
+"""Most collectives that are written for each group: the last ones."""
 POINT_TO_POINT = ("send", "recv")
 sent: dict[str, int] = defaultdict(int)
 """Number of sends and receives by group name. gloo counts them as collectives, but their number differs by rank."""
@@ -44,7 +44,7 @@ def send_and_receive(operations: list[dist.P2POp]) -> list[dist.Work]:
 def collectives_of(group: dist.ProcessGroup) -> int:
     """Return the number of collectives that this rank has started on a group."""
     count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    # gloo's number includes sends and receives.
+    # gloo's number includes sends and receives, which differ by rank.
     return count - sent[group.group_name] if dist.get_backend(group) == "gloo" else count
 
 
@@ -63,7 +63,7 @@ def _place(frames: list[dict]) -> str:
 
 
 def warm() -> None:
-    """Import the modules with which torch looks up source lines; a failing rank may not have the 1.5 s for this."""
+    """Import the modules with which torch looks up source lines; a failing rank may lack the 1.5 s that this takes."""
     with suppress(Exception):
         _entries(True)
 
@@ -71,7 +71,7 @@ def warm() -> None:
 def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
     """Return for each group name its ranks, its number of started collectives, and the last of them, oldest first.
 
-    frames: include the source line of each collective, which is `?` otherwise. last: number of collectives per group.
+    frames: True to include the source line of each collective, else it is `?`. last: most collectives per group.
     """
     groups: dict[str, dict] = {}
     names, members = dist.distributed_c10d._world.pg_names, dist.distributed_c10d._world.pg_group_ranks
@@ -107,7 +107,8 @@ def write(
 
     why: the last line of this rank. others: last heartbeat of every rank, known to a few ranks; it is the only trace of
     a killed rank.
-    error: error whose stack is written; None for the main thread's. frames: also write the line of each collective.
+    error: error whose stack is written; None for the main thread's stack. frames: True to write the line of each
+    collective, too.
     """
     folder = rank_status.folder
     if folder is None:

@@ -1,6 +1,6 @@
-"""The heartbeat: a thread of every rank that publishes its position, notices a stuck main thread, and gets requests.
+"""The heartbeat: a thread of every rank that publishes its position, notices a stuck main thread, and reads requests.
 
-Once a second it writes one key to the rendezvous store and reads another over a connection of its own, even if the main
+Once a second it writes one key to the rendezvous store and reads another over a separate connection, even if the main
 thread hangs. So a rank whose collective timed out can name the missing rank and its position.
 """
 
@@ -28,12 +28,12 @@ from spmdrl.health.status import IdleClock, place, rank_status
 EVERY = 1.0
 """Seconds between two beats."""
 WARM = 30
-"""Number of beats after the start of the first step before the flight record is prepared."""
+"""Number of beats from the start of the first step until `flight_record.warm` prepares the flight record."""
 RETRY = 5.0
 """Seconds until the next try after the store did not answer; doubled after each further failure."""
 LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
-"""Number of beats of this rank that it remembers to compute the age of other ranks' beats."""
+"""Most beats of this rank that it remembers, to compute the age of other ranks' beats."""
 PATIENCE = 3.0
 """Seconds after a collective's time-out before a stuck rank is ended, so that others can report the cause first."""
 
@@ -73,7 +73,7 @@ def state_of(process: Identity) -> str:
 
 
 class Heartbeat(threading.Thread):
-    """Thread of the heartbeat. `start()` it once the process group exists; it ends with the process."""
+    """The thread that sends the heartbeat. Call `start()` once the process group exists; it ends with the process."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, stuck: Callable[[float], None]):
         """Open connections to the store, which all ranks share, and publish the identity of this process.
@@ -94,7 +94,7 @@ class Heartbeat(threading.Thread):
         """Number of times in a row that the store did not answer."""
         self.again_at = 0.0
         self.seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        """(number of beats of all ranks, time.monotonic()) at each beat of this rank. All machines share the number."""
+        """(number of beats of all ranks, time.monotonic()) at each beat of this rank; the number is from the store."""
         self.siblings: dict[int, Identity] = {}
         self.overview = Overview(self.side_store, self.beats, self.age)
         self.ended = threading.Event()
@@ -124,7 +124,7 @@ class Heartbeat(threading.Thread):
         return self.failures > 0
 
     def _beat(self, where: str, since: float) -> None:
-        """Write this rank's key and read those of others. If the store does not answer, try again later."""
+        """Publish this rank's position, and read keys of others. If the store does not answer, try again later."""
         try:
             self._publish(where, since)
             self._read_others()
@@ -160,7 +160,7 @@ class Heartbeat(threading.Thread):
     # ── the other ranks ──────────────────────────────────────────────────────
 
     def lost(self) -> str:
-        """Return why SIGTERM ends this rank at once: torchrun or a rank of this machine is gone; empty if all live."""
+        """Return why a SIGTERM ends this rank at once: torchrun or a rank of this machine is gone; else empty."""
         if os.getppid() != self.me.parent:
             return "torchrun is gone"
         gone = [rank for rank, process in sorted(self.siblings.items()) if not state_of(process)]
@@ -177,7 +177,7 @@ class Heartbeat(threading.Thread):
     def age(self, beat: dict) -> float:
         """Return the seconds since a beat of any rank by this rank's clock, as the machines' clocks may differ."""
         at = bisect_left(seen := list(self.seen), (beat["count"], 0.0))
-        # A beat later than this rank's last one counts as 0 s old.
+        # A beat that is newer than this rank's last one counts as 0 s old.
         return time.monotonic() - seen[at][1] if at < len(seen) else 0.0
 
     def missing(self) -> str:
@@ -200,4 +200,4 @@ class Heartbeat(threading.Thread):
 
 
 heartbeats: list[Heartbeat] = []
-"""The heartbeat of this process, once it is started; else empty."""
+"""Contains the heartbeat of this process once it is started; empty before."""

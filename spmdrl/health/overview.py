@@ -1,7 +1,7 @@
-"""The positions of all ranks when a job ends: a few ranks read all beats, and write a summary for the others.
+"""The positions of all ranks when a job ends: a few ranks read all heartbeats, and write a summary for the others.
 
-If every rank of a job of 1,024 read all beats, the store would have to send a million of them (200 MB) in the seconds
-in which the job ends, and the flight records would hold as many.
+If every rank of a job of 1,024 read all heartbeats, the store would have to send a million of them (200 MB) in the
+seconds in which the job ends, and the flight records would contain as many.
 """
 
 import json
@@ -17,9 +17,9 @@ READERS = 8
 STALE = 6.0
 """Seconds without a beat after which a rank counts as silent."""
 SHOWN = 4
-"""Number of ranks that a message names."""
+"""Most ranks that a message names."""
 PLACES = 32
-"""Number of places that are listed; ranks at further places are counted together."""
+"""Most places that are listed; ranks at further places are counted together."""
 LOOKS, PAUSE = 10, 0.1
 """Number of times that a rank looks for a reader's summary, and the seconds between two looks."""
 
@@ -35,7 +35,7 @@ class Place:
     silent: bool
     count: int = 0
     first: dict[str, dict] = field(default_factory=dict)
-    """Rank -> its last beat, for the first SHOWN + 1 ranks: a message leaves out the rank that prints it."""
+    """Rank -> its last beat, for the first SHOWN + 1 ranks: one more, because a message leaves out its own rank."""
 
 
 def key_of(beat: dict, age: Age) -> tuple[str, bool]:
@@ -45,7 +45,7 @@ def key_of(beat: dict, age: Age) -> tuple[str, bool]:
 
 
 def grouped(beats: dict[int, dict], age: Age) -> list[Place]:
-    """Group ranks by their place, in the order of the first rank of each."""
+    """Group ranks by their place, in the order of each group's first rank."""
     found: dict[tuple[str, bool], Place] = {}
     for rank, beat in sorted(beats.items()):
         key = key_of(beat, age)
@@ -62,7 +62,7 @@ class Overview:
     """The positions of all ranks, as far as an exiting rank can find them."""
 
     def __init__(self, store: dist.Store, read: Callable[[], dict[int, dict]], age: Age):
-        """Start without beats. store: the heartbeat's keys, over its own connection. read: returns all ranks' beats."""
+        """Start without beats. store: the heartbeat's store, by its own connection. read: returns all ranks' beats."""
         self.store, self.read, self.age = store, read, age
         self.reader: bool | None = None
 
@@ -83,7 +83,7 @@ class Overview:
         for _ in range(0 if self.reader else LOOKS):
             if self.store.check(["overview"]):
                 summary = json.loads(self.store.get("overview"))
-                # An old summary is from a rank that ended by itself, earlier.
+                # An old summary is from a rank that ended earlier, for another reason.
                 if self.age(summary) <= STALE:
                     return [Place(**place) for place in summary["places"]]
             time.sleep(PAUSE)

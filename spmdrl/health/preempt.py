@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 AGENT_WAITS = 25.0
-"""Seconds of grace after a SIGTERM or SIGINT under torchrun, which sends SIGKILL after 30 s."""
+"""Most seconds of grace after a SIGTERM or SIGINT under torchrun, which sends SIGKILL after 30 s."""
 FROM_AGENT = (signal.SIGTERM, signal.SIGINT)
 """Signals that torchrun forwards to its ranks by default."""
 SAMPLING = 0.5
@@ -30,7 +30,7 @@ class PreemptedError(Exception):
     """Raised on every rank once all ranks agreed to leave."""
 
     def __init__(self, step: int, why: str, abandoned: bool = False):
-        """Create the error after `step` finished steps. abandoned: True if a further step had begun."""
+        """Create the error. step: number of finished steps. abandoned: True if a further step had begun."""
         super().__init__(why)
         self.step, self.abandoned = step, abandoned
 
@@ -56,7 +56,7 @@ class Request:
 
 
 class Preemption:
-    """The request to leave that this rank has received, if any; one per process."""
+    """The request to leave that this rank has received, if any. A process has one such object."""
 
     def __init__(self) -> None:
         """Start without a request."""
@@ -126,7 +126,7 @@ def any_rank(mine: bool, group: dist.ProcessGroup) -> bool:
 
 
 def on_signals(handler: Callable[[int], None]) -> Callable[[], None]:
-    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT; return a function that ends this.
+    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT; return a function that stops this.
 
     An ignored SIGINT stays ignored, as in a background job of a script. The thread is needed because the main thread
     may wait in a collective, where Python runs no handler. Call this in the main thread only; forked processes get

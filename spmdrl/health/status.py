@@ -25,9 +25,10 @@ _MAIN = threading.main_thread().ident
 
 @dataclass
 class RankStatus:
-    """Position and folder of this rank."""
+    """The work of this rank (phase, step, progress) and its run folder."""
 
     phase: Callable[[], str] = lambda: ""
+    """Function that returns the phase in progress; empty between phases."""
     step: int = 0
     """The step in progress, counted from 1; 0 before the first."""
     keeps_partial: bool = False
@@ -37,7 +38,7 @@ class RankStatus:
     count: int = 0
     """Number of `tick` calls of the main thread."""
     side_count: int = 0
-    """Number of `tick` calls of other threads; the main thread ticks for them while it waits for them."""
+    """Number of `tick` calls of other threads. While the main thread waits for them, it ticks when this rises."""
     folder: Path | None = None
     """The run folder."""
     saved: Callable[[], int] = lambda: 0
@@ -76,7 +77,7 @@ def short(path: str, line: int) -> str:
 
 
 def is_informative(path: str) -> bool:
-    """Return True for a file that shows where the program is: not torch, the standard library or a common helper."""
+    """Return True for a file that shows where the program is: none of torch, the standard library or common helpers."""
     path = path.replace(os.sep, "/")
     return not any(part in path for part in _QUIET) and not path.startswith(_STANDARD)
 
@@ -102,7 +103,7 @@ def stack(error: BaseException | None = None) -> list[str]:
 class IdleClock:
     """Measures for how many seconds the main thread made no progress; another thread calls `look` regularly.
 
-    Time between two calls counts up to `longest_look` seconds, because the whole job may have been stopped.
+    Time between two calls counts at most `longest_look` seconds, because the process may have been stopped.
     """
 
     def __init__(self, longest_look: float):

@@ -11,7 +11,7 @@ balance.py     gives every rank equal work (Karmarkar-Karp)
 queue.py       hands out prompts to engines
 seeds.py       random numbers keyed by data
 lockstep.py    debug mode: names the rank and line that runs a different collective
-agreement.py   checks once a step that ranks ran equally many collectives and have equal counters
+agreement.py   checks once a step that ranks ran equally many collectives and have equal values
 gloo.py        all-gather and reduce-scatter on gloo by direct sends
 checksum.py    checksums of tensors
 storage.py     moves tensors off their device and back

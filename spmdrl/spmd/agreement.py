@@ -1,7 +1,7 @@
 """Compares, once a step, the ranks' collectives of each group and the values that must be equal on all ranks (law 1).
 
-The comparison is one all-reduce of a few integers over a group of its own, which a different collective in another
-group cannot disturb. The error names groups, ranks and counts; the flight record has the source lines. The same
+The comparison is one all-reduce of a few integers over a separate group, so that a differing collective in another
+group does not disturb it. The error names groups, ranks and counts; the flight record has the source lines. The same
 all-reduce informs all ranks if one of them has received a request to leave.
 """
 
@@ -56,7 +56,10 @@ def value_hash(value: object) -> int:
 
 
 class Agreement:
-    """Compares the ranks once a step. Creating it is collective: every rank does so after all groups exist."""
+    """Checks once a step that the ranks' collectives and shared values agree.
+
+    Creating it is collective: every rank does so after all groups exist.
+    """
 
     def __init__(self, world: World, timeout: float):
         """Create a group for the comparison. timeout: seconds that a rank may wait for another."""
@@ -69,14 +72,14 @@ class Agreement:
             self.own = own
 
     def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
-        """Compare the ranks; return True if any has received a request to leave. Collective.
+        """Compare the ranks; return True if any rank has received a request to leave. Collective.
 
         values: JSON-serialisable, under the same names on every rank; values of one name must be equal. leave: True if
         this rank has received a request to leave. Raises LockstepError, which names the differences, on every rank.
         """
         counts = {name: collectives_of(group) for name, group in self.groups.items()}
         facts = [value_hash(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]
-        # The maxima of the numbers and of their negatives give the largest and the smallest value of each.
+        # The maximum of a number gives its largest value on any rank; that of its negative gives the smallest value.
         least = [-fact if fact != NEVER else NEVER for fact in facts]
         row = torch.tensor([int(leave), *facts, *least])
         all_reduce(row, "max", self.own if self.world.size > 1 else None)

@@ -8,7 +8,7 @@ import heapq
 import torch
 
 CHEAPEST, FEW = 4, 32
-"""Number of parts that `with_swaps` tries to swap with, and the largest mean number of items in a part for swaps."""
+"""`with_swaps` tries swaps with the CHEAPEST parts of lowest cost, if parts have at most FEW items on average."""
 
 
 def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
@@ -55,7 +55,7 @@ def largest(parts: list[list[int]], costs: list[int]) -> int:
 
 
 def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
-    """Swap items of the costliest part with items of the cheapest ones while that evens out the sums; counts stay.
+    """Swap items between the costliest part and the cheapest ones while this evens out the sums; counts do not change.
 
     Karmarkar-Karp is uneven if parts have few items: for 256 rows of SFT on 32 ranks the largest sum is 1.024 times the
     mean, and 1.001 times after swaps. Swapping stops once the largest sum is within 0.1% of the mean.
@@ -88,7 +88,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
 
 
 def longest_first(costs: list[int], parts: int) -> list[tuple[int, list[int]]]:
-    """Assign items in order of cost to the part with the smallest sum (Graham, 1969); return (sum, items) of each."""
+    """Assign items, costliest first, to the part with the smallest sum (Graham, 1969); return (sum, items) per part."""
     bins = [(0, part) for part in range(parts)]
     members: list[list[int]] = [[] for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -111,7 +111,7 @@ def assign_groups(
 
 
 def _busiest(rank_N, costs_N, share_N, group_N, common_N, ranks: int) -> int:
-    """Return the work of the busiest rank, summed over shares; each rank pays the common part of a group once."""
+    """Return the busiest rank's work, summed over shares; a rank does the common part of a group's work once."""
     pairs, place_N = torch.unique(torch.stack([share_N * ranks + rank_N, group_N], 1), dim=0, return_inverse=True)
     common = torch.zeros(len(pairs), dtype=torch.int64).scatter_reduce_(0, place_N, common_N, "amax")
     slots = (int(share_N.max()) + 1) * ranks if len(share_N) else 0
@@ -136,9 +136,9 @@ def assign_balanced(costs_N: torch.Tensor, share_N: torch.Tensor, ranks: int) ->
 def assign_units(
     costs_N: torch.Tensor, share_N: torch.Tensor, unit_N: torch.Tensor, common_N: torch.Tensor, ranks: int
 ) -> torch.Tensor:
-    """Assign like `assign_balanced`, but keep items with equal `unit_N` (int64 [N]) of a share together.
+    """Assign like `assign_balanced`, but keep items of a share that have the same `unit_N` (int64 [N]) on one rank.
 
-    common_N: int64 [N], the part of a cost that the items of a unit pay once.
+    common_N: int64 [N], the part of an item's cost that counts only once for all items of a unit.
     """
     pairs, unit_N = torch.unique(torch.stack([share_N, unit_N], 1), dim=0, return_inverse=True)
     own = torch.zeros(len(pairs), dtype=torch.int64).index_add_(0, unit_N, costs_N - common_N)

@@ -7,11 +7,11 @@ import torch
 import xxhash
 
 _LANES = 4096
-"""Words in a row of the grid that `weighted_sum` sums over."""
+"""Number of words in a row of the grid in which `weighted_sum` arranges a tensor's words."""
 _ROWS = 4096
-"""Rows that are summed at a time. torch copies them into a wider type, which takes at most 128 MiB."""
+"""Number of rows that are summed at a time. torch copies them into a wider type, which takes at most 128 MiB."""
 _BY_ROW = 2 * 0x9E3779B1
-"""Factor of the weights of rows: even, so that the weight of each word, its column's plus its row's, is odd."""
+"""Factor of the weights of rows. It is even, so a word's weight, that of its column plus that of its row, is odd."""
 
 
 def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
@@ -22,7 +22,7 @@ def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
     if widest == 8 and tensor.is_contiguous() and tensor.numel() * tensor.itemsize % 8 == 0 and tensor.dim():
         flat = tensor.detach().view(-1)
         if tensor.numel() > 1 and flat.storage_offset() * tensor.itemsize % 8 == 0:
-            # The common case is fast, because a push does this twice for every tensor of a model.
+            # The common case takes this faster path, because a push does this twice for every tensor of a model.
             return flat.view(torch.int64)
     # view(-1) would keep the stride of a single element, and a view of its bytes would then fail.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

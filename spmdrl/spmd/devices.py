@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 STANDS_FOR: dict[str, str] = {"meta": "cuda"}
-"""Device type without memory -> the type that it stands for: a plan (`plan/`) computes on torch's meta device."""
+"""Device type without memory -> the type that it represents: a plan (`plan/`) computes on torch's meta device."""
 
 
 def kind_of(device: torch.device) -> str:
-    """Return the kind of a rank's device, `cpu` or `cuda`; a plan's device counts as the one that it stands for."""
+    """Return the kind of a rank's device, `cpu` or `cuda`; a plan's device counts as the type that it represents."""
     return STANDS_FOR.get(device.type, device.type)
 
 
@@ -33,7 +33,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def without_gpu() -> str:
-    """Return why a torch build for GPUs may find no GPU; empty for a build without GPU support."""
+    """Return text that explains why torch may find no GPU; empty for a torch build without GPU support."""
     if torch.version.cuda is None and torch.version.hip is None:
         return ""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -173,7 +173,7 @@ def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def select(table: Table, order: torch.Tensor) -> Table:
     """Return the items `order` (int64 [m]) of a table, in that order."""
-    # Columns may share a tensor of lengths, as a batch's columns do; their positions are computed once.
+    # Columns may share a tensor of lengths, as those of a batch do; the positions of their rows are computed once.
     distinct = {id(lengths): lengths for lengths in table.lengths.values()}
     picked = {key: (lengths[order], _places(lengths, order)) for key, lengths in distinct.items()}
     of = {name: picked[id(lengths)] for name, lengths in table.lengths.items()}
@@ -193,16 +193,16 @@ def redistribute(
 ) -> Table:
     """Send each item to its destination; return the received items, sorted by key. Collective.
 
-    table: this rank's items, on the host. everyone: for each rank its [n_r, K + C] rows: keys, then the length of every
-    column in `table.values` order. destinations: for each rank the group ranks that receive its items, int64 [n_r].
-    group: None for a world of one. device: device of the group's collectives.
+    table: this rank's items, on the host. everyone: for each rank, int64 [n_r, K + C]: the keys of its items, then
+    their lengths in each column, in `table.values` order. destinations: for each rank, int64 [n_r]: the group ranks
+    that receive its items. group: None for a world of one. device: device of the group's collectives.
     """
     world, me = len(everyone), _group_rank(group)
     if world == 1:
         return select(table, lexsort(table.keys_nK))
     names, n_keys = list(table.values), table.keys_nK.shape[1]
     widths = [_row_bytes(table.values[name]) for name in names]
-    # The work is proportional to the items, not to the ranks, most of which receive no item from this rank.
+    # The loop visits only ranks that receive an item from this rank: most of a large job's ranks receive none.
     send_sizes, send = [0] * world, [torch.empty(0, dtype=torch.uint8)]
     for rank in torch.unique(destinations[me]).tolist():
         part = select(table, torch.nonzero(destinations[me] == rank).flatten())
@@ -234,7 +234,7 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
         for column, name in enumerate(names):
             ref = like.values[name]
             size = int(mine[:, n_keys + column].sum()) * widths[column]
-            # A copy aligns the bytes for the wider type.
+            # The copy is aligned, as the view as a wider type requires.
             parts[name].append(inbox[at : at + size].clone().view(ref.dtype).view(-1, *ref.shape[1:]))
             at += size
     lengths = {name: rows[:, n_keys + column] for column, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Debug mode: ranks compare each collective before they run it, and an error names a rank with a different one.
+"""Debug mode: ranks compare each collective before they run it; if it differs, an error lists that of each rank.
 
 A dispatch mode intercepts every c10d operation. Each rank writes (call site, operation, shapes) of its n-th collective
 of a group to the rendezvous store, counts the ranks with the same entry, and waits for the verdict of the rank that
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py", "typing_extensions.py")
-"""Files whose frames are skipped; the last wraps deprecated functions of torch."""
+"""Parts of the paths of files whose frames `call_site` skips; the last file wraps deprecated functions of torch."""
 _HELPERS = ("spmdrl/spmd/",)
 """Files that all collectives go through, so that their lines alone do not identify a call site."""
 

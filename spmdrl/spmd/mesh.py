@@ -1,7 +1,7 @@
 """Starts the process groups and named mesh axes of a run.
 
 Every rank calls `start()` once and gets a `World`: device, groups and axes. Device collectives run on NCCL (GPU) or
-gloo (CPU); small collectives on the host always run on a gloo group of their own.
+gloo (CPU); small collectives on the host always run on a separate gloo group.
 """
 
 import os
@@ -50,7 +50,8 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
             store, _, size = next(dist.rendezvous("env://", timeout=max(later, JOIN)))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 store = own_names(store, rank, size, max(later, JOIN))
-            # Without torchrun's agent (`srun python -m spmdrl.train`), rank 0 creates a store for this start only.
+            # Without torchrun's agent (`srun python -m spmdrl.train`), rank 0 creates a store for each start, so no
+            # prefix is needed.
             check_alike(store, rank, where)
         backend = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -147,7 +148,7 @@ def world_from_group(
 
 
 def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> World:
-    """Return the world of frozen models: `world` itself, unless they have ranks of their own. Collective.
+    """Return the world of frozen models: `world` itself, unless they have separate ranks. Collective.
 
     Frozen models are divided over Megatron's axes like the policy, and sharded over the remaining ranks.
     """
@@ -178,8 +179,8 @@ def twin(world: World, wait: timedelta) -> World:
 def apart_from_default() -> Iterator[None]:
     """Create new groups in this context without splitting them off the default group's NCCL communicator.
 
-    torch splits it if a device is bound to the default group. Then ranks outside of the new group must take part in its
-    creation, and ranks wait forever if the new group is on gloo, or if the other ranks do not make the call.
+    torch splits the communicator if a device is bound to the default group. Then ranks outside of the new group must
+    take part in its creation; ranks wait forever if the new group is on gloo or if these ranks do not make the call.
     """
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None

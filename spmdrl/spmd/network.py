@@ -16,7 +16,7 @@ OUTSIDE = "192.0.2.1"
 
 
 def source_of(address: str) -> str:
-    """Return this node's IPv4 address on the route to another, without sending. Raises OSError if there is no route."""
+    """Return this node's IPv4 address on the route to `address`, without sending. Raises OSError without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return probe.getsockname()[0]
@@ -33,7 +33,7 @@ def interface_with(address: str) -> str | None:
 def choose_interface(
     source: Callable[[str], str] = source_of, named: Callable[[str], str | None] = interface_with
 ) -> str:
-    """Set the variables NAMES, unless the user has, to the interface towards the first node of a multi-node job.
+    """Set the variables NAMES, unless they are set, to the interface towards the first node of a multi-node job.
 
     Returns a line for the log; empty on a single node, or if there is no IPv4 route.
     Raises ValueError if every route leads to this node itself.

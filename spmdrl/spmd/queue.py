@@ -8,7 +8,7 @@ import torch.distributed as dist
 from spmdrl.spmd.world import World
 
 POLL_EVERY = 0.1
-"""Seconds after which an engine without finished work reads the sum over all engines again."""
+"""Seconds after which an engine without finished work reads the counter of all engines again."""
 
 
 class PromptQueue:
@@ -69,7 +69,7 @@ class Tally:
 
 
 def _of_first_rank(number: int, world: World) -> int:
-    """Broadcast a number from the engine's first rank to all of its ranks (law 1). Collective over the engine."""
+    """Broadcast a number from the first rank of an engine to all its ranks (law 1). Collective over these ranks."""
     if world.engine_group is None:
         return number
     box = torch.tensor([number], dtype=torch.int64, device=world.device)

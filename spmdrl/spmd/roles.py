@@ -6,7 +6,7 @@ from spmdrl.config.schema import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Axes of the training mesh, outermost first. `sp` divides a pack's tokens: Ulysses, or context parallelism. A policy
-with expert parallelism derives it from the other axes."""
+with expert parallelism derives the axis of experts from these."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Roles:
 
 
 def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Return the size of each axis with dp_shard = -1 filled in.
+    """Return the size of each axis; dp_shard = -1 is replaced by the size for which all ranks are used.
 
     Raises ValueError if the axes do not multiply to world_size.
     """

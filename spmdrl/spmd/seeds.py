@@ -28,7 +28,7 @@ def seed_for(*key: int) -> int:
 
 
 def generator_for(*key: int) -> random.Random:
-    """Return a Python generator for draws over data (orders, splits)."""
+    """Return a Python random generator for a key, for draws over data such as orders and splits."""
     return random.Random(seed_for(*key))
 
 
@@ -39,7 +39,7 @@ def signed(x: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the logical right shift of int64."""
+    """Shift int64 numbers right by `bits`, filling with zeros instead of the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

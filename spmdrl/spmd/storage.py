@@ -32,12 +32,12 @@ def moves(place: str, device: torch.device) -> bool:
 
 
 def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> list[torch.UntypedStorage]:
-    """Return the distinct non-empty storages of tensors on a type of device; of a DTensor, that of its local shard."""
+    """Return the distinct non-empty storages of tensors on a type of device; for a DTensor, its local shard's."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor is None:
             continue
-        # `to_local()` would add an autograd node, and this runs over every tensor in every phase.
+        # `to_local()` would add an autograd node, for every tensor in every phase.
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.nbytes() and storage.device.type == device_type:
             found.setdefault(storage._cdata, storage)
@@ -61,7 +61,7 @@ class Parked:
         """
         self.place, self.device = place, device
         storages = storages_of(tensors, device.type)
-        # (storage, bytes, offset in the copy) of storages to bring back, which starts with the last one.
+        # (storage, bytes, offset in the copy) of the storages to bring back; `bring_back` takes them from the end.
         self.waiting: list[tuple[torch.UntypedStorage, int, int]] = []
         total = 0
         for storage in storages:
@@ -88,8 +88,8 @@ class Parked:
     def bring_back(self) -> None:
         """Allocate every storage again and fill it, unless its bytes are gone.
 
-        Raises RuntimeError if the device is out of memory (torch's own error). Restored storages stay; a further call
-        restores the others.
+        Raises RuntimeError if the device is out of memory (torch's own error). Storages that were already restored keep
+        their memory, and a further call restores the others.
         """
         while self.waiting:
             storage, size, offset = self.waiting[-1]
@@ -102,7 +102,7 @@ class Parked:
         self.tape = None
 
     def forget(self) -> None:
-        """Drop the copy of the bytes."""
+        """Drop the copy of the bytes; `bring_back` then leaves the content of the tensors undefined."""
         self.tape, self.place = None, "gone"
 
 
@@ -110,8 +110,8 @@ def give_back(device: torch.device, size: int) -> None:
     """Make the allocator return `size` bytes that were just freed to the device.
 
     glibc keeps freed blocks (see `environ.keep_freed_memory`): without the trim, 600 MiB in tensors of 1 MiB stay
-    resident; trimming them takes 0.03 s. The page faults afterwards take longer, so a CPU's memory is returned only
-    after parking on disk.
+    resident; trimming them takes 0.03 s. The page faults when the memory is used again take longer, so a CPU's memory
+    is returned only after parking on disk.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -157,7 +157,7 @@ class _Host:
 
 
 class _Disk:
-    """A temporary file without a name, which disappears with the process however that ends."""
+    """A temporary file without a name, which disappears with the process, however the process ends."""
 
     def __init__(self, total: int, pinned: bool):
         folder = scratch_folder()
@@ -205,7 +205,7 @@ def _tape(place: Place, total: int, device: torch.device) -> _Host | _Disk | Non
 def scratch_folder() -> str:
     """Return $TMPDIR if it is set, else /var/tmp, which unlike /tmp is never in memory, else Python's choice.
 
-    Raises ValueError if TMPDIR is not a writable folder, for which Python would silently use another one.
+    Raises ValueError if TMPDIR is not a writable folder, because Python would silently use another folder.
     """
     named = os.environ.get("TMPDIR")
     if named:

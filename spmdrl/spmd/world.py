@@ -34,14 +34,14 @@ class World:
     mesh: DeviceMesh
     """Training axes, over the ranks that train."""
     rollout_mesh: DeviceMesh
-    """[engine, tp], over the ranks that sample."""
+    """Axes [engine, tp] over the ranks that sample: the engine of a rank, and the rank's position in its engine."""
     shard_mesh: DeviceMesh
     """Axes that parameters are sharded over: dp_shard x sp flattened, after dp_replicate if that is above one."""
     data_group: dist.ProcessGroup | None = None
     """Ranks over which samples are divided: one for each data position, all at this rank's position on the other axes.
     The rank in the group is the data position. None if there is a single data position."""
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
-    """int64 [data positions, copies]: the ranks that hold the samples of each position."""
+    """int64 [data positions, copies]: the ranks that hold the samples of each data position."""
     is_twin: bool = False
     """True for a twin of another world (`mesh.twin`), which communicates over its own host-side groups."""
 
@@ -67,7 +67,7 @@ class World:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """All ranks, with the device's backend; None for a world of one."""
+        """Group of all ranks, with the device's backend; None for a world of one rank."""
         return dist.group.WORLD if self.size > 1 else None
 
     @property
@@ -87,12 +87,12 @@ class World:
 
     @cached_property
     def sp_size(self) -> int:
-        """Ranks that divide the tokens of one pack."""
+        """Number of ranks that divide the tokens of one pack."""
         return self.mesh.size(AXES.index("sp"))
 
     @cached_property
     def shard_group(self) -> dist.ProcessGroup:
-        """Group of ranks that together hold every parameter once."""
+        """The group that contains this rank and whose ranks together hold every parameter once."""
         return self.shard_mesh.get_group(self.shard_mesh.ndim - 1)
 
     @property
@@ -100,7 +100,7 @@ class World:
         """Axes over which samples are divided: [dp_replicate, dp_shard]."""
         return self.mesh["dp_replicate", "dp_shard"]
 
-    # Cached, because an engine reads them at every step, and indexing a mesh makes a new mesh.
+    # The following properties are cached: an engine reads them at every step, and indexing a mesh makes a new mesh.
     @cached_property
     def engine_index(self) -> int:
         """Number of the engine (rollout TP group) that this rank belongs to."""
@@ -118,6 +118,6 @@ class World:
 
     @cached_property
     def engine_group(self) -> dist.ProcessGroup | None:
-        """Ranks of this rank's engine; None for an engine of one."""
+        """Ranks of this rank's engine; None for an engine of one rank."""
         tp = self.rollout_mesh["tp"]
         return tp.get_group() if tp.size() > 1 else None
