@@ -12,7 +12,7 @@ boxes.py          computes the boxes (ranges of weight tensors) that all ranks h
 push.py           plans a weight push from the boxes of all ranks
 substitutes.py    replaces streams, groups and libraries that need a device
 kernels.py        replaces GPU kernels
-engine.py         replaces the engine by one that only allocates its memory
+engine.py         replaces the engine by a simulated one, which only allocates memory
 engine_boxes.py   computes the part of each checkpoint tensor that a rank of an engine holds
 engine_bytes.py   computes the bytes of an engine's weights, workspace and KV cache
 

@@ -42,7 +42,7 @@ def _options(argv: list[str], kinds: dict[str, Job]) -> tuple[argparse.Namespace
 
 
 def _check_writable(name: str, file: str | None) -> None:
-    """Check that an output file can be written. This comes before the planning, which takes minutes.
+    """Check that an output file can be written. The check precedes the planning, which takes minutes.
 
     Raises:
         ValueError: the file cannot be written; the message names the option.

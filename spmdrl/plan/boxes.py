@@ -28,7 +28,7 @@ class Everyone:
     """The boxes of one part of the policy that each rank of the job holds and needs."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: computes the boxes of every training rank. engine: returns an engine's rank by its place."""
+        """policy: computes the boxes of every training rank. engine: returns the engine of the rank at a place."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
         """Distinct sets of pieces that ranks hold; the first set is empty, for ranks that hold nothing."""
@@ -52,7 +52,7 @@ class Everyone:
         return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
 
     def wanted(self) -> Sets:
-        """Return the boxes that each rank needs. All engines have the same layout, so one engine's boxes serve all."""
+        """Return the boxes that each rank needs. Only one engine's boxes are computed, because all have one layout."""
         samplers = self.world.roles.samplers
         width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)

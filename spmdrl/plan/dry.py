@@ -101,8 +101,8 @@ def sandbox_lines(cfg: Config) -> list[str]:
 def this_gpu() -> Gpu | None:
     """Return this machine's first GPU with the memory that CUDA reports; None without a GPU.
 
-    A separate process queries CUDA, because simulated ranks are forked, and CUDA does not survive a fork. A GPU that
-    `gpus.py` does not list gets infinite rates, so its plans contain no times.
+    A separate process queries CUDA, because a process that has used CUDA must not fork, and a plan forks one process
+    for each simulated rank. A GPU that `gpus.py` does not list gets infinite rates, so its plans contain no times.
     """
     query = subprocess.run([sys.executable, "-c", QUERY], capture_output=True, text=True, check=False)
     found = json.loads(query.stdout.strip().splitlines()[-1]) if query.returncode == 0 else None

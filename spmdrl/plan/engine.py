@@ -1,8 +1,8 @@
-"""Simulates an engine: implements the memory and weight pushes of `Engine` with the bytes of a real engine.
+"""Simulates an engine: implements the methods of `Engine` for memory and weight pushes, with a real engine's sizes.
 
-A plan cannot start vLLM or SGLang, so `PaperEngine` replaces them. It samples nothing. It allocates one meta tensor for
+A plan cannot start vLLM or SGLang, so `PaperEngine` replaces them and samples nothing. It allocates one meta tensor for
 the weights and one for the KV cache, with the sizes that a real engine allocates, so that the planner's memory counter
-sees them allocated and freed.
+sees both tensors allocated and freed.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ class PaperEngine:
     """A simulated engine that implements `Engine` (`engines/engine.py`)."""
 
     def __init__(self, cfg: Config, world: Any, hf_config: Any, gpu_memory: int | None, model: Model | None = None):
-        """Compute and allocate the memory. The engine is then awake, with no version, like a real one after its start.
+        """Compute and allocate the memory. The engine is then awake and has no weight version, as after a real start.
 
         Args:
             cfg: the run's settings.
@@ -47,8 +47,8 @@ class PaperEngine:
         model = model or model_of(hf_config, cfg.model.trust_remote_code)
         found = weights_of(cfg, self.layout, model, self.place, self.on_cpu)
         self.weight_bytes, self.packed_bytes, self.unknown = found.bytes, found.packed, found.unknown
-        """`weight_bytes`: the parameters, padding included. `packed_bytes`: what vLLM's CPU build adds to them when it
-        first samples. `unknown`: names of tensors that no rule covers, so their full size is counted."""
+        """`weight_bytes`: bytes of the parameters, padding included. `packed_bytes`: bytes that vLLM's CPU build adds
+        when it first samples. `unknown`: names of tensors that no rule covers, so their full size is counted."""
         self.workspace: dict[str, int] = {}
         """Estimated bytes, by purpose, that sampling needs in addition to weights and cache; empty on a CPU."""
         if gpu_memory is not None:
@@ -110,7 +110,7 @@ class PaperEngine:
         return Needs(boxes, [False] * len(boxes), exact=False)
 
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """Implements `Engine.load`: reads the buckets one after another and keeps none."""
+        """Implements `Engine.load`: reads the buckets one after another and keeps no tensor."""
         self.version = None
         if self.kind == "hf":
             self.wake("weights")
@@ -135,14 +135,14 @@ class PaperEngine:
             self.weights = None
 
     def wake(self, what: Owner) -> None:
-        """Implements `Engine.wake`."""
+        """Implements `Engine.wake`; allocates the memory unless it is allocated already."""
         if what == "weights" and self.weights is None:
             self.weights = torch.empty(self.weight_bytes, dtype=torch.uint8, device="meta")
         if what == "kv_cache" and self.cache is None and not self.grows:
             self.cache = torch.empty(self.cache_bytes, dtype=torch.uint8, device="meta")
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Implements `Engine.bytes_by_owner`."""
+        """Implements `Engine.bytes_by_owner` with the bytes that are allocated at the time."""
         return {
             "engine weights": 0 if self.weights is None else self.weights.nbytes,
             "KV cache": 0 if self.cache is None else self.cache.nbytes,
@@ -153,7 +153,7 @@ class PaperEngine:
         return None
 
     def close(self) -> None:
-        """Implements `Engine.close`."""
+        """Implements `Engine.close`; frees all memory."""
         self.sleep(2)
 
 

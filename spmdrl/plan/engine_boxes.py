@@ -145,7 +145,7 @@ class EngineLayout:
         return None
 
     def _kv_rows(self, rows: int, tp: int) -> Span:
-        """Return the rows of keys or values on a tp rank; with more ranks than heads, several ranks hold the same."""
+        """Return the rows of keys or values on a tp rank; with more ranks than heads, several hold the same rows."""
         if self.tp <= self.kv_heads:
             return tp * rows // self.tp, (tp + 1) * rows // self.tp
         head, size = tp * self.kv_heads // self.tp, rows // self.kv_heads

@@ -54,7 +54,7 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
 
 
 def longest_of(cfg: Config, config: Any) -> int:
-    """Return the most tokens in a sequence, as `engines.engine.longest_sequence`, from a config already loaded."""
+    """Return the most tokens in a sequence, like `engines.engine.longest_sequence`, but from a loaded config."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
@@ -62,8 +62,8 @@ def longest_of(cfg: Config, config: Any) -> int:
 def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> int:
     """Return the largest number of tokens in one forward of a rank on a GPU, by the engine's own defaults.
 
-    vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 on GPUs of 70 GiB and more, else 8,192. In
-    SGLang it is the prefill chunk of `arg_groups/memory_hook.py`, divided by the number of attention copies.
+    vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 tokens on GPUs of 70 GiB and more, else 8,192.
+    SGLang takes the prefill chunk of its `arg_groups/memory_hook.py`, divided by the number of attention copies.
     """
     if layout.kind == "sglang":
         chunks = ((160, 16384), (60, 8192), (20, 4096), (0, 2048))
@@ -77,11 +77,11 @@ def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
 def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> dict[str, int]:
     """Estimate the bytes of an engine on a GPU in addition to weights and cache, by purpose.
 
-    T tokens of a forward, H hidden size, V vocabulary, S sequences, K experts of a token, I width of an expert. Logits:
-    float32 [S, V] for the logits and their log-probabilities. Hidden states [T, ...]: the residual, a layer's input and
-    the widest layer's output. Experts: vLLM's two workspaces [T of all copies, K, max(H, 2I)] (see
-    `TritonExperts.workspace_shapes`). Latent attention: the unpacked keys and values of up to 65,536 cached tokens in a
-    prefill (`MLACommonMetadataBuilder`).
+    T is the number of tokens in a forward, H the hidden size, V the vocabulary, S the number of sequences, K the number
+    of experts of a token, I the width of an expert. Logits: float32 [S, V] for the logits and their log-probabilities.
+    Hidden states [T, ...]: the residual, a layer's input and the widest layer's output. Experts: vLLM's two workspaces
+    [T of all copies, K, max(H, 2I)] (`TritonExperts.workspace_shapes`). Latent attention: the unpacked keys and values
+    of up to 65,536 cached tokens in a prefill (`MLACommonMetadataBuilder`).
     """
     text, width = layout.config, DTYPES[cfg.model.dtype].itemsize
     tokens = batch_tokens(cfg, layout, longest, gpu_memory)
@@ -152,7 +152,7 @@ def _block(text: Any, on_cpu: bool) -> int:
 
 
 def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) -> Cache:
-    """Compute the HF engine's cache, which starts empty, at its peak: all sequences of a batch are longest."""
+    """Compute the HF engine's cache at its peak, when all sequences of a full batch have the longest length."""
     width = DTYPES[cfg.model.dtype].itemsize
     if getattr(text, "kv_lora_rank", None):
         # transformers caches the unpacked keys and values of every head, not the latent vectors.
@@ -185,7 +185,7 @@ class Model:
 
 @dataclass
 class Weights:
-    """An engine's parameters on one rank."""
+    """Bytes of an engine's parameters on one rank."""
 
     bytes: int = 0
     """Bytes of parameters and adapters, as a real engine's `bytes_by_owner` reports them before it samples."""

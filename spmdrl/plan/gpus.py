@@ -3,8 +3,8 @@
 Memory is the total that CUDA reports to a process (`torch.cuda.mem_get_info`). It is less than the number in the
 product's name: an H100 of 80 GB reports 79.1 GiB. A plan counts the CUDA context and NCCL of a process separately.
 Rates are the peaks of NVIDIA's data sheets for dense bfloat16. No job reaches peak rates, so times computed from them
-are lower bounds. Link speeds are for one direction, which is half of the NVLink or PCIe bandwidth in a data sheet (PCIe
-5: 128 GB/s, PCIe 4: 64 GB/s). Each GPU has one network card.
+are lower bounds. Link speeds are for one direction, so they are half of the NVLink and PCIe bandwidths in data sheets
+(PCIe 5: 128 GB/s, PCIe 4: 64 GB/s). Each GPU has one network card.
 
 Sources:
     H100 SXM, https://www.nvidia.com/en-us/data-center/h100/: 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s; DGX H100
@@ -45,7 +45,7 @@ class Gpu:
     gpus_per_node: int = 8
     """Number of GPUs in a node."""
     host_gb_s: float = 0.0
-    """Bandwidth to the host's memory in one direction, in 1e9 bytes a second. 0: unknown; copies then take no time."""
+    """Bandwidth to the host's memory in one direction, in 1e9 bytes a second. 0: unknown; plans then count no time."""
     host_memory_gib: float = 0.0
     """Memory of a node's host, in GiB. 0: unknown; a plan then reports the bytes on the host without a limit."""
 

@@ -17,7 +17,7 @@ class Rows:
     """Replaces the row operations of `TritonRows`, which work in place and allocate nothing."""
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Replaces `TritonRows.borrow`; returns the logits uncopied."""
+        """Replaces `TritonRows.borrow`; returns the logits themselves, not a copy."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, *args: Any) -> None:
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _add_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Any, times: float) -> int:
-    """Count and return the operations of causal attention, `times` those of its forward pass.
+    """Count and return `times` the operations of the forward pass of causal attention.
 
     The forward pass has two matrix products over all pairs of a query and a key that is not later than the query.
     """

@@ -10,7 +10,7 @@ from spmdrl.spmd.roles import roles_of
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks of which one is planned; the others need at most as much memory and traffic."""
+    """A group of ranks of which one is planned, because the others need at most as much memory and traffic."""
 
     name: str
     rank: int
@@ -24,7 +24,7 @@ class Kind:
 
 
 def folder_of(path: str, trust_remote_code: bool = False) -> Path:
-    """Return the folder with the config.json of a model path; its weights may be missing.
+    """Return the folder with the config.json of a model; the folder may lack the weights.
 
     Raises:
         ValueError: no folder with a config.json is found; the message names the next step.
@@ -37,7 +37,7 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
 
 
 def config_of(cfg: Config) -> Any:
-    """Return transformers' config of the policy's model. Raises ValueError like `folder_of`."""
+    """Return transformers' config of the policy's model. Raises ValueError if `folder_of` does."""
     from transformers import AutoConfig
 
     trust = cfg.model.trust_remote_code

@@ -20,7 +20,7 @@ FEW_KNOWN = 1 << 20
 """Most elements of a tensor whose values are tracked, for other purposes, such as a model's buffers."""
 aten = torch.ops.aten
 Spec = tuple[list[int], list[str]]
-"""Layout of flattened arguments: the length of each argument that is a list, else -1, and the names of keywords."""
+"""Layout of flattened arguments: for each argument, its length if it is a list, else -1; and the keywords' names."""
 
 
 class Numbers:
@@ -124,14 +124,14 @@ class Numbers:
         return self.recorded(value) if isinstance(value, torch.Tensor) else value
 
     def _value(self, x: torch.Tensor, like: bool) -> torch.Tensor:
-        """Return a tensor's known values on the host. like: for unknown values, return an uninitialized host tensor."""
+        """Return a tensor's known values on the host. like: True to replace unknown values by uninitialized ones."""
         value = self.value_of(x)
         if value is None and like and x.device.type == "meta":
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         return x if value is None else value
 
     def recorded(self, value: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Record values for the meta tensor `out` and return it; without `out`, create it."""
+        """Record values for the meta tensor `out` and return it; create a meta tensor if `out` is None."""
         if out is None:
             out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
         if value.numel() <= self.most():

@@ -42,7 +42,7 @@ class Paper(Storages, TorchDispatchMode):
         self.to_host = self.from_host = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run one operation and count it."""
+        """Run one operation, and count its memory, traffic and floating-point operations."""
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
             # DTensor splits the operation into operations on local shards, which are counted when they run.
@@ -120,7 +120,7 @@ class Paper(Storages, TorchDispatchMode):
 
 
 def _grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Multiply experts' matrices in bfloat16, the only dtype that torch supports; return the dtype of the inputs."""
+    """Multiply experts' matrices in bfloat16, the only dtype that `_grouped_mm` supports; return the inputs' dtype."""
     out = func(
         *(x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args), **kwargs
     )

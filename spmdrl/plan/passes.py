@@ -33,7 +33,7 @@ class Pass:
 
 @dataclass
 class Work:
-    """One model's passes over different numbers of a step's micro-batches, or its optimizer step."""
+    """One kind of pass of a model, measured over several numbers of micro-batches; or the model's optimizer step."""
 
     model: str
     kind: str
@@ -94,7 +94,7 @@ def _passes(
         works.append(work)
         out: Any = None
         for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
-            # After a forward without a backward, FSDP leaves the root module unsharded, but passes must start alike.
+            # After a forward without a backward, FSDP leaves the root module unsharded. Each pass must start sharded.
             model.reshard()
             out = None
             paper.lap()

@@ -65,7 +65,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
     elsewhere: dict[Part, Everyone] = {}
     if samples and rank not in roles.trainers:
-        # This rank has no policy, so that of the first training rank is built to compute the boxes of training ranks.
+        # This rank has no policy, so the first training rank's policy is built to compute what training ranks hold.
         first = open_world(cfg, roles.trainers[0], size)
         with _without_files(folders):
             policy = build_models(cfg, first, algo.needs).policy

@@ -15,7 +15,7 @@ from spmdrl.plan.scale import Axes, Bound, Rank, bound_of, engine_facts, parking
 
 GIB = 1 << 30
 OUTSIDE = 2 * GIB
-"""Estimated bytes of a GPU outside tensors: CUDA's context, NCCL's buffers, fragmentation. Not measured on a GPU."""
+"""Estimated bytes of a GPU outside tensors: CUDA's context, NCCL's buffers, fragmentation. It was not measured."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def spare(self) -> int:
-        """`device_spare`; if an engine's KV cache lacks bytes, the negated number of these if that is smaller."""
+        """`device_spare`, but at most -n if the KV cache of an engine lacks n bytes."""
         lack = max((planned.engine.get("lack", 0) for planned in self.kinds), default=0)
         return min(self.device_spare, -lack) if lack else self.device_spare
 
@@ -102,7 +102,7 @@ class Plan:
         return sum(max(p.bounds[phase].seconds for p in self.kinds if phase in p.bounds) for phase in phases)
 
     def host_of_node(self) -> int:
-        """Return the bytes of host memory that a node needs if each of its ranks needs as much as any rank does."""
+        """Return a node's bytes of host memory, as if all its ranks needed as much as the rank that needs the most."""
         return self.gpu.gpus_per_node * max(sum(p.rank.step.host.values()) for p in self.kinds)
 
 

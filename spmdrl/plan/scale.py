@@ -183,7 +183,7 @@ class Axes:
     ranks: dict[str, tuple[int, ...]]
     """Axis -> ranks of this rank's group on it."""
     rank: int
-    """This rank."""
+    """The rank whose groups these are."""
     per_node: int
     """Number of GPUs of a node; consecutive ranks fill one node after another."""
 
@@ -207,7 +207,7 @@ class Axes:
 
 
 def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Bound:
-    """Return the bound of a phase. Links send and receive at the same time, so the direction with more bytes counts.
+    """Return the `Bound` of a phase. Links send and receive at once, so only the direction with more bytes counts.
 
     micros: number of micro-batches of one pass; with `stages`, it determines the pipeline bubble.
     """
@@ -230,12 +230,12 @@ def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Boun
 
 
 def parking_bound(to_host: int, from_host: int, gpu: Gpu) -> Bound:
-    """Return the bound of moving weights and optimizer states to the host before sampling, and back after it."""
+    """Return the `Bound` of moving weights and optimizer states to the host before sampling, and back after it."""
     return Bound(host=(to_host + from_host) / (gpu.host_gb_s * 1e9) if gpu.host_gb_s else 0.0)
 
 
 def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
-    """Return the bound of sampling responses of full length, from matrix products and reads of weights and KV cache.
+    """Return the `Bound` of sampling responses of full length, from matrix products and reads of weights and KV cache.
 
     Each decoding step reads the weights once, and the KV cache of each sequence. If every token chooses k of n experts
     evenly, a step reads n (1 - (1 - k / n) ** tokens) experts. With `--rollout.dp`, each data-parallel copy of the

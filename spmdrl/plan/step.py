@@ -34,7 +34,7 @@ class Step:
     """The memory, operations and traffic of one rank's simulated step."""
 
     held: dict[str, int]
-    """Bytes on the device by owner, as the run's device table counts them, when training starts without gradients."""
+    """Bytes on the device by owner at the start of training, before the first gradient, as in a run's device table."""
     moments: dict[str, Moment]
     """Phase (`push`, `rollout`, `training`) -> live bytes at its peak."""
     works: list[Work]
@@ -76,7 +76,7 @@ class PaperRank:
         boxes: Callable[[Any, Part], Everyone],
         method: Callable[[Any], Any],
     ):
-        """Store the arguments and plan the weight push. `rank.py` sets the attributes of the class body later.
+        """Store the arguments and plan the weight push. `rank.py` then sets `hf_config` and the numbers of parameters.
 
         Args:
             cfg: settings of the job.
@@ -192,7 +192,7 @@ class PaperRank:
 
 
 def _parts_of(cfg: Config) -> dict[str, Any]:
-    """Return the parts of a run that a method also reads; prompts cycle through the teachers' `data_source`s."""
+    """Return the other parts of a run that a method reads. Prompts cycle through the teachers' `data_source`s."""
     sources = ["", *sorted({teacher.source for teacher in cfg.further_teachers().values()} - {""})]
     prompts = [
         SimpleNamespace(index=i, data_source=sources[i % len(sources)]) for i in range(cfg.rollout.prompts_per_step)
@@ -220,7 +220,7 @@ def _parameters(model: Any) -> list[Any]:
 def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int) -> Batch:
     """Return a batch of `groups` prompts with `samples` responses each, all of the largest length.
 
-    Rewards and tokens differ within each group, so that every sequence gets a gradient. vocab: tokens are smaller.
+    Rewards and tokens differ within each group, so that every sequence gets a gradient. vocab: vocabulary size.
     """
     rollout = cfg.rollout
     episodes = []

@@ -19,7 +19,7 @@ class Moment:
 
 
 class Storages:
-    """Tracks each storage from the time when `see` gets its first tensor until it is freed."""
+    """Tracks each storage from the first call of `see` with one of its tensors until it is freed."""
 
     def __init__(self, device: str):
         """device: type of the device whose storages are counted."""

@@ -1,8 +1,8 @@
 """Replaces code that needs a device or the values of tensors, which a plan does not have.
 
-Streams, copies to the host, AdamW's fused step, and groups of gloo and NCCL are replaced here; kernels of Triton and
-flash-attn are replaced in `kernels.py`. A substitute allocates the same memory as the original and computes nothing. It
-stays installed until the process ends, so each rank is simulated in a separate process.
+This file replaces streams, copies to the host, AdamW's fused step, and groups of gloo and NCCL; `kernels.py` replaces
+kernels of Triton and flash-attn. A substitute allocates the same memory as the original and computes nothing. It stays
+installed until the process ends, so each rank is simulated in a separate process.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from spmdrl.plan.paper import Paper
 from spmdrl.spmd import devices, storage
 
 COLLECTIVES = torch.library.Library("c10d", "IMPL")
-"""torch library that adds collectives over lists of meta tensors, which torch's simulated groups do not have."""
+"""torch library that adds collectives over lists of meta tensors, which torch's simulated groups do not support."""
 
 
 def install(paper: Paper, kind: str) -> None:
@@ -78,7 +78,7 @@ def _groups(paper: Paper) -> None:
 
 
 FINDS_SHAPES = "_propagate_tensor_meta_non_cached"
-"""The method of a `ShardingPropagator` by which DTensor computes the shapes of results."""
+"""Name of the method of `ShardingPropagator` by which DTensor computes the shapes of results."""
 
 
 def _shapes(paper: Paper) -> None:
@@ -117,7 +117,7 @@ def _fsdp(paper: Paper) -> None:
     reduce = _fsdp_param_group.foreach_reduce
 
     def foreach_reduce(*args: Any, **more: Any) -> tuple:
-        """Reduce gradients; use a plain object as the CUDA event that the simulated all-reduce does not return."""
+        """Reduce gradients. The simulated all-reduce returns no CUDA event, so a plain object replaces the event."""
         given = signature(reduce).bind(*args, **more).arguments
         given["reduce_scatter_comm"] = Buffers(paper, given)
         found = reduce(**given)
@@ -129,7 +129,7 @@ def _fsdp(paper: Paper) -> None:
         """Tag unsharded gradients, which stay allocated until a micro-batch's gradients are reduced."""
         with paper.tagged("unsharded gradients"):
             keep(self)
-        # A gradient that already has the dtype of the reduction is not copied, so its tag is still another one.
+        # A gradient that already has the dtype of the reduction is not copied, so it does not have this tag yet.
         paper.retag([x for x in [self._unsharded_param.grad] if x is not None], "unsharded gradients")
 
     FSDPParam.to_accumulated_grad_if_needed = to_accumulated_grad_if_needed
@@ -233,7 +233,7 @@ def _remote() -> None:
     from spmdrl.policy.remote import RemotePolicy
 
     def logprobs(self: Any, batch: Any, temperature: float, second: Any = "entropy") -> Any:
-        """Return the results of this rank's model, or zeros if other ranks have the model and answer over the host."""
+        """Return the results of this rank's model; return zeros if only other ranks have the model and send results."""
         if self.model is not None:
             return self.model.logprobs(batch, temperature, second)
         first, second = torch.zeros(2, batch.n_tokens, dtype=self.dtype)

@@ -81,7 +81,7 @@ def row_of(made: Plan, change: Change | None = None) -> Row:
 
 
 def nearest(made: Plan) -> Tried:
-    """Plan a job that does not fit with one change, then with two, until a plan fits or `NEAREST` plans are made."""
+    """Plan changes of a job that does not fit: one change, then two, until a plan fits or `NEAREST` plans are made."""
     base = row_of(made)
     lacking = {name for name, left in base.free.items() if left < 0}
     helpful = [c for c in changes_of(made.cfg, made.world, config_of(made.cfg)) if c.frees & lacking]

@@ -24,7 +24,7 @@ KINDS = {
     "scatter": "scatter",
     "barrier": "barrier",
 }
-"""Start of a torch operation's name -> kind of collective; the first match counts, so `reduce` is a later entry."""
+"""Start of an operation's name -> kind of collective. The first match counts: `reduce_scatter` is before `reduce`."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Traffic:
     """Bytes and calls of the collectives of one rank."""
 
     bytes: Counter = field(default_factory=Counter)
-    """(axis, kind) -> bytes."""
+    """(axis, kind of collective) -> bytes that the rank sends; for a push also bytes that it receives."""
     calls: Counter = field(default_factory=Counter)
-    """(axis, kind) -> number of collectives, or of messages."""
+    """(axis, kind of collective) -> number of collectives or messages."""
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Axis -> the ranks of this rank's group on it."""
     names: dict[str, str] = field(default_factory=dict)

@@ -89,7 +89,7 @@ def listed(text: str) -> list[Finding]:
 
 
 def gpus(found: int) -> list[Finding]:
-    """Check the GPUs that the driver lists, and NCCL. found: number of GPUs that torch finds."""
+    """Check the GPUs that nvidia-smi lists, and that torch has NCCL. found: number of GPUs that torch finds."""
     import torch
     import torch.distributed as dist
 

@@ -175,7 +175,7 @@ class FolderError(ValueError):
 
 
 def nearest(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists.
+    """Return the folder if it exists, else the nearest folder above it that exists.
 
     Raises:
         FolderError: a part of the path is not a folder, or the folder cannot be written.

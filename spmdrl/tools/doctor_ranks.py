@@ -127,7 +127,7 @@ def together(
         mib: size of a buffer in MiB.
         limit: most seconds for the start and the measurements together.
     """
-    # CUDA does not survive a fork; without GPUs, a fork avoids importing torch again, which takes seconds.
+    # A forked process cannot use CUDA. Without GPUs, a fork avoids importing torch again, which takes seconds.
     context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
     running = []
     for local in range(here):

@@ -26,7 +26,7 @@ def query_hub(kind: str, name: str) -> str:
 
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=4.0)
-    except Exception as error:  # the hub client raises its own errors, those of its HTTP library, and OSError
+    except Exception as error:  # the hub client raises OSError, errors of its HTTP library, and its own errors
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0][:160]}"
     return ""
 
@@ -77,7 +77,7 @@ def _gpu_needs(config: Config) -> list[str]:
 
 
 def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
-    """Check one model folder, file or hub name as a run resolves it, without downloading or converting anything.
+    """Check that a run can find a model by its folder, file or hub name, without downloading or converting anything.
 
     name: the flag. path: its value. query: looks up a name on the hub; None: the hub is not queried.
     """
@@ -105,7 +105,7 @@ def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
 
 
 def data(name: str, spec: str, config: Config, query: Query | None) -> Finding:
-    """Check that the first row of a source of prompts can be read. name, query: as in `model`."""
+    """Check that the first row of a source of prompts can be read. name, query: see `model`."""
     from spmdrl.data.sources import read_source
 
     fix = f"give {name} a file, folder or data set that can be read (docs/usage.md names the forms)"

@@ -49,7 +49,7 @@ class Hosts:
         return [start_on(host, {"NODE_NAME": host}, [NODE, *words], **streams) for host in hosts]
 
     def on(self, hosts: Sequence[str], words: Sequence[str], seconds: float, output: Path) -> None:
-        """Run `launch/node.sh WORDS` on all hosts, at most for `seconds`. output: file for stdout and stderr."""
+        """Run `launch/node.sh WORDS` on all hosts, for at most `seconds`. output: file for stdout and stderr."""
         with open(output, "wb") as file:
             running = self.start(hosts, words, stdout=file, stderr=subprocess.STDOUT)
             until = time.monotonic() + seconds

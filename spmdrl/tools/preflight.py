@@ -2,9 +2,9 @@
 
 The doctor checks every node. Then neighbouring nodes measure all-reduce and all-to-all, all pairs of a round in
 parallel. A node is bad if it does not answer, if a check fails, if its number of GPUs differs from that of most
-nodes, or if its bandwidth is below the floor both with every neighbour and with a good partner. Good nodes are printed
-on stdout, as many as the job needs; bad nodes are printed with the reason on stderr. Only the standard library is
-imported, because the preflight runs outside the job's container.
+nodes, or if its bandwidth is below the floor with every neighbour and, in a second measurement, with a good node. As
+many good nodes as the job needs are printed on stdout; bad nodes are printed with the reason on stderr. Only the
+standard library is imported, because the preflight runs outside the job's container.
 """
 
 import argparse
@@ -28,14 +28,14 @@ FIRST, SECOND = 90.0, 40.0
 SHARED = 2.0
 """Most seconds until the other nodes see a file that one node wrote into a shared folder."""
 DOWN = ("down", "fail", "unknown", "not_responding", "*")
-"""Words in the state that `sinfo` shows for a node which cannot run a job."""
+"""Words in the state that `sinfo` shows for a node that cannot run a job."""
 
 Pair = tuple[str, str]
 Reports = dict[str, dict]
 
 
 class TooFewError(ValueError):
-    """The error that fewer nodes are good than the job needs."""
+    """Raised if fewer nodes are good than the job needs."""
 
 
 # ── pairs ────────────────────────────────────────────────────────────────────

@@ -130,7 +130,7 @@ def _settings(file: Path) -> Config:
 def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | None, int]:
     """Return the newest verified checkpoint from before the step, and its number of optimizer steps.
 
-    None and 0 mean the model that the run started from.
+    If no checkpoint is that old, return None and 0, which mean the model that the run started from.
     """
     from spmdrl.checkpoint.manifest import problems
     from spmdrl.checkpoint.published import steps_saved
@@ -155,7 +155,7 @@ def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | No
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
-    # The run chose the model's form of computation in the same way.
+    # The run chose the model's form in the same way, so both compute the same numbers.
     choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
     # No optimizer step follows, so only the weights of a checkpoint are read.
     model.optimizer, optimizer = None, model.optimizer
@@ -192,7 +192,7 @@ def _verdict(norm: float, want: float) -> str:
 def _part_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
     """Return the contribution of one episode to the loss, and the largest |logp - old_logp| of its tokens.
 
-    index: the first sequence of the episode.
+    index: index of the first sequence of the episode.
     """
     import torch
 
