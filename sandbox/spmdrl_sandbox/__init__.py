@@ -5,9 +5,9 @@ open.py         chooses a sandbox that works on this machine
 bubblewrap.py   the command that starts a sandbox in namespaces
 sandlock.py     the command that starts a sandbox by Landlock and seccomp, on machines without user namespaces
 supervisor.py   the process behind sandlock.py, which starts a sandbox for each program
-containers.py   the commands of container engines
-places.py       the paths, the environment and the user of programs
-cgroup.py       creates a cgroup for each sandbox, if this user may
+containers.py   the commands that start a sandbox in a container
+places.py       the paths, environment variables and user id of programs
+cgroup.py       creates a cgroup for each sandbox, if this user is allowed to
 warm.py         runs programs one after another in a sandbox that stays open
 session.py      programs that answer messages, and Python sessions
 tests.py        runs tests that the tested program cannot see

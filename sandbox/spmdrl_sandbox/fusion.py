@@ -1,9 +1,9 @@
 """Client of a SandboxFusion service (https://github.com/bytedance/SandboxFusion), which runs programs.
 
 Programs are sent by POST to URL/run_code.
-How well programs are isolated depends on the configuration of the service. Of `Limits` it uses only the time and the
-memory. An invalid answer, a refusal, or no answer after all tries gives the verdict `failure`, never an error of the
-program. Only the standard library is needed.
+How well programs are isolated depends on the configuration of the service. Of the limits in `Limits`, the service
+enforces only those of time and memory. If all tries end with an invalid answer, a refusal or no answer, the verdict is
+`failure`, which does not count as an error of the program. The module needs only the standard library.
 """
 
 import base64
@@ -33,13 +33,13 @@ class ServiceError(Exception):
     """The service did not run the program."""
 
     def __init__(self, why: str, again: bool, after: float = 0.0):
-        """Create the error. again: whether another try may help. after: minimum seconds to wait before it."""
+        """Create the error. again: whether another try may help. after: minimum seconds to wait before the next try."""
         super().__init__(why)
         self.again, self.after = again, after
 
 
 class Fusion:
-    """A service that runs programs in the same way as `Warm.run`, without sessions. May be called from any thread."""
+    """A service with the interface of `Warm`, but without sessions. May be called from any thread."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Fusion:
         self.name = f"SandboxFusion ({self.parts.scheme}://{self.parts.netloc.rpartition('@')[2]}{self.parts.path})"
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """Run a program to its end. A fault of the service is the verdict `failure`.
+        """Run a program to its end and return its outcome, with the verdict `failure` after a fault of the service.
 
         Raises:
             SandboxError: the program is a command, which the service does not run.
@@ -111,7 +111,7 @@ class Fusion:
         timer = threading.Timer(seconds, cut)
         try:
             connection.connect()
-            # Keep the socket, as the connection forgets it when an answer with `Connection: close` begins.
+            # Keep the socket, because the connection drops it when an answer with `Connection: close` begins.
             opened = connection.sock
             timer.start()
             connection.request("POST", self.parts.path, body, {"Content-Type": "application/json"})
@@ -124,7 +124,7 @@ class Fusion:
             timer.cancel()
             connection.close()
         if answer.status != 200:
-            # With other status codes the same request would fail again.
+            # After any other status code, the same request would fail again.
             again = answer.status >= 500 or answer.status in (408, 425, 429)
             raise ServiceError(f"HTTP {answer.status} {answer.reason}", again, _after(answer.headers))
         if late.is_set():
@@ -138,7 +138,7 @@ class Fusion:
 
 
 def request_of(program: Program, limits: Limits, language: str) -> dict[str, Any]:
-    """Return the request that runs a program."""
+    """Return the request that has the service run a program, as an object for JSON."""
     data = {name: text.encode(errors="surrogatepass") for name, text in program.files.items()}
     return {
         "code": program.source,
@@ -153,7 +153,7 @@ def request_of(program: Program, limits: Limits, language: str) -> dict[str, Any
 
 
 def outcome_of(answer: Any, limits: Limits) -> Outcome:
-    """Return the outcome of a program in the service's answer.
+    """Return the outcome of a program that the service's answer contains.
 
     Raises:
         ServiceError: the service failed, or its answer is invalid.
@@ -187,14 +187,14 @@ def outcome_of(answer: Any, limits: Limits) -> Outcome:
 
 
 def _cut(text: Any, limits: Limits) -> str:
-    """Return output from the service, cut to the limit; empty for None. Raises TypeError for other types."""
+    """Return a program's output in an answer, cut to `output_kib`; empty for None. Raises TypeError for other types."""
     if text is not None and not isinstance(text, str):
         raise TypeError("text")
     return (text or "").encode(errors="replace")[: limits.output_kib << 10].decode(errors="replace")
 
 
 def _after(headers: Message) -> float:
-    """Return the seconds of the header `Retry-After`; 0 if it is missing or not a number."""
+    """Return the seconds to wait in the header `Retry-After`; 0 if it is missing or not a number."""
     try:
         return max(0.0, float(headers.get("Retry-After", "")))
     except ValueError:

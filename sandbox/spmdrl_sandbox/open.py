@@ -90,7 +90,7 @@ PROVIDERS: dict[str, Callable[[str], Start]] = {
     "docker": containers.docker,
     "none": lambda _: plain(),
 }
-"""By name of a sandbox: function that returns its start command, given the image of the container."""
+"""Function that returns the start command of a sandbox, by its name. The function receives the container image."""
 AUTO = ("bubblewrap", "sandlock")
 """Names of the sandboxes that `auto` tries, in this order."""
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 """Paths that every program needs to start."""
 HERE = Path(__file__).parent
-"""Folder of this package, the only one that zygotes import."""
+"""Folder of the package `spmdrl_sandbox`, the only package outside the standard library that zygotes import."""
 ZYGOTE = "spmdrl_sandbox.inside.zygote"
 USER = 64321
 """User id of programs if this process runs as root, because the kernel's process limits do not apply to root."""
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 FLAGS = ["-P", "-s", "-B"]
 """Flags of Python: no folder of the caller or user in `sys.path`, and no bytecode written."""
 BARE = ["-S", *FLAGS]
-"""FLAGS, and no import of `site`, which `inside/modules.py` replaces in part."""
+"""FLAGS, and a flag that prevents the import of `site`, which `inside/modules.py` replaces in part."""
 
 
 def python() -> str:

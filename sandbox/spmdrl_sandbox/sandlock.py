@@ -16,7 +16,7 @@ from spmdrl_sandbox.base import SandboxError, Start
 from spmdrl_sandbox.places import FLAGS, HERE, USER, home, packages
 
 LEAST = 6
-"""Minimum version of Landlock, the first that restricts signals and abstract sockets: Linux 6.12."""
+"""Minimum version of Landlock (Linux 6.12), the first version that restricts signals and abstract sockets."""
 _CREATE_RULESET, _VERSION = 444, 1
 HOW = "on Linux 6.12 or later with Landlock among its security modules (`lsm=landlock`), `pip install sandlock`"
 

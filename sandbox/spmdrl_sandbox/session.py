@@ -36,7 +36,7 @@ class Channel:
                 self._ended(error)
 
     def receive(self, seconds: float) -> bytes | None:
-        """Return the next line, or None after `seconds` without one or if the program has ended (see `outcome`)."""
+        """Return the next line; None if none arrives within `seconds` or the program has ended (see `outcome`)."""
         until = min(time.monotonic() + seconds, self.until + GRACE)
         while self.outcome is None and b"\n" not in self.buffer:
             try:
@@ -57,7 +57,7 @@ class Channel:
         return bytes(line)
 
     def _ended(self, error: SandboxError) -> None:
-        """Set the outcome after the sandbox ended, if it was only for this program; otherwise raise the error."""
+        """Handle the end of the sandbox: set the outcome if it was only for this program, else raise the error."""
         if not self.warm.once:
             raise error
         self.outcome = Outcome("error", why=str(error))
@@ -84,7 +84,7 @@ class Channel:
 
 
 class Session:
-    """A Python process in a sandbox that keeps its state between calls. `inside/session.py` is its program."""
+    """A Python process in a sandbox that keeps its state between calls. It runs `inside/session.py`."""
 
     def __init__(self, warm: Warm, limits: Limits):
         """Start the session. limits: limits of the complete session."""
@@ -95,7 +95,7 @@ class Session:
         return self.ask({"load": source}, seconds)
 
     def run(self, source: str, seconds: float) -> "Answer":
-        """Execute statements like a notebook cell, which prints the value of a last expression."""
+        """Execute statements like a notebook cell; if the last one is an expression, its value is printed."""
         return self.ask({"run": source}, seconds)
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], seconds: float) -> "Answer":
@@ -131,7 +131,7 @@ class Answer:
     verdict: Verdict
     value: Any = None
     raw: Any = None
-    """The value in the form of `inside/values.py`."""
+    """The value as `inside/values.py` encodes it."""
     error: str = ""
     """Type of the exception, if one was raised."""
     why: str = ""
@@ -140,7 +140,7 @@ class Answer:
 
 
 def answer_of(line: bytes) -> Answer:
-    """Parse an answer. Invalid ones become errors, since the untrusted program can write to the pipe itself."""
+    """Parse an answer. An invalid one becomes an error, because the untrusted program can write to the pipe."""
     try:
         message = json.loads(line)
         printed = str(message.get("printed", ""))

@@ -39,7 +39,7 @@ START_SECONDS = 20.0
 PROCESSES = 16
 """Process limit of the first sandbox, which is started before the limits of its program are known."""
 DEEPEST = 64
-"""Maximum depth of nested folders."""
+"""Maximum depth of a program's nested folders."""
 FILES = 4096
 """Maximum number of files and folders of a program, the same as in bubblewrap's /tmp."""
 
@@ -70,7 +70,7 @@ class Held:
         self.ends: list[int] = []
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             file = cast(IO[bytes], pipe)
-            # Duplicate the descriptor: the file object would otherwise close it again after the watcher.
+            # Duplicate the descriptor. Otherwise the watcher and the file object would both close the same one.
             self.ends.append(os.dup(file.fileno()))
             file.close()
 
@@ -102,7 +102,7 @@ class Held:
 
 
 class Outside(Watch):
-    """A watcher of a program that runs outside of its sandbox."""
+    """A watcher that runs outside of its program's sandbox."""
 
     def __init__(self, held: Held, task: dict, talk: Talk):
         """Start to watch. held: the process that became the program. task: the program's task."""
@@ -174,7 +174,7 @@ def sweep() -> None:
 
 
 def fits(folder: str, most: int) -> bool:
-    """Return whether a folder has at most FILES entries, depth DEEPEST and `most` bytes in total."""
+    """Return whether a folder has at most FILES entries, DEEPEST levels of folders and `most` bytes in total."""
     count = total = 0
     more = [(folder, 0)]
     while more:
@@ -204,7 +204,7 @@ def fits(folder: str, most: int) -> bool:
 
 
 def serve(base: Path, talk: Talk) -> None:
-    """Answer tasks until stdin ends."""
+    """Run the programs of tasks from stdin until it ends, and send their outcomes."""
     cache()
     shutil.copytree(HERE, base / "code" / "spmdrl_sandbox")
     held = Held(base, PROCESSES)
@@ -239,7 +239,7 @@ def run(held: Held, task: dict, talk: Talk) -> dict:
 
 
 def main() -> None:
-    """Serve until stdin ends, the caller dies or SIGTERM arrives; then kill all programs."""
+    """Run tasks until stdin ends, the caller dies or SIGTERM arrives; then kill all programs."""
     prctl = ctypes.CDLL(None).prctl
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

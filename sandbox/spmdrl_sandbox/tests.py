@@ -21,7 +21,7 @@ class Suite:
     tests: tuple[str, ...]
     """Python source of each test: assertions, or a function `check(candidate)` as in HumanEval."""
     entry: str = ""
-    """Name of the function to pass to `check`."""
+    """Name of the program's function that is passed to `check`."""
     prelude: str = ""
     """Python source that runs before each test, such as imports."""
 
@@ -31,10 +31,10 @@ class Report:
     """The results of tests."""
 
     failures: tuple[str | None, ...]
-    """The reason why each test failed; None for a test that passed."""
+    """For each test, the reason why it failed, or None if it passed."""
     verdict: Verdict
     """`ok` if the program was loaded and answered all calls, else how it ended. `failure` if the process of the tests
-    ended."""
+    ended without a report."""
     why: str = ""
 
     @property
@@ -114,7 +114,7 @@ def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, 
                 channel.send({"value": answer.raw})
             else:
                 if not answer.error and verdict == "ok":
-                    # Keep the reason of the first failed call: the session has ended, and later reasons are less exact.
+                    # Keep the reason for the first failed call: the session has ended, so later reasons are vague.
                     verdict, why = answer.verdict, answer.why
                 kind = answer.error or ("TimeoutError" if answer.verdict == "timeout" else "RuntimeError")
                 channel.send({"error": [kind, answer.why]})

@@ -23,7 +23,7 @@ END_SECONDS = 5.0
 SEND_SECONDS = 10.0
 """Maximum seconds that a sandbox may take to read a message."""
 GRACE = 5.0
-"""Seconds after a program's time limit at which the sandbox itself counts as failed."""
+"""Seconds after a program's time limit within which the sandbox must report the end; after them it has failed."""
 
 
 class Warm:
@@ -104,7 +104,7 @@ class Warm:
 
     def _end_process(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
-            # Unsent messages are dropped.
+            # Closing fails if the sandbox has ended before it read all messages; they are dropped.
             with contextlib.suppress(BrokenPipeError):
                 cast(IO[bytes], pipe).close()
         if self.process.returncode is None:
@@ -133,7 +133,7 @@ class Warm:
         pipes = [cast(IO[bytes], pipe).fileno() for pipe in (self.process.stdin, self.process.stdout)]
         until = time.monotonic() + SEND_SECONDS
         while data:
-            # Read while sending: the zygote may be blocked in a write and read again only after that.
+            # Read while sending, because the zygote may be blocked in a write and cannot read until it is done.
             readable, writable, _ = select.select([pipes[1]], [pipes[0]], [], max(0.0, until - time.monotonic()))
             if readable:
                 self._read(pipes[1])
@@ -185,7 +185,7 @@ class Warm:
             self.process.wait(1.0)
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").splitlines()
-        # The last line of a traceback is not indented, and neither is the message of a container client.
+        # Select lines without indentation, such as the last line of a traceback or a container client's message.
         last = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))][-2:]
         return f"the sandbox ended with exit code {self.process.returncode}: {'; '.join(last) or 'it printed nothing'}"
 
@@ -198,7 +198,7 @@ def task_of(program: Program, limits: Limits) -> dict[str, Any]:
 
 
 def outcome_of(message: dict[str, Any]) -> Outcome:
-    """Return the outcome of a program in a message of the zygote."""
+    """Return the outcome of a program that a message of the zygote contains."""
     stdout, stderr = (
         base64.b64decode(message.get(name, "")).decode("utf-8", errors="replace") for name in ("stdout", "stderr")
     )

@@ -1,4 +1,4 @@
-"""Builds the model of a Hugging Face folder, with its weights or empty, to be sharded before weights are read."""
+"""Builds the model of a Hugging Face folder with its weights, or empty to be sharded before weights are read."""
 
 import re
 from functools import partial
@@ -10,10 +10,10 @@ import torch
 from spmdrl.hub.folder import drop_quantization, plain_errors, read_config
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-"""torch's type for each `--model.dtype`."""
+"""The torch dtype for each value of `--model.dtype`."""
 
 SCORERS = ("ForSequenceClassification", "ForTokenClassification")
-"""Suffixes of the names of model classes whose head gives scores."""
+"""Suffixes of the names of transformers' classifiers, whose heads give scores in place of next-token logits."""
 
 
 def build_model(
@@ -27,18 +27,18 @@ def build_model(
     """Build the model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
 
     Args:
-        folder: config.json and safetensors.
-        dtype: a torch type or its name.
+        folder: a folder with config.json and safetensors.
+        dtype: a torch dtype or its name.
         trust_remote_code: whether the model's own Python code may run.
-        attn_implementation: as in transformers.
+        attn_implementation: transformers' name of an attention implementation, such as `sdpa`.
         head: `lm` for a causal language model, `value` or `score` for a sequence classifier, `steps` for a token
             classifier. A `value` head that is not in the folder starts at 0, so that a critic can start from the
             language model.
-        labels: outputs of a classifier's head.
+        labels: number of outputs of a classifier's head.
 
     Raises:
-        ValueError: the model needs Python code and may not run it, its family has no such classifier, or weights are
-            missing or of another shape (transformers would initialise them at random).
+        ValueError: the model needs its own Python code and `trust_remote_code` is not set; its family has no classifier
+            for the head; or weights are missing or have another shape (transformers would draw them at random).
     """
     dtype, options = _dtype_and_options(dtype)
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
@@ -77,11 +77,11 @@ def empty_model(
 ) -> Any:
     """Build the model of a Hugging Face folder on the meta device, from its config.json alone, in eval mode.
 
-    Parameters and persistent buffers have no values; tied parameters are one object. The other buffers (rotary tables
-    and the like) are on the CPU and hold the values that transformers' `from_pretrained` gives them.
+    Parameters and persistent buffers have no values, and tied parameters are one object. Buffers that checkpoints do
+    not contain, such as rotary tables, are on the CPU with the values that transformers' `from_pretrained` gives them.
 
-    Arguments and errors are those of `build_model`; a quantised folder gives a model without quantisation. A family
-    that supports only its own attention gets that.
+    Arguments and errors are those of `build_model`; a quantised folder gives a model without quantisation. A model
+    family that does not support `attn_implementation` gets its default attention.
     """
     from transformers import AutoConfig
     from transformers.initialization import meta_device_safe_creation_ops
@@ -114,14 +114,14 @@ def empty_model(
 
 
 def _dtype_and_options(dtype: str | torch.dtype) -> tuple[torch.dtype, dict[str, Any]]:
-    """Return the torch type, and the options with which transformers computes in this type."""
+    """Return the torch dtype, and the options that transformers needs to compute in this dtype."""
     resolved: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    # transformers' kernels for experts do not support float64.
+    # transformers' grouped kernels for experts do not support float64, but its eager implementation does.
     return resolved, {"experts_implementation": "eager"} if resolved == torch.float64 else {}
 
 
 def scores_tokens(config: Any) -> bool:
-    """Return True if a transformers config names a token classifier, as process reward models are."""
+    """Return True if a transformers config names a token classifier. Process reward models are token classifiers."""
     return any(name.endswith("ForTokenClassification") for name in getattr(config, "architectures", None) or [])
 
 
@@ -153,14 +153,14 @@ def _model_class(config: Any, head: str) -> Any:
 
 
 def check_head(folder: Path, head: str, trust_remote_code: bool = False) -> None:
-    """Raise ValueError if the family of a Hugging Face folder has no classifier for a head (as in `build_model`)."""
+    """Raise ValueError if the model family of a HF folder has no classifier for `head` (see `build_model`)."""
     _model_class(read_config(folder, trust_remote_code), head)
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
     """Move a model to a device, in place; tensors on the meta device get uninitialised memory on it.
 
-    Parameters keep their identity, so that tied ones stay tied.
+    Parameters stay the same objects, so that tied parameters stay tied.
     """
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _keep_types(model: Any, dtype: Any) -> None:
-    """Cast the weights that a family keeps in float32 to that type, as `from_pretrained` does."""
+    """Cast the weights that the model family always keeps in float32 to float32, as `from_pretrained` does."""
     for pattern, kept in model._get_dtype_plan(dtype).items():
         for module_name, module in model.named_modules():
             for tensors in (module._parameters, module._buffers):
@@ -190,7 +190,7 @@ def _keep_types(model: Any, dtype: Any) -> None:
 
 
 def _fill_buffers(model: Any) -> None:
-    """Compute the buffers that checkpoints lack by the model's initialisation, as `from_pretrained` does."""
+    """Compute the buffers that checkpoints do not contain by the model's initialisation, as `from_pretrained` does."""
     for module in model.modules():
         module._is_hf_initialized = False
         for name in module._non_persistent_buffers_set:
@@ -208,7 +208,7 @@ def _train_padding(model: Any) -> None:
 
 
 def decoder_layers(hf: Any) -> torch.nn.ModuleList:
-    """Return the repeated blocks of a HF model: its longest ModuleList. Raises ValueError if it has none."""
+    """Return the decoder layers of a HF model, which are its longest ModuleList. Raises ValueError if it has none."""
     lists = [m for m in hf.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(hf).__name__} has no list of layers to shard; --policy.backend fsdp needs one")

@@ -1,4 +1,4 @@
-"""The cache of folders that spmdrl makes once and keeps: `$SPMDRL_CACHE`, else `~/.cache/spmdrl`."""
+"""The cache of model folders that spmdrl makes once and keeps, in `$SPMDRL_CACHE`, else in `~/.cache/spmdrl`."""
 
 import os
 import shutil
@@ -15,10 +15,10 @@ def cache() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder of a model in the cache; `make` fills it at the first call.
+    """Return the folder `name` in the cache of models. At the first call, `make` fills the folder.
 
-    One process makes it while others wait for a file lock, which is released when its holder ends. The folder appears
-    by a rename, so it is never incomplete. Raises TimeoutError if the lock is not released in time.
+    One process makes the folder while others wait for a file lock, which is released when its holder ends. The folder
+    is renamed into place when it is complete. Raises TimeoutError if the lock is not released within LOCK_SECONDS.
     """
     from filelock import FileLock, Timeout
 
@@ -46,7 +46,7 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
         temporary.chmod(0o755)
         os.rename(temporary, folder)
     except OSError:
-        if not folder.is_dir():  # another host may have made it where file locks do not work across the network
+        if not folder.is_dir():  # another host may have made it, if file locks do not work across hosts
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

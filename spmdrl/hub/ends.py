@@ -1,4 +1,4 @@
-"""The end tokens that a model's folder names, and the generation config with all of them."""
+"""The end tokens that a model's folder names, and a generation config that names further end tokens."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,10 @@ GENERATION = "generation_config.json"
 
 
 def named_ends(folder: Path) -> list[int]:
-    """Return the end tokens of a folder's generation config, else of config.json. Raises ValueError for other types."""
+    """Return the ids of the end tokens in a folder's generation config, else in its config.json.
+
+    Raises ValueError for an end token that is not an integer.
+    """
     from transformers import GenerationConfig
 
     file, eos = GENERATION, None
@@ -29,10 +32,10 @@ def named_ends(folder: Path) -> list[int]:
 
 
 def generation_config(folder: Path, ends: tuple[int, ...]) -> bytes | None:
-    """Return a generation config, as bytes, that also names `ends` as end tokens; None if the model needs none.
+    """Return the bytes of a generation config that names the folder's end tokens and `ends`; None if none is needed.
 
-    It is the folder's own file if that names all of them. transformers stops only at the tokens that this file names,
-    not at the tokenizer's end token.
+    The folder's file is returned unchanged if it already names all of `ends`. transformers stops only at the end tokens
+    that a generation config names, not at the tokenizer's end token.
     """
     file = folder / GENERATION
     named = named_ends(folder)

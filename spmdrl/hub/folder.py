@@ -14,7 +14,7 @@ TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
 def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
-    """Check that `folder` has a readable config.json and complete safetensors; return it. Raises ValueError."""
+    """Return `folder` if it has a readable config.json and complete safetensors files; else raise ValueError."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {folder} has no config.json (--model.path)")
     read_config(folder, trust_remote_code)
@@ -44,7 +44,7 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
 
     for file in files:
         try:
-            with safe_open(file, framework="numpy"):  # checks the header against the size, so finds a cut-off file
+            with safe_open(file, framework="numpy"):  # raises for a truncated file, whose size does not fit its header
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again") from error
@@ -61,9 +61,9 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def plain_errors(folder: Path) -> Iterator[None]:
-    """Turn any error of a library about files in a model folder into a ValueError of one line that names the flag.
+    """Turn any error of a library about files in a model folder into a one-line ValueError that names --model.path.
 
-    transformers, tokenizers and safetensors report bad input in many ways, down to a bare KeyError.
+    transformers, tokenizers and safetensors raise many types of exceptions for bad files, even a bare KeyError.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def plain_errors(folder: Path) -> Iterator[None]:
 
 
 def fp8_blocks(folder: Path) -> tuple[int, int] | None:
-    """Return rows and columns of the blocks of a folder's fp8 weights; None for a folder that is not quantised.
+    """Return the block size (rows, columns) of a folder's fp8 weights; None for a folder that is not quantised.
 
     Raises ValueError for another method of quantisation.
     """
@@ -93,7 +93,7 @@ def fp8_blocks(folder: Path) -> tuple[int, int] | None:
 
 
 def blocks_of(settings: Any, folder: Path) -> tuple[int, int]:
-    """Return the blocks of a `quantization_config` (a dict or transformers' object). Errors as in `fp8_blocks`."""
+    """Return the block size in a `quantization_config`, a dict or transformers' object. Errors as in `fp8_blocks`."""
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method, blocks = str(settings.get("quant_method")), settings.get("weight_block_size")
     if method != "fp8":

@@ -7,7 +7,7 @@ from pathlib import Path
 from spmdrl.hub.cache import made_once
 
 log = logging.getLogger(__name__)
-CONVERSION = 2  # version of the conversion, part of the name of a converted folder
+CONVERSION = 2  # version of the conversion; folders of another version are converted again
 
 
 def find_package_gguf(name: str) -> Path:
@@ -47,9 +47,9 @@ def from_gguf(file: Path) -> Path:
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF into `folder` (config, generation config, safetensors, tokenizer).
 
-    transformers' GGUF reader dequantises the tensors, which are put into a model made from the configuration alone:
-    `from_pretrained(gguf_file=...)` needs accelerate, and its model keeps a quantization config that save_pretrained
-    refuses. Raises ValueError if transformers cannot read the GGUF.
+    transformers' GGUF reader dequantises the tensors, which are loaded into a model built from the configuration alone.
+    `from_pretrained(gguf_file=...)` would need accelerate and give a model with a quantization config, which
+    `save_pretrained` refuses. Raises ValueError if transformers cannot read the GGUF.
     """
     import torch
     from safetensors.torch import save_file
@@ -60,10 +60,10 @@ def convert_gguf(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         vars(config).pop("quantization_config", None)
-        with torch.random.fork_rng(devices=[]):  # random numbers must not depend on whether a run converts
+        with torch.random.fork_rng(devices=[]):  # a conversion must not change a run's random numbers
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    except Exception as error:  # the readers report bad files in many ways
+    except Exception as error:  # the readers raise many types of exceptions for bad files
         raise ValueError(f"cannot read {file} ({type(error).__name__}: {error})") from error
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
@@ -86,7 +86,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def digest(file: Path) -> str:
-    """Return a hash of the content of `file` and the version of the conversion, 16 hex digits."""
+    """Return a hash of the content of `file` and the version of the conversion, as 16 hex digits."""
     import xxhash
 
     state = xxhash.xxh3_128(f"spmdrl gguf {CONVERSION}".encode())

@@ -1,8 +1,8 @@
-"""Makes a model's folder with tokens added to its tokenizer, once, and keeps it in the cache.
+"""Makes a copy of a model's folder with tokens added to its tokenizer, once, and keeps the copy in the cache.
 
 A new token's row in an embedding table is the mean of the other tokens' rows, so that the token starts as likely as an
-average one. The row replaces a padding row of the table, or is appended. All other weight files are links to those of
-the model.
+average one. The row replaces a padding row of the table, or is appended. Weight files without an embedding table are
+links to the model's files.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 
 TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "lm_head.weight")
 TABLES += ("embed_out.weight", "output_layer.weight")
-"""Suffixes of the names of tables with a row for each token."""
+"""Suffixes of the names of embedding tables, which have a row for each token."""
 FORM = 2
-"""Version of the rule for new rows, part of a folder's name."""
+"""Version of the rule for new rows. Folders made by another version are made again."""
 INDEX = "model.safetensors.index.json"
 
 
 def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool = False) -> Path:
     """Return a folder of the model whose tokenizer has each of `tokens` as a special token.
 
-    It is the model's own folder if its tokenizer has all of them. Several processes may call this at once. Raises
-    ValueError if no embedding table is recognised by its name.
+    The result is `folder` itself if its tokenizer already has all of them. Several processes may call this at once.
+    Raises ValueError if no weight has the name of an embedding table (TABLES).
     """
     tokenizer = load_tokenizer(folder, trust_remote_code)
     present = tokenizer.get_added_vocab()
@@ -45,7 +45,7 @@ def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool =
 
 
 def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
-    """Write tokenizer, configuration and tables into `place`, with copies of or links to all other files."""
+    """Write the tokenizer, configuration and tables with the new tokens into `place`; copy or link all other files."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
@@ -86,7 +86,7 @@ def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
 def _with_rows(table_VD: torch.Tensor, before: int, size: int, old: list[int], new: list[int]) -> torch.Tensor:
     """Return a table of `size` rows in which the rows of `new` tokens are the mean row of `old` tokens.
 
-    before: number of rows that the model reads of the given table.
+    before: number of rows of the given table that the model uses; further rows are padding and are dropped.
     """
     table_VD = table_VD[:before]
     mean_D = table_VD[[i for i in old if i < before]].double().mean(0).to(table_VD.dtype)

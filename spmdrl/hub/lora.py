@@ -17,9 +17,9 @@ from spmdrl.spmd.seeds import seed_for
 
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."
-"""Prefix of every name in PEFT's files."""
+"""Prefix of every parameter's name in PEFT's adapter files."""
 FUSED_MIXERS = {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2"}
-"""Families whose fused state-space kernels multiply by the weight of `out_proj` themselves."""
+"""Model families whose fused state-space kernels read the weight of `out_proj` and would ignore an adapter of it."""
 
 
 def is_adapter(name: str) -> bool:
@@ -33,20 +33,20 @@ def plain_name(name: str) -> str:
 
 
 def partner(name: str) -> tuple[str, str]:
-    """Return the names of the adapters A and B of a layer's weight."""
+    """Return the names of the adapter matrices A and B of the layer whose weight has this name."""
     layer = name.removesuffix(".weight")
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
-    """Return the last name components of the decoder's linear layers to adapt.
+    """Return the names, without their paths, of the decoder's linear layers that get adapters.
 
     Only linear layers can have adapters; experts that transformers packs into one parameter cannot. Raises ValueError
     for a target that is not a linear layer, or whose adapter the model's forward would ignore.
     """
     ignored = ("out_proj",) if hf.config.model_type in FUSED_MIXERS else ()
     named = [(name.rpartition(".")[2], type(m) is nn.Linear) for name, m in decoder_layers(hf).named_modules()]
-    # PEFT matches by name only, so a name counts only if all modules with it are linear layers.
+    # PEFT selects modules by name alone, so a name is usable only if all modules of that name are linear layers.
     others = {name for name, is_linear in named if not is_linear}
     linear = {name: True for name, is_linear in named if is_linear and name not in others}
     wrong = [name for name in targets if name in ignored]
@@ -75,16 +75,16 @@ def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]
 
 
 def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool = False):
-    """Add adapters of `dtype` to a HF model, in place; return PEFT's LoraConfig, with which PEFT opens their file.
+    """Add adapters of `dtype` to a HF model, in place; return the PEFT LoraConfig to save with the adapters.
 
-    The adapters start at `initial_values`; if the model is on the meta device, so are they.
+    The adapters start with `initial_values`. If the model is on the meta device, they are too, without values.
 
     Args:
-        hf: a model whose layers are not sharded.
+        hf: a HF model whose layers are not sharded.
         cfg: rank, alpha, targets.
         seed: the run's seed.
-        dtype: type of the adapters.
-        scaled: True if B will be loaded already multiplied by alpha / r, as pushes send it.
+        dtype: torch dtype of the adapters.
+        scaled: True if the values of B that are loaded later already include the factor alpha / r, as in weight pushes.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -100,7 +100,7 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
     frozen = {name: p.dtype for name, p in hf.named_parameters()}
     empty = next(hf.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
-        # PEFT gets the layers and not the model. In a model with experts it would mistake `down_proj` and the like for
+        # Give PEFT the layers, not the model: in a model with experts it would mistake names such as `down_proj` for
         # the packed experts of older checkpoints, and adapt those parameters instead of the linear layers.
         inject_adapter_in_model(config, decoder_layers(hf), low_cpu_mem_usage=empty)
     for name, p in hf.named_parameters():
@@ -115,10 +115,10 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
 
 
 def config_for_peft(config: Any, hf: Any) -> Any:
-    """Return the settings with which PEFT adapts the linear layers of `config` when it opens the model.
+    """Return a config with which PEFT, when it loads the model, adapts the same linear layers as `config` names.
 
-    PEFT interprets some names (`down_proj`) as the packed experts of a model; linear layers with such a name are listed
-    one by one, as parameters.
+    PEFT takes some names, such as `down_proj`, for the packed experts of a model. Linear layers with these names are
+    listed one by one, as parameters.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -128,7 +128,7 @@ def config_for_peft(config: Any, hf: Any) -> Any:
         try:
             convert_peft_config_for_transformers(single, model=hf, conversions=None)
         except ValueError:
-            return True  # PEFT packs this name and another into one parameter of the experts
+            return True  # PEFT maps this name and another one to one packed parameter of the experts
         return name not in single.target_modules
 
     ambiguous = {name for name in config.target_modules if means_experts(name)}
@@ -145,15 +145,16 @@ def config_for_peft(config: Any, hf: Any) -> Any:
 
 
 def initial_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return the initial values of a complete adapter weight, float64 on the CPU: B is 0.
+    """Return the initial values of a complete, unsharded adapter weight, as float64 on the CPU.
 
-    A is drawn from the run's seed and the layer's name, so it is the same on every rank, for any number of ranks.
+    A is drawn from the run's seed and the layer's name, so it is the same for any number of ranks. B is 0, so that the
+    adapter does not change the model at first.
 
     name: name of the weight, as `plain_name` returns it.
     """
     if ".lora_A." not in name:
         return torch.zeros(shape, dtype=torch.float64)
-    # PEFT's own distribution: uniform within 1 / sqrt(D).
+    # As in PEFT, A is uniform between -1 / sqrt(D) and 1 / sqrt(D) for a layer with D inputs.
     draw = torch.Generator().manual_seed(seed_for(seed, *name.encode()))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape, dtype=torch.float64).uniform_(-bound, bound, generator=draw)
@@ -176,7 +177,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """Return True for the names of adapters, False for those of a model's weights."""
+    """Return True if `names` are names of adapters, False if they are names of a model's weights."""
     kinds = {is_adapter(name) for name in names}
     assert len(kinds) <= 1, "adapters and weights of a model must not be mixed"
     return kinds == {True}

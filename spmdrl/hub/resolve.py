@@ -1,7 +1,7 @@
 """Finds the Hugging Face folder that `--model.path` names.
 
-Weights are read from safetensors only: a `.bin` checkpoint is a pickle, and loading one runs whatever is in it. A GGUF
-file is converted once into such a folder in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
+Weights are read from safetensors only: a `.bin` checkpoint is a pickle, and loading a pickle can run any code. A GGUF
+file is converted once into a Hugging Face folder in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from spmdrl.hub.gguf import find_package_gguf, from_gguf
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 MODELSCOPE = "ms:"
 """Prefix of the name of a model on ModelScope."""
-HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # copies of the weights in other layouts
+HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # these are copies of the weights in other layouts
 
 
 def resolve(path: str, trust_remote_code: bool = False) -> Path:
@@ -22,8 +22,9 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
 
     path: `tiny` is the model that comes with spmdrl, `package:<name>` the GGUF file inside an installed package,
     `*.gguf` a GGUF file, a path that exists a folder, `ms:<owner>/<model>` a model on ModelScope, and anything else a
-    name on the Hugging Face hub. Hub models are downloaded into the hub's own cache, Python files only under
-    trust_remote_code. Several processes may call this at once. Raises ValueError with advice.
+    name on the Hugging Face hub. Hub models are downloaded into the cache of the hub's client, with their Python files
+    only if `trust_remote_code` is set. Several processes may call this at once. Raises ValueError with advice if there
+    is no usable folder.
     """
     if path == "tiny":
         return check_folder(TINY, trust_remote_code)
@@ -58,7 +59,7 @@ def named(flag: str) -> Iterator[None]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return True if a path that is not a folder can be a hub name (owner/model)."""
+    """Return True if `path` has the form of a hub name (owner/model) and not of a local path."""
     local = Path(path).expanduser()
     is_path = local.exists() or local.is_absolute() or path.startswith(("./", "../", "~"))
     return not is_path and path.count("/") == 1
@@ -70,7 +71,7 @@ def from_hub(name: str, trust_remote_code: bool) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
-    except Exception as error:  # the hub client raises errors of its own, of requests and of httpx, and OSError
+    except Exception as error:  # the hub's client raises its errors, those of requests and httpx, and OSError
         raise ValueError(
             f"--model.path {name!r} is not a local folder, and downloading it from the model hub failed "
             f"({type(error).__name__}: {_first_line(error)}). Check the name and the network "
@@ -89,8 +90,8 @@ def from_modelscope(path: str, trust_remote_code: bool) -> Path:
         raise ValueError(f"--model.path {path!r} needs the package: pip install modelscope ({error})") from error
     try:
         return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
-    except Exception as error:  # the client raises errors of its own and of requests, and OSError
-        # A folder of its cache may lack files; the caller checks that it is complete.
+    except Exception as error:  # the client raises its errors, those of requests, and OSError
+        # Use the model in the client's cache. It may lack files, so the caller checks that it is complete.
         with suppress(Exception):
             return Path(snapshot_download(name, local_files_only=True))
         raise ValueError(

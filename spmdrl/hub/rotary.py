@@ -9,15 +9,15 @@ def moves(kind: Any) -> TypeGuard[str]:
 
 
 def grows(kind: str) -> bool:
-    """Return True if the frequencies change with every token beyond the length at which they begin to change."""
+    """Return True if the frequencies of a rope type change again with every token beyond its length in `limits`."""
     return "dynamic" in kind
 
 
 def limits(hf_config: Any) -> dict[str, int]:
-    """Return rope type -> length in tokens beyond which its frequencies change, for the types that change them.
+    """Return the length in tokens beyond which frequencies change, by rope type; types with fixed ones are omitted.
 
-    `longrope` takes one set of factors up to that length and another beyond it; `dynamic` grows with the length
-    (transformers, `modeling_rope_utils.py`).
+    `longrope` uses one set of factors up to that length and another beyond it. With `dynamic`, frequencies depend on
+    the length of every longer sequence (transformers, `modeling_rope_utils.py`).
     """
     config = hf_config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
@@ -26,7 +26,7 @@ def limits(hf_config: Any) -> dict[str, int]:
 
 
 def _limits(rope: Any, positions: int) -> dict[str, int]:
-    # Some configs hold one dict, others one for each type of layer.
+    # Some configs have one dict of rope parameters, others have one for each type of layer.
     if not isinstance(rope, dict):
         return {}
     kind, found = rope.get("rope_type", rope.get("type")), {}

@@ -7,7 +7,7 @@ when a token is sampled and repeats it in training. The weights of the chosen ex
 router, by the model's own formula, so the gradient is complete.
 
 A router of transformers chooses by one `topk` over its experts. Choices are recorded and replaced at that call, which
-is the same for softmax and sigmoid, with or without bias, groups and normalization.
+routers with softmax or sigmoid, and with or without bias, groups and normalization, have in common.
 
 Dimensions: S tokens of a forward, L layers with experts, K experts per token.
 """
@@ -25,13 +25,13 @@ from torch.overrides import TorchFunctionMode
 from spmdrl.hub.folder import plain_errors, read_config
 
 FREE = -1
-"""Value in place of an expert's number if the router itself chooses."""
+"""Value in place of a prescribed expert's number where the router itself should choose."""
 FLAG = "--rollout.routing-replay"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The layers of a model with experts, and the number of experts of each token."""
+    """The layers of a model that have experts, and the number of experts (`top_k`) that process each token."""
 
     layers: tuple[int, ...]
     """Numbers of the decoder layers that have experts."""
@@ -39,12 +39,12 @@ class Experts:
 
     @property
     def width(self) -> int:
-        """Choices for one token, L * K: columns of `Episode.experts`."""
+        """Number of choices for one token, L * K, which is the number of columns of `Episode.experts`."""
         return len(self.layers) * self.top_k
 
 
 class _Choice(TorchFunctionMode):
-    """Records the choice in one router's forward, and replaces it by prescribed experts if there are any."""
+    """Records the experts that a router chooses in one forward, and replaces them by prescribed ones if given."""
 
     def __init__(self, router: Any, prescribed_SK: torch.Tensor | None):
         super().__init__()
@@ -53,7 +53,7 @@ class _Choice(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Run one operation of the router; record and replace the `topk` that chooses experts."""
         out = func(*args, **(kwargs or {}))
-        # Groups of experts are chosen by topk as well, but over 3-dimensional scores or another number of choices.
+        # Some routers also choose groups of experts by topk, but over 3-dimensional scores or with another count.
         if getattr(func, "__name__", "") != "topk" or out[1].dim() != 2 or out[1].shape[1] != self.top_k:
             return out
         scores_SE = args[0]
@@ -70,7 +70,7 @@ class Routers:
     """Records the choices of a HF model's routers, and replaces them by prescribed ones."""
 
     def __init__(self, hf: Any, recording: bool = False):
-        """Patch the routers, before the model is sharded. recording: keep the choices for `take`.
+        """Patch the routers of a model before it is sharded. recording: keep the choices of a forward for `take`.
 
         Raises:
             ValueError: the model has no router, or one of an unsupported kind.
@@ -94,7 +94,7 @@ class Routers:
             assert path, f"{name} is in no layer"
             layers.append(int(path[1]))
             router.forward = partial(self._route, place, router, router.forward)
-            # The layer's forward prescribes the experts, as activation checkpointing repeats it with its arguments.
+            # Experts are prescribed in the layer's forward, which activation checkpointing repeats with its arguments.
             layer = hf.get_submodule(name[: path.end() - 1])
             layer.forward = partial(_prescribe, router, place, layer.forward)
         self.experts = Experts(tuple(layers), found[0][1].top_k)
@@ -109,7 +109,7 @@ class Routers:
         return out
 
     def take(self) -> torch.Tensor:
-        """Return the choices of the last forward, int16 [S, L, K] on the host; needs `recording`."""
+        """Return the choices of the last forward, int16 [S, L, K] on the CPU. `recording` must be set."""
         taken = torch.stack([self.last[place] for place in range(len(self.experts.layers))], 1)
         self.last = {}
         return taken.to("cpu", torch.int16)
@@ -127,7 +127,7 @@ def _prescribe(router: Any, place: int, forward, *args, **kwargs):
 
 
 def experts_of(folder: Path, trust_remote_code: bool = False) -> Experts:
-    """Return the experts of the model in a HF folder, without reading weights. Raises ValueError as `Routers` does."""
+    """Return the experts of a HF folder's model without reading its weights. Raises ValueError as `Routers` does."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(folder, trust_remote_code)

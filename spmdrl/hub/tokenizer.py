@@ -17,10 +17,13 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a Hugging Face folder; the end token replaces a missing pad token. Raises ValueError."""
+    """Load the tokenizer of a Hugging Face folder and check it; a missing pad token becomes the end token.
+
+    Raises ValueError if the tokenizer is missing, cannot be read, or has no end token.
+    """
     from transformers import AutoTokenizer
 
-    # Without files transformers would create an empty tokenizer of the model's family.
+    # If the files were missing, transformers would create an empty tokenizer of the model's family.
     if not has_tokenizer(folder):
         raise ValueError(f"no tokenizer in {folder} (tokenizer.json or tokenizer.model): copy the model's into it")
     with plain_errors(folder):
@@ -37,11 +40,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _check_rows(folder: Path, tokenizer: Any) -> None:
-    """Check that the folder's model, if it holds one, has an embedding for every token that a text can contain.
+    """Check that the model in a folder, if there is one, has an embedding for every token that a text can contain.
 
-    A tokenizer may have special tokens beyond the embedding, for images or infilling in published models, if they are
-    neither in the chat template nor the begin or end token. Raises ValueError for a missing embedding, as the forward
-    would fail at its token.
+    Special tokens may lack an embedding, as those for images or infilling in some published models, unless the chat
+    template contains them or they are the begin or end token. Raises ValueError for any other token without an
+    embedding, because the forward would fail on it.
     """
     if not (folder / "config.json").exists():
         return
@@ -69,7 +72,7 @@ def _check_rows(folder: Path, tokenizer: Any) -> None:
 def control_words(tokenizer: Any) -> re.Pattern[str]:
     """Return a pattern that matches the first character of each word that a tokenizer reads as a control token.
 
-    These words are its special tokens, found anywhere in a text, and added tokens that look like marks between turns
+    These words are the tokenizer's special tokens, and added tokens that look like marks between turns
     (`<|user|>`). A space after the first character turns a word into plain text: `pattern.sub(BROKEN, text)`.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -79,13 +82,13 @@ def control_words(tokenizer: Any) -> re.Pattern[str]:
 
 
 BROKEN = r"\g<0> "
-"""Replacement of `control_words`: the matched character and a space."""
+"""Replacement for a match of `control_words`: the matched character and a space."""
 
 
 def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> tuple[list[str], int]:
-    """Return the tokens of the model at `other` whose numbers differ at `path`, and how many tokens `other` has.
+    """Return the tokens whose ids differ between the models at `path` and `other`, and the token count of `other`.
 
-    path, other: as `--model.path`. A folder without a tokenizer is assumed to fit.
+    path, other: values of `--model.path`. A model at `path` without a tokenizer is assumed to have the same tokens.
     """
     folder, base = resolve(path, trust_remote_code), resolve(other, trust_remote_code)
     if folder == base or not has_tokenizer(folder):
@@ -95,10 +98,10 @@ def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> 
 
 
 def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool = False, way: str = "") -> None:
-    """Raise ValueError unless the models at `path` and `other` (both as `--model.path`) have the same token numbers.
+    """Raise ValueError unless the models at `path` and `other` (values of `--model.path`) have the same token ids.
 
-    flag: the setting that named `path`, for the message. way: advice that ends the message. A folder without a
-    tokenizer is assumed to fit.
+    flag: name of the setting that gave `path`, for the message. way: advice to append to the message. A model at `path`
+    without a tokenizer is assumed to have the same tokens.
     """
     different, count = differing_tokens(path, other, trust_remote_code)
     if different:

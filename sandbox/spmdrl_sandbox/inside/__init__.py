@@ -1,9 +1,9 @@
-"""Code that runs inside a sandbox; it only needs the standard library.
+"""Code that runs inside a sandbox; it needs only the standard library.
 
 zygote.py     starts programs, one after another
-alone.py      becomes one program, in a sandbox only for this program
+alone.py      a process that becomes one program, in a sandbox for this program only
 processes.py  starts the processes of one program
-modules.py    imports modules ahead of programs
+modules.py    imports common modules before programs start
 isolate.py    sets namespaces, limits and privileges of a program
 filter.py     forbids system calls by a seccomp filter
 watch.py      kills a program at its limits

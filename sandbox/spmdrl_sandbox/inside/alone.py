@@ -1,9 +1,9 @@
-"""Becomes one program inside an existing sandbox; `supervisor.py` starts such a process for each program.
+"""A process in an existing sandbox that becomes one program; `supervisor.py` starts one for each program.
 
 `python -m spmdrl_sandbox.inside.alone USER` reads the length of a task (8 bytes, little-endian) and the task (see
 zygote.py) from stdin. It writes `STARTED` to stdout and becomes the program, which reads the remaining bytes as its
-stdin. On an error it exits without writing `STARTED` and prints the reason to stderr. It only needs the standard
-library.
+stdin. After an error it exits without writing `STARTED` and prints the reason to stderr. The module needs only the
+standard library.
 """
 
 import json
@@ -19,7 +19,7 @@ def read(count: int) -> bytes:
     """Read exactly `count` bytes of stdin, without buffering more.
 
     Raises:
-        EOFError: stdin ends before that.
+        EOFError: stdin ended before `count` bytes.
     """
     data = b""
     while len(data) < count:
@@ -36,7 +36,7 @@ def main() -> None:
     modules.like_site()
     while modules.load_one():
         pass
-    # A change of user clears the kernel's parent-death signal, which the sandbox had set.
+    # Set the parent-death signal again, because the kernel clears it at the change of user above.
     isolate.die_with_parent()
     try:
         task = json.loads(read(int.from_bytes(read(8), "little")))

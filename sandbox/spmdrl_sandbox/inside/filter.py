@@ -4,7 +4,7 @@ It denies system calls that programs do not need and whose kernel code has had v
 that allocate memory the watcher does not count, that create objects which outlive the program, or that use up a kernel
 quota which all sandboxes of a user share. Denied calls fail with EPERM. clone3, copies within the kernel, and unknown
 calls fail with ENOSYS, on which libraries fall back to other calls. The filter is installed after the namespaces are
-created. It only needs the standard library, as it runs inside the sandbox.
+created. The module needs only the standard library, as it runs inside the sandbox.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ FAMILIES = (1,)
 machine, and keeps closed connections for a minute. AF_VSOCK would reach the host of a VM."""
 
 NUMBERS: dict[str, tuple[int, int]] = {
-    # name: (x86_64, aarch64)
+    # Each entry is `name: (number on x86_64, number on aarch64)`.
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -129,8 +129,8 @@ COPIES: dict[str, tuple[int, int]] = {
     "tee": (276, 77),
     "vmsplice": (278, 75),
 }
-"""Calls that put pages of a file or process into a pipe or socket, up to 2 MiB for one byte. These pages are not
-counted after the file was truncated or the process released them."""
+"""Calls that put pages of a file or process into a pipe or socket; one byte can keep a page of 2 MiB there. The
+watcher does not count these pages after the file is truncated or the process releases them."""
 FIRST_UNKNOWN = 451
 """First number of the calls that this filter does not know. Some of them act like denied ones (fchmodat2, setxattrat,
 open_tree_attr). Numbers from 424 on are the same on all architectures."""
@@ -146,8 +146,8 @@ SEEN: dict[str, tuple[int, int]] = {
 }
 """Calls that are denied for certain arguments (`_arguments`)."""
 _FCNTL = {"F_SETLEASE": 1024, "F_NOTIFY": 1026, "F_SETPIPE_SZ": 1031}
-"""Denied commands of fcntl: they delay or watch accesses of others to a file, or enlarge a pipe, whose memory counts
-against a quota of the user."""
+"""Denied commands of fcntl. They delay or watch how other processes access a file, or enlarge a pipe, whose memory
+counts against a quota of the user."""
 _SOL_SOCKET, _BUFFERS = 1, (7, 8)
 """Denied socket options SO_SNDBUF and SO_RCVBUF, which could make buffers far larger than the default."""
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x1, 0x20, 0x40000
@@ -158,7 +158,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 
 
 def _line(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Encode one BPF instruction. A jump skips `then` instructions if its condition holds, else `otherwise` ones."""
+    """Encode one BPF instruction. A jump skips `then` instructions if its condition is true, else `otherwise`."""
     return struct.pack("<HBBI", code, then, otherwise, value)
 
 
@@ -182,7 +182,7 @@ def _none_of(values: Sequence[int]) -> list[bytes]:
 
 
 def _arguments(own: int) -> dict[str, list[bytes]]:
-    """Return, by name of a call, instructions that deny it for certain arguments and otherwise continue after them.
+    """Return, by a call's name, instructions that deny it for certain arguments; for others, execution continues.
 
     own: id of this process.
     """
@@ -209,7 +209,7 @@ def _arguments(own: int) -> dict[str, list[bytes]]:
 def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
     """Return the BPF program of the filter for a machine (`os.uname().machine`).
 
-    shared: True if programs run as the user of their caller. own: id of a process whose limits programs may set.
+    shared: True if programs run as the user of their caller. own: id of the process that installs the filter; its resource limits may be set, but not those of other processes.
 
     Raises:
         ValueError: the numbers of the machine's system calls are unknown.
@@ -235,7 +235,7 @@ def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
 
 
 def install(machine: str = "", shared: bool = False) -> None:
-    """Install the filter irrevocably for this process and its future children. shared: as in `program`.
+    """Install the filter for this process and its future children; it cannot be removed. shared: as in `program`.
 
     Raises:
         OSError: the kernel has no seccomp.

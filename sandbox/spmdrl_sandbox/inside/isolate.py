@@ -1,4 +1,4 @@
-"""Sets namespaces, limits and privileges of one program inside the sandbox. It only needs the standard library.
+"""Sets namespaces, limits and privileges of one program inside the sandbox. It needs only the standard library.
 
 A program runs in a separate user, mount, process and IPC namespace within the sandbox. It has an empty /tmp with a
 quota, resource limits, no capabilities, and a filter of system calls (filter.py).
@@ -23,7 +23,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 SPARE_ADDRESSES = 1 << 30
 """Bytes of address space in addition to a program's memory limit: libraries and threads reserve more than they use."""
 OWN_PROCESSES = 2
-"""Number of the sandbox's processes in the namespace of a program, which its process limit includes."""
+"""Number of processes that the sandbox runs in a program's namespace; the kernel counts them in its process limit."""
 SIGNALS = 64
 """Maximum number of pending signals, which the kernel counts per user."""
 
@@ -48,7 +48,7 @@ def become(user: int) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-        # After a change of user, the process may not write to /proc/self, where it has to write its user map.
+        # Set this flag because, after a change of user, the process could not write its user map to /proc/self.
         LIBC.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
@@ -74,7 +74,7 @@ def fork_apart() -> int:
 
 
 def own_places(tmp_bytes: int, user: int, group: int) -> None:
-    """Set the user map of new namespaces and mount an empty /tmp. Call it in their first process.
+    """Set the user map of new namespaces and mount an empty /tmp. Call this in the namespaces' first process.
 
     tmp_bytes: quota of /tmp, which is also mounted as /dev/shm. user, group: ids of the parent process.
     """
@@ -91,8 +91,8 @@ def own_places(tmp_bytes: int, user: int, group: int) -> None:
 def own_proc(allowed: bool) -> bool:
     """Mount a /proc that shows only this process namespace; return whether the kernel permits it.
 
-    If it does not, /proc becomes empty. allowed: False if the kernel is known to refuse the mount, which is then not
-    tried, as the kernel logs each refusal.
+    If the kernel refuses the mount, /proc becomes empty. allowed: False if the kernel has refused it before; the mount
+    is then not tried again, because the kernel logs each refusal.
     """
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     if allowed and not LIBC.mount(b"proc", b"/proc", b"proc", flags, None):
@@ -102,7 +102,7 @@ def own_proc(allowed: bool) -> bool:
 
 
 def hide() -> None:
-    """Keep other processes of the same user from reading or writing this one's memory."""
+    """Prevent other processes of the same user from reading or writing the memory of this process."""
     LIBC.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -110,7 +110,7 @@ def limit(limits: dict, shared: bool = False) -> None:
     """Set resource limits of this process and its children.
 
     limits: fields of `Limits`. shared: True if other programs run as the same user; then the number of processes is not
-    limited, because the kernel would count theirs too.
+    limited, because the kernel would also count the processes of those programs.
     """
     memory = limits["memory_mib"] << 20
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1] if shared else limits["processes"] + OWN_PROCESSES
@@ -120,7 +120,7 @@ def limit(limits: dict, shared: bool = False) -> None:
         (resource.RLIMIT_NPROC, most),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_FSIZE, limits["tmp_mib"] << 20),
-        # With 0 the kernel would still start the machine's core dump handler; with 1 it does not (fs/coredump.c).
+        # At 0 the kernel would still start the machine's core dump handler; at 1 it does not (fs/coredump.c).
         (resource.RLIMIT_CORE, 1),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
@@ -132,7 +132,7 @@ def limit(limits: dict, shared: bool = False) -> None:
 
 
 def drop_rights(shared: bool = False) -> None:
-    """Drop all capabilities irrevocably and install the filter of system calls. shared: as in `filter.program`."""
+    """Drop all capabilities for good and install the filter of system calls. shared: as in `filter.program`."""
     for capability in range(64):
         if LIBC.prctl(_CAPBSET_DROP, capability, 0, 0, 0):
             break

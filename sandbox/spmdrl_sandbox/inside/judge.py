@@ -1,14 +1,14 @@
-"""Runs tests on functions of another program, which it calls by lines of JSON through its caller.
+"""Runs tests on functions of another program. The calls are lines of JSON, which the caller forwards.
 
 It reads from stdin:
      {"tests": [source, ...], "prelude": source, "entry": name, "names": [name, ...]}     first line
      {"value": v} or {"error": [type, text]}                                              the answer to a call
 It writes to stdout:
      {"call": name, "args": [...], "kwargs": {...}}                                       a call
-     {"done": [null or text, ...]}                                                        at the end: why tests failed
+     {"done": [null or text, ...]}                                                        at the end; text: why a test failed
 
 The tests and the tested program run in different processes. The program sees the arguments of calls but not the tests.
-Values are encoded by values.py. It only needs the standard library.
+Values are encoded by values.py. The module needs only the standard library.
 """
 
 import ast
@@ -47,7 +47,7 @@ class Candidate:
             return decode(answer["value"])
         kind, text = answer["error"]
         known = getattr(builtins, kind, RuntimeError)
-        # StopIteration could end a loop of the test itself.
+        # A StopIteration of the program would silently end a loop of the test, so it becomes a RuntimeError.
         silent = (StopIteration, StopAsyncIteration)
         if not (isinstance(known, type) and issubclass(known, Exception)) or issubclass(known, silent):
             known = RuntimeError
@@ -74,7 +74,7 @@ def free_names(source: str) -> set[str]:
 
 
 def failure(source: str, prelude: str, entry: str, names: set[str]) -> str | None:
-    """Run one test and return the reason why it failed, or None. names: functions of the program that it may call."""
+    """Run one test and return the reason why it failed, or None. names: the program's functions."""
     space: dict[str, Any] = {"__name__": "tests"}
     try:
         used = (free_names(prelude + "\n" + source) & names) | {entry}
@@ -92,7 +92,7 @@ def failure(source: str, prelude: str, entry: str, names: set[str]) -> str | Non
 
 
 def lacks_import(error: BaseException) -> bool:
-    """Return whether an error means that a test imports a missing module, or uses a module without importing it."""
+    """Return whether an error shows that a test imports a missing module, or uses a module without importing it."""
     return isinstance(error, ImportError) or (
         isinstance(error, NameError) and getattr(error, "name", None) in sys.stdlib_module_names
     )

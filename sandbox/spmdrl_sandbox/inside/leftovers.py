@@ -1,13 +1,13 @@
-"""Removes the files that a program has left in its folder. It only needs the standard library."""
+"""Removes the files that a program has left in its folder. It needs only the standard library."""
 
 import os
 
 
 def remove(folder: str) -> None:
-    """Remove a folder and its content. No process may be writing to it.
+    """Remove a folder and its content. No other process may write to the folder during the call.
 
-    It handles folders without permissions for their owner, and folders nested so deeply that the kernel rejects their
-    path.
+    The function also removes folders that deny access to their owner, and folders nested so deeply that the kernel
+    rejects their path.
 
     Raises:
         OSError: a file or folder in it belongs to another user.
@@ -19,7 +19,7 @@ def remove(folder: str) -> None:
 
 def empty(folder: str) -> None:
     """Remove the content of a folder in the same way as `remove`."""
-    # A random prefix, so that moved folders cannot have the name of an existing one.
+    # Moved folders get a random prefix, so that their names differ from those of existing folders.
     moved, count = os.urandom(16).hex(), 0
     while inside := _entries(folder):
         for entry in inside:
@@ -29,8 +29,8 @@ def empty(folder: str) -> None:
             os.chmod(entry.path, 0o700)
             for each in _entries(entry.path):
                 if each.is_dir(follow_symlinks=False):
-                    # Move subfolders up by one level, so that paths stay short. Moving a folder needs permission to
-                    # write to it.
+                    # Move subfolders up by one level, so that paths stay short. A folder can be moved only by a user
+                    # who may write to it.
                     os.chmod(each.path, 0o700)
                     os.rename(each.path, os.path.join(folder, f"{moved}-{count}"))
                     count += 1

@@ -1,4 +1,4 @@
-"""Imports common modules ahead of programs, and replaces a part of `site`. It only needs the standard library.
+"""Imports common modules before programs start, and replaces a part of `site`. It needs only the standard library.
 
 A sandbox starts Python without `site` (-S), which would read the `.pth` files of all packages and run code in them.
 """
@@ -15,14 +15,14 @@ _left = COMMON[::-1]
 
 
 def load_one() -> bool:
-    """Import the next module of `COMMON`; return False if it was the last."""
+    """Import the next module of `COMMON`; return False if none is left after that."""
     if _left:
         __import__(_left.pop())
     return bool(_left)
 
 
 def like_site() -> None:
-    """Add the package folders to the end of `sys.path`, and builtins such as `exit`, as `site` would do."""
+    """Append the package folders to `sys.path` and define builtins such as `exit`, as `site` would do."""
     if not sys.flags.no_site:
         return
     import site

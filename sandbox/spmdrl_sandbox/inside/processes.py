@@ -1,11 +1,11 @@
 """Starts the processes of one program: the first process of its namespaces, and the program itself as its child.
 
 They write reports as lines of JSON to a pipe:
-    {"group": pid}               process group for the watcher to kill, if there are no namespaces
+    {"group": pid}               id of the process group that the watcher may kill, sent if there are no namespaces
     {"proc": false}              the kernel refused to mount a /proc for the namespace
     {"code": n, "signal": n}     the program ended
     {"failure": text}            the sandbox failed
-The module only needs the standard library, as it runs inside the sandbox.
+The module needs only the standard library, as it runs inside the sandbox.
 """
 
 import atexit
@@ -19,7 +19,7 @@ import types
 from spmdrl_sandbox.inside import isolate
 
 _SHOW = sys.excepthook
-"""The interpreter's function that prints a traceback, saved because a program may replace it in its module."""
+"""The interpreter's function that prints tracebacks, saved here because a program may replace `sys.excepthook`."""
 Pipes = tuple[int, int, int]
 """File descriptors of a program's standard input, output and error."""
 
@@ -28,7 +28,7 @@ def start(task: dict, apart: bool, proc: bool, tell: int, pipes: Pipes, others: 
     """Start the processes of a program and return the id of the first one, which waits for the others.
 
     task: as in `zygote.py`. apart: True to create new namespaces. proc: the argument `allowed` of `own_proc`. tell:
-    pipe for reports. pipes: ends of the pipes for the program. others: the caller's ends of all pipes, to close here.
+    pipe for reports. pipes: the program's ends of its pipes. others: the caller's ends of all pipes, which are closed.
     """
     user, group = os.getuid(), os.getgid()
     child = isolate.fork_apart() if apart else os.fork()
@@ -49,13 +49,13 @@ def start(task: dict, apart: bool, proc: bool, tell: int, pipes: Pipes, others: 
 
 
 def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
-    """Run process 1 of the namespace, which forks the program, waits for it and reports its end.
+    """Act as process 1 of the namespace: fork the program, wait for it and report its end.
 
     The kernel kills all other processes of the namespace when process 1 ends.
     """
     if apart:
         isolate.hide()
-    # The kernel shields process 1 from signals of its namespace without a handler, so remove Python's one for SIGINT.
+    # Programs can send process 1 only signals for which it has a handler, so remove Python's handler for SIGINT.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     program = os.fork()
     if program == 0:

@@ -1,14 +1,14 @@
 """A program that keeps its state and answers calls by lines of JSON.
 
 It reads from stdin:
-    {"run": source}                                   executes statements; the value of a last expression is printed
+    {"run": source}                                   executes statements; prints the value of a final expression
     {"load": source}                                  executes a module; the value is the list of its functions' names
     {"call": name, "args": [...], "kwargs": {...}}    calls a function, or the method `name` of a class `Solution`
 It writes to stdout for each line:
     {"value": v} or {"error": [type, text]}, with "printed": text if the code printed something
 
 Values are encoded by values.py. The untrusted code can also write to the pipe of answers, so answers are only as
-trustworthy as this code. The program only needs the standard library.
+trustworthy as this code. The program needs only the standard library.
 """
 
 import ast
@@ -25,7 +25,7 @@ from spmdrl_sandbox.inside.values import decode, encode
 
 
 def found(space: dict[str, Any], name: str) -> Any:
-    """Return the function of a name, or the method of this name of a class `Solution`."""
+    """Return the function `name` of `space`, or the method `name` of a class `Solution` in it."""
     if name in space:
         return space[name]
     if "Solution" in space and hasattr(space["Solution"], name):
@@ -40,7 +40,7 @@ def names(space: dict[str, Any]) -> list[str]:
 
 
 def run(space: dict[str, Any], source: str) -> None:
-    """Execute statements like a notebook cell, and print the value of a last expression."""
+    """Execute statements like a notebook cell; if the last one is an expression, print its value."""
     tree = ast.parse(source)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
@@ -53,7 +53,7 @@ def run(space: dict[str, Any], source: str) -> None:
 
 
 def load(space: dict[str, Any], source: str) -> None:
-    """Execute source as the module `program`, which is not `__main__`, and copy its names to `space`."""
+    """Execute source as a module named `program`, not `__main__`, and copy the module's names to `space`."""
     module = sys.modules["program"] = types.ModuleType("program")
     vars(module).update({name: x for name, x in space.items() if not name.startswith("__")})
     exec(compile(source, "program.py", "exec"), vars(module))
@@ -61,7 +61,7 @@ def load(space: dict[str, Any], source: str) -> None:
 
 
 def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a message."""
+    """Carry out a message and return its answer, which holds the exception if one was raised."""
     try:
         if "run" in message:
             run(space, message["run"])
@@ -80,7 +80,7 @@ def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Answer the messages on stdin until it ends."""
     answers, messages = os.dup(1), os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -94,7 +94,7 @@ def main() -> None:
         try:
             data = (json.dumps(out) + "\n").encode()
         except (ValueError, RecursionError) as error:
-            # An integer has more digits than Python converts, or lists are nested too deeply.
+            # The answer has an integer with more digits than Python converts, or too deeply nested lists.
             data = (json.dumps({"error": [type(error).__name__, str(error)]}) + "\n").encode()
         while data:
             data = data[os.write(answers, data) :]

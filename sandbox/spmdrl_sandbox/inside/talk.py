@@ -1,4 +1,4 @@
-"""Exchange of JSON lines between the zygote and its caller. It only needs the standard library."""
+"""Exchange of JSON lines between the zygote and its caller. It needs only the standard library."""
 
 import json
 import os
@@ -27,7 +27,7 @@ class Talk:
         return json.loads(line)
 
     def send(self, message: dict, wait: bool = True) -> None:
-        """Send a message. wait: block until it is sent; otherwise unsent bytes stay in `unsent`."""
+        """Send a message. wait: block until it is sent; if False, bytes not sent at once stay in `unsent`."""
         self.unsent += (json.dumps(message) + "\n").encode()
         self.flush(wait)
 

@@ -1,8 +1,8 @@
 """Encodes values exchanged between a program and its caller as JSON, not as pickles.
 
-None, bools, ints, strings and lists are unchanged. Values of other types become an object with one key, a letter for
-the type. NumPy scalars and arrays become numbers and lists, and iterators become lists. This module only needs the
-standard library.
+None, bools, ints and strings are unchanged, and so are lists of them. Values of other types become an object with one
+key, a letter for the type. NumPy scalars and arrays become numbers and lists, and iterators become lists. This module
+needs only the standard library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 from itertools import islice
 
 TYPE_CHECKING = False
-"""Replaces the constant of `typing`, whose import would take longer than the rest of this module."""
+"""Replaces `typing.TYPE_CHECKING`, because the import of `typing` would be slower than all of this module."""
 if TYPE_CHECKING:
     from typing import Any
 
@@ -20,11 +20,11 @@ MOST = 1_000_000
 
 
 class NotPlainError(TypeError):
-    """A value is not plain data."""
+    """A value has a type that cannot be encoded, so it is not plain data."""
 
 
 def encode(value: Any) -> Any:
-    """Return a value encoded in types of JSON.
+    """Return a value encoded by the types that JSON has.
 
     Raises:
         NotPlainError: the value or a value inside it is not plain data. The message names the type.

@@ -1,6 +1,6 @@
 """The watcher of a program, which forwards its input and output, and kills it at its memory, time or output limit.
 
-It only needs the standard library, as it runs inside the sandbox.
+The module needs only the standard library, as it runs inside the sandbox.
 """
 
 import base64
@@ -19,8 +19,8 @@ UNSENT = 1 << 16
 """Maximum bytes of a session's output that are buffered for the caller; a program that prints more is blocked."""
 PROC = "/proc"
 COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")
-"""Lines of /proc/PID/status that count (https://docs.kernel.org/filesystems/proc.html): private memory, shared memory
-and tmpfs files, swap, huge pages and page tables. Shared memory counts for each process that maps it.
+"""Lines of /proc/PID/status whose values are added up (https://docs.kernel.org/filesystems/proc.html): private memory,
+shared memory and tmpfs files, swap, huge pages, page tables. Shared memory counts for each process that maps it.
 """
 
 
@@ -33,7 +33,7 @@ class Watch:
         """Start to watch.
 
         child: id of the program's first process. reports: pipe with the reports of `processes.py`. inputs, outputs,
-        errors: this side's ends of the program's pipes. task: the task of the program. apart: as in `processes.start`.
+        errors: the watcher's ends of the program's pipes. task: the program's task. apart: as in `processes.start`.
         talk: connection to the caller.
         """
         self.apart, self.child, self.reports, self.inputs, self.talk = apart, child, reports, inputs, talk
@@ -101,8 +101,8 @@ class Watch:
         self.kill()
 
     def passed(self) -> str:
-        """Return the limit that the program's processes together exceed, or an empty text."""
-        # Without a process namespace, other processes in /proc do not belong to this program.
+        """Return the name of the limit that the program's processes together exceed, or an empty text."""
+        # Without a process namespace, /proc also shows processes of others, so memory is not checked.
         return "memory" if self.apart and memory_of_others(self.own) > self.limits["memory_mib"] << 20 else ""
 
     def reap(self) -> None:
@@ -111,7 +111,7 @@ class Watch:
 
     def kill(self) -> None:
         """Kill all processes of the program."""
-        # If the child is the first process of a namespace, the kernel kills all other processes in it too.
+        # If the child is the first process of a namespace, the kernel then kills all other processes in it.
         for kill, pid in (
             (os.kill, self.child),
             (os.killpg, self.result.get("group")),
@@ -179,7 +179,7 @@ def memory_of(pid: str) -> int:
 def memory_of_others(own: int) -> int:
     """Return the bytes of memory of a program's processes: all in /proc but process 1, the zygote and the watcher.
 
-    own: bytes of this process, which are subtracted for each process, since forked processes share them.
+    own: bytes of this process. They are subtracted for each process, because forked processes share them.
     """
     sandbox = {"1", str(os.getppid()), str(os.getpid())}
     return sum(max(0, memory_of(pid) - own) for pid in os.listdir(PROC) if pid.isdigit() and pid not in sandbox)

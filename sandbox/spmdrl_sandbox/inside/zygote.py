@@ -14,7 +14,7 @@ The answer on stdout is
 `why` is "" for a program that ended by itself. Otherwise it is the limit that ended it (`timeout`, `memory`, `output`),
 `closed`, or `failure` if the sandbox could not run the program. While a session runs, lines {"input": base64} are
 forwarded to the program's stdin, {"close": true} ends it, and its output is sent immediately as {"output": base64}.
-The module only needs the standard library.
+The module needs only the standard library.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from spmdrl_sandbox.inside.talk import Talk
 from spmdrl_sandbox.inside.watch import Watch
 
 END = 3
-"""Exit code of a watcher process that finds the end of stdin."""
+"""Exit code of a watcher process that finds stdin closed, after which the zygote ends too."""
 NO_PROC = 4
 """Exit code of a watcher process if the kernel refused to mount a /proc for its program."""
 
@@ -78,7 +78,7 @@ def failed() -> dict:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Run the programs of the tasks on stdin until it ends."""
     apart, home, proc = sys.argv[1] == "apart", os.getcwd(), True
     isolate.become(int(sys.argv[2]))
     talk = Talk()
@@ -89,7 +89,7 @@ def main() -> None:
         pass
     while True:
         select.select([talk.stdin], [], [])
-        # Fork a watcher process for each program, so that the memory of a program has no data of earlier ones.
+        # Fork a watcher process for each program, so that a program's memory has no data of earlier programs.
         gc.freeze()
         folder = home if apart else made_in(home)
         watcher = os.fork()
