@@ -3,7 +3,7 @@
 base.py             types of a reward's input and result; the base class of graders
 load.py             loads the grader of --reward.function; checks rewards against rows, samples and costs
 combined_reward.py  combines several rewards into one by weights and gates
-forms.py            converts built-in functions and users' functions in verl's or TRL's form to one form
+forms.py            converts built-in functions, and users' functions in verl's or TRL's form, to one form
 route.py            the reward `auto`: chooses the reward of a row by its data_source
 pool.py             grades in processes that can be killed; worker.py is their program
 judge.py            rewards from a language model as a judge; judge_verdict.py writes the questions and parses the

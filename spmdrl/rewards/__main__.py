@@ -33,7 +33,7 @@ LONGEST = 1 << 30
 ENOUGH = 0.95
 """Minimum share of a source's rows in which the right answer should score best."""
 BY_CHANCE = 0.2
-"""Maximum share of rows for which another row's answer may also score as right, since short truths often coincide."""
+"""Maximum share of rows in which another row's answer may score as right, because short truths often coincide."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def _own_flags() -> argparse.ArgumentParser:
 
 
 def _problems(found: Trial) -> list[str]:
-    """Return a reward's problems as lines of text, found from the rewards of each kind of answer."""
+    """Return the problems that the rewards of all kinds of answers show, one line of text for each problem."""
     out = [*_not_best(found), *_undeserving(found)]
     rewards = [r for _, row in found.rows for r in row.rewards.values()]
     if left_out := [(i, r.ungraded) for _, row in found.rows for i, r in row.rewards.items() if r.ungraded]:
@@ -140,7 +140,7 @@ def _undeserving(found: Trial) -> list[str]:
         least |= {i: min(score, least.get(i, score)) for i, score in row.by_prompt.items()}
 
     def as_much(i: int, score: float) -> bool:
-        # A right answer with the lowest score of its row is a problem that `_not_best` reports.
+        # If the right answer has the lowest score of its row, `_not_best` reports it, so it does not count here.
         return score >= best.get(i, 1.0) and (is_right(score) or score > least[i])
 
     for row in found.garbage:
@@ -152,7 +152,7 @@ def _undeserving(found: Trial) -> list[str]:
 
 
 def _notes(found: Trial) -> list[str]:
-    """Return lines of text with useful facts that are not problems."""
+    """Return facts about a reward that are useful but not problems, one line of text for each."""
     best, out = found.best(), []
     if best and len(best) < len(found.sources):
         out.append(

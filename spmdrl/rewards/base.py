@@ -9,7 +9,7 @@ from spmdrl.config.user_code import printable
 from spmdrl.data.scores import as_score, describe
 
 NAMED = 10
-"""Number of ungraded responses that each rank names in its log."""
+"""Most ungraded responses that each rank names in its log; further ones are only counted."""
 log = logging.getLogger("spmdrl")
 
 
@@ -53,10 +53,10 @@ class Reward:
     score: float
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
-    """True if the grading took too long and was stopped. The score is 0, and so is every part that other samples
-    have."""
+    """True if the grading took too long and was stopped. The score is 0, and the parts that other
+    samples have count as 0."""
     applies: bool = True
-    """False if the function does not apply to this row (it returned None in TRL's form); the score is 0."""
+    """False if the function does not apply to this row (a function in TRL's form returned None); the score is 0."""
     ungraded: str = ""
     """The reason why the response could not be graded, such as a failed sandbox. The score is NaN, and the sample is
     left out. Empty if the response was graded."""
@@ -76,16 +76,16 @@ class UngradedError(Exception):
 
 
 def left_out(name: str, key: object, why: str, count: int) -> Reward:
-    """Return the reward of a response that cannot be graded, and warn of the first such responses in the log.
+    """Return the reward of a response that cannot be graded, and log a warning if it is among the first NAMED ones.
 
-    name: name of the reward. key: key of the response. count: ungraded responses of this rank, including this one.
+    name: name of the reward. key: key of the response. count: ungraded responses of this rank so far, with this one.
     """
     warn_left_out(f"reward function {name} could not grade {describe(key)}, which is left out", why, count)
     return Reward(math.nan, ungraded=why)
 
 
 def warn_left_out(what: str, why: str, count: int) -> None:
-    """Log a warning for each of the first NAMED samples that are left out. count: their number, including this one."""
+    """Log a warning for each of the first NAMED samples that are left out. count: number so far, including this one."""
     if count <= NAMED:
         rest = " (further ones are counted but not named)" if count == NAMED else ""
         log.warning("%s: %s%s", what, printable(why), rest)
@@ -132,7 +132,7 @@ class Grader:
         """End all processes and requests. May be called twice."""
 
     def _turn(self, wait: float) -> None:
-        """Receive results; wait up to `wait` seconds for the first."""
+        """Receive results; wait up to `wait` seconds for the first result."""
 
     def _results(self) -> list[tuple[object, Reward]]:
         done, self._done = self._done, []
@@ -149,11 +149,11 @@ class Grader:
 
 
 def as_reward(value: object, finite: bool = True) -> Reward:
-    """Check and convert the result of a reward function: a number, `{"score": number, ...}` or a Reward.
+    """Check the result of a reward function (a number, `{"score": number, ...}` or a Reward) and return a Reward.
 
     Other numeric entries of a dict become parts; entries that are not finite numbers (verl's `pred` texts) are left
-    out. Raises TypeError for another type, ValueError for a part named `score`, and for a score that is not finite
-    unless `finite` is False.
+    out. Raises TypeError for a value of another type. Raises ValueError for a part named `score`, and for a score that
+    is not finite unless `finite` is False.
     """
     applies = True
     if isinstance(value, Reward):

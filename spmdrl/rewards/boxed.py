@@ -39,11 +39,11 @@ _UNWRAPPED = tuple(re.compile(rf"\\{name}\{{([^}}]*)\}}") for name in ("text", "
 
 
 class _MalformedError(ValueError):
-    """LaTeX without a normal form."""
+    """LaTeX that has no normal form, such as a root of nothing."""
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`; None if that box is not closed.
+    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`; None if it is missing or not closed.
 
     An escaped brace is a character of the answer and does not count as an opening or closing brace.
     """
@@ -59,7 +59,7 @@ def last_box(text: str) -> str | None:
 
 
 def _roots(text: str) -> str:
-    r"""Add the braces that `\sqrt3` lacks."""
+    r"""Add missing braces, so that `\sqrt3` becomes `\sqrt{3}`."""
     first, *rest = text.split(r"\sqrt")
     if "" in rest:
         raise _MalformedError(r"\sqrt of nothing")
@@ -67,7 +67,7 @@ def _roots(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    r"""Add the braces that `\frac12` and `\frac1{72}` lack; return a text with an incomplete fraction unchanged."""
+    r"""Add the missing braces of `\frac12` and `\frac1{72}`; return a text with an incomplete fraction unchanged."""
     out, *rest = text.split(r"\frac")
     made = [out]
     for part in rest:
@@ -95,7 +95,7 @@ def _math_form(text: str) -> str:
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     text = re.sub(r"^(\s*-?)\.", r"\g<1>0.", text)
     name, *sides = text.split("=")
-    if len(sides) == 1 and len(name) <= 2:  # `x = 5`
+    if len(sides) == 1 and len(name) <= 2:  # drops the name in `x = 5`
         text = sides[0]
     text = _fractions(_roots(text).replace(" ", ""))
     if text == "0.5":
@@ -131,7 +131,7 @@ def _line(text: str) -> str:
         # Keep the dollar signs until `_dapo_form` has added braces, because a sign may end up within braces.
         text = f"${dollars[1]}$"
     for command in _UNWRAPPED:
-        end = text.rfind("}") + 1  # the text after the last brace matches nothing; searching it would be quadratic
+        end = text.rfind("}") + 1  # text after the last brace cannot match, and searching it would take quadratic time
         text = command.sub(r"\1", text[:end]) + text[end:]
     before, box, inside = text.partition(r"\boxed{")
     if box and "}" in inside:
@@ -141,7 +141,7 @@ def _line(text: str) -> str:
 
 
 def _dapo_form(text: str) -> str:
-    """Return the text behind the last `=`, without units, articles and spaces."""
+    """Return the normal form of an answer: the text after the last `=`, without units, articles and spaces."""
     text = text.translate(SIGNS).rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)

@@ -1,8 +1,8 @@
 r"""The reward of multiple-choice questions, whose answer is one letter.
 
 The letter may be written as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or be the complete response. The
-first three forms are marked answers: they take precedence over a letter in parentheses. Of several the last one counts.
-An answer that also lists other letters counts as no letter, so that naming all of them does not pay.
+first three forms are marked answers: they take precedence over a letter in parentheses. If there are several, the last
+counts. An answer that also lists other letters counts as no letter, so that naming all of them does not pay.
 """
 
 import re
@@ -12,7 +12,7 @@ from spmdrl.rewards.boxed import last_box
 from spmdrl.rewards.text import ADVICE, truth_text
 
 TAIL = 2000
-"""Number of characters at the end of a response in which an answer is searched."""
+"""An answer is searched only in this many characters at the end of a response."""
 _WRAPPING = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|it)?|mbox|left|right)(?![A-Za-z])|\\[()\[\] ,;!]|[$*_`{}]")
 _MARK = re.compile(
     r"(?i)\b(?:answer|option|choice)[*_`]{0,4}\s{0,3}(?:(?:is|(?:would|should|must|will)\s{1,3}be)"
@@ -62,7 +62,7 @@ def _others(text: str, letter: str) -> bool:
     """Return whether the text after a letter names another choice."""
     text = _REFUSED.sub("", _ASIDE.sub("", text))
     if re.match(r" (?:because|since|as|for|given|due)\b", text):
-        named = []  # `because A and C are wrong`
+        named = []  # the reason `because A and C are wrong` names no choice
     elif re.match(r"\)?[.:)]?\s*(?:[-\u2013\u2014]\s+)?[A-Za-z][a-z]+\b(?<!\bor)(?<!\band)", text) and text[:1] != " ":
         # The text of the choice follows, as in `B: Vitamins A, C and D`: only a letter written as a label is a choice.
         named = _LABELLED.findall(text)
@@ -85,13 +85,13 @@ def _letter(text: str) -> str | None:
     letter, after = first[1].upper(), head[first.end() :]
     bare = not re.search(r"\w", after)
     parenthesised = head[: first.end()].rstrip().endswith("(" + first[1]) and after.startswith(")")
-    if first[1].islower() and not (bare or parenthesised):  # `a cat`
+    if first[1].islower() and not (bare or parenthesised):  # `a` is an article in `a cat`
         return None
-    if not parenthesised and re.match(rf" (?!(?:or|and|{_GOES_ON})\b)[a-z]", after):  # `A cat`
+    if not parenthesised and re.match(rf" (?!(?:or|and|{_GOES_ON})\b)[a-z]", after):  # `A` is an article in `A cat`
         return None
     if _others(after, letter):
         return None
-    # `A. B. C.` lists choices; `B. A cat is no dog.` explains one choice.
+    # `A. B. C.` lists several choices, but `B. A cat is no dog.` explains one choice.
     nearest = re.match(r"\W*([A-Z])(?![A-Za-z0-9'])(?! [a-z])", rest[0]) if rest else None
     return None if bare and nearest and nearest[1] != letter else letter
 
@@ -99,13 +99,13 @@ def _letter(text: str) -> str | None:
 def chosen(solution: str) -> tuple[str | None, bool]:
     """Return the letter that a response chooses, or None, and whether the response has a marked answer."""
     tail = solution[-TAIL:]
-    # `The answer is clear` is not a mark of an answer; `Answer: none` is one, without a letter.
+    # `The answer is clear` does not mark an answer. `Answer: none` does, although it has no letter.
     marks = [m.end() for m in _MARK.finditer(tail) if ":" in m.group() or _begins(tail[m.end() :][:40])]
     box = last_box(tail)
     if box is not None and (not marks or marks[-1] <= tail.rfind(r"\boxed")):
         return _letter(box), True
     if marks:
-        # The line after the marked one is included because a list of letters may continue there.
+        # Read the line after the marked one too, because a list of letters may continue on it.
         return _letter("\n".join(tail[marks[-1] :].split("\n", 2)[:2])), True
     if re.fullmatch(r"\W{0,9}[A-Za-z]\W{0,9}", solution[:32].strip()) and len(solution) <= 32:
         return _letter(solution), False

@@ -21,9 +21,9 @@ from spmdrl_sandbox.tests import run_tests
 from spmdrl_sandbox.warm import Warm
 
 RETRIES = 2
-"""Further attempts of a grading, each in a fresh sandbox, after a sandbox failed."""
+"""Maximum number of further attempts, each in a fresh sandbox, after the sandbox of a grading failed."""
 RESTARTS = 30.0
-"""Seconds that a grading may take in addition to the run time of its programs."""
+"""Maximum seconds that an attempt may take in addition to its programs, to start sandboxes."""
 LEAST_OUTPUT_KIB = 256
 RESULTS = ("passed", "wrong", "error", "timeout", "memory", "output")
 """Results of a test. The reward has a part for each: the share of the tests with that result."""
@@ -37,7 +37,7 @@ from itertools import *
 from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
 from typing import *
 """
-"""Imports that a graded function may omit, as on the programming sites from which such tasks come."""
+"""Imports that a graded function may omit, because programming sites, from which the tasks come, add them too."""
 
 
 class CodeGrader:
@@ -77,7 +77,7 @@ class CodeGrader:
         return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)
 
     def __call__(self, item: RewardInput) -> Reward:
-        """Grade a response. Raises UngradedError for a row without readable tests and for a sandbox that fails."""
+        """Grade a response. Raises UngradedError if the row has no readable tests, and if the sandbox keeps failing."""
         tests = read_tests(item.ground_truth, {"prompt": item.prompt} | item.extra)
         source, fenced = program_of(item.solution)
         name = tests.suite.entry if tests.suite else ""
@@ -105,7 +105,7 @@ class CodeGrader:
         self.output_kib = LEAST_OUTPUT_KIB
         if tests.suite:
             return self._by_suite(source, tests)
-        # The limit leaves room for a wrong output of up to four times the size of the expected one.
+        # The output limit leaves room for a wrong output of up to four times the size of the expected output.
         wanted = sum(len(repr(case.wanted)) for case in tests.cases)
         self.output_kib = LEAST_OUTPUT_KIB + wanted * 4 // 1024
         until = time.monotonic() + self.settings.total_seconds
@@ -132,7 +132,7 @@ class CodeGrader:
     def _by_calls(self, source: str, tests: Tests, until: float) -> Iterator[str]:
         """Call a function with each test's arguments and compare the returned values; yield a result for each test.
 
-        One process serves all calls; if it dies, a fresh process serves the remaining ones.
+        One process serves all calls; if it dies, a fresh process serves the remaining calls.
         """
         session: Session | None = None
         try:

@@ -1,10 +1,10 @@
-"""Readers of the tests of programming tasks in the forms of common data sets, and comparison with a program's output.
+"""Reads tests of programming tasks in the forms of common data sets, and compares a program's output with them.
 
     {"inputs": [...], "outputs": [...], "fn_name": name}     APPS, TACO, PRIME and verl (`fn_name`: tests are calls)
     [{"input": ..., "output": ..., "testtype": "stdin" or "functional"}, ...]     LiveCodeBench
     {"test": "def check(candidate): ...", "entry_point": name, "prompt": text}     HumanEval
     {"test_list": ["assert ...", ...], "test_setup_code": text}     MBPP
-    {"assert_case": ["assert ...", ...]}     SandboxFusion, as verl takes it
+    {"assert_case": ["assert ...", ...]}     SandboxFusion, as verl passes it
 
 A row's truth has one of these forms, or is the JSON text of one, or is the Python code of `test` itself. Keys that are
 missing in the truth are taken from the row's other columns. Sources:
@@ -45,7 +45,7 @@ class Case:
     """One test."""
 
     given: Any
-    """Text of standard input, or the list of a call's arguments."""
+    """Text for standard input, or the list of a call's arguments."""
     wanted: Any
     """Expected text of standard output, or expected return value of the call."""
 
@@ -68,7 +68,7 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
     """Return the tests of a row.
 
     truth: the tests, in one of the forms in the module's docstring. extra: the row's other columns. Raises
-    UngradedError for a row without tests.
+    UngradedError for a row without readable tests.
     """
     if isinstance(truth, str):
         truth = {"test": truth} if _asserts(truth) else _parsed(truth)
@@ -76,7 +76,7 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
         return _from_list(truth, extra)
     if not isinstance(truth, dict):
         raise UngradedError(f"tests are {type(truth).__name__}: give {FORMS}, or their JSON text")
-    # If the truth has a form, other columns that have the same names as keys of forms are ignored.
+    # If the truth itself has one of the forms, ignore columns that only happen to have the name of a form's key.
     forms = set(truth) & {"inputs", "outputs", "test_list", "assert_case", "tests", "test"}
     row = {k: extra[k] for k in KEYS if k in extra and not (forms and k in FORM_KEYS)} | truth
     start = row.get("prompt", "")
@@ -183,14 +183,14 @@ def _texts(value: object, key: str) -> tuple[str, ...]:
 
 
 def _lines(value: object) -> str:
-    """Return text from text or from a list of lines, as some rows of APPS have."""
+    """Return a text unchanged, or join a list of lines, which some rows of APPS have, to a text."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return value if isinstance(value, str) else str(value)
 
 
 def _arguments(value: object) -> list:
-    """Return the list of a call's arguments from that list, or from text with the JSON of one argument per line."""
+    """Return a call's arguments, which are given as a list or as text with the JSON of one argument per line."""
     if isinstance(value, str):
         return _json_lines(value)
     if not isinstance(value, list):
@@ -199,7 +199,7 @@ def _arguments(value: object) -> list:
 
 
 def _whole_keys(value: Any) -> Any:
-    """Return a dict from JSON with integer keys if all of its keys are texts of integers, which JSON makes of them."""
+    """Turn the keys of a dict into integers if all are texts of integers, because JSON stores all keys as text."""
     if isinstance(value, dict) and value and all(isinstance(key, str) and _WHOLE.fullmatch(key) for key in value):
         return {int(key): each for key, each in value.items()}
     return value
@@ -250,7 +250,7 @@ def _close(a: float, b: float) -> bool:
 
 
 def same_answer(found: Any, wanted: Any) -> bool:
-    """Return whether a call returned the expected value, or the only item of an expected list, as APPS wraps values."""
+    """Return whether a call returned the expected value. APPS wraps it in a list, whose only item is accepted too."""
     return _same_value(found, wanted) or (
         isinstance(wanted, list) and len(wanted) == 1 and _same_value(found, wanted[0])
     )
@@ -264,7 +264,7 @@ def _same_value(found: Any, wanted: Any) -> bool:
     if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
         return len(found) == len(wanted) and all(map(_same_value, found, wanted))
     if isinstance(found, dict) and isinstance(wanted, dict):
-        # JSON has only text as keys.
+        # Compare integer keys as text, because JSON has no other keys.
         mine, theirs = ({_key(key): value for key, value in x.items()} for x in (found, wanted))
         return mine.keys() == theirs.keys() and all(_same_value(mine[key], theirs[key]) for key in mine)
     if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):

@@ -14,7 +14,7 @@ TURN = 0.02
 
 @dataclass(frozen=True)
 class Term:
-    """One of the combined rewards."""
+    """One of the combined rewards, with its weight in the sum."""
 
     name: str
     """Name of the part that holds this reward's score. Parts of the first reward keep their names, and parts of the
@@ -24,10 +24,10 @@ class Term:
 
 
 class CombinedReward(Grader):
-    """Grader whose score is the weighted sum of the scores of those graders that apply to the row."""
+    """Grader whose score is a weighted sum: of the scores of all combined graders that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
-        """Create the grader. gates: names of parts; if one of them is not above 0, the score is 0 at most."""
+        """Create the grader. gates: names of parts; if one of them is not above 0, a positive score becomes 0."""
         super().__init__(" + ".join(term.name for term in terms))
         self.terms, self.gates = terms, gates
         self.wants_groups = any(term.grader.wants_groups for term in terms)
@@ -64,7 +64,7 @@ class CombinedReward(Grader):
             self._turn(0.0)
             return False
 
-        # Grading on the engine needs all of its ranks at once, so every rank does it first, one such grader at a time.
+        # A grader on the engine needs all of its ranks at the same time, so all ranks run such graders first, in order.
         for term in self.terms:
             if term.grader.on_engine:
                 self._take(term, term.grader.drain(others))
@@ -104,7 +104,7 @@ class CombinedReward(Grader):
             parts |= named | {term.name: reward.score}
         timed_out = any(reward.timed_out for reward in rewards.values())
         holds = all([self._holds(gate, parts, rewards, key) for gate in self.gates])
-        # A failed gate keeps a score below 0 and the rewards of turns that add up to it.
+        # A failed gate does not change a score below 0, or the rewards of turns that add up to that score.
         shut = not holds and score >= 0.0
         return Reward(0.0 if shut else score, parts, timed_out=timed_out, shut=shut)
 

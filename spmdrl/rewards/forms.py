@@ -44,7 +44,7 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
 
 
 def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
-    """Return a function of one response that calls a user's function in its form.
+    """Return a function that grades one response by calling a user's function with the arguments of its form.
 
     name: its name in messages. kwargs: further arguments of every call (`--reward.kwargs`). Raises ValueError if the
     parameters fit none of the forms or do not include `kwargs`.
@@ -53,7 +53,7 @@ def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> 
     trl = "completions" in parameters and not set(VERL) <= parameters.keys()
     batch = not trl and bool(parameters.keys() & set(BATCH))
     call = _trl(function, name, parameters, kwargs) if trl else _verl(function, name, batch, kwargs)
-    # All gradings share one event loop, because HTTP clients that a user's function keeps are bound to their loop.
+    # All gradings share one event loop, because HTTP clients that a user's function keeps work in one loop only.
     # The runner is created when the function first returns an awaitable.
     runners: list[asyncio.Runner] = []
 
@@ -72,7 +72,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; empty for builtins without a signature."""
+    """Return the parameters of a function by name; empty for functions of C without a signature."""
     try:
         return inspect.signature(function).parameters
     except ValueError:
@@ -91,7 +91,7 @@ def _verl(function: Callable[..., Any], name: str, batch: bool, kwargs: dict[str
             f"as TRL's functions do: {e}. Change its parameters; add **kwargs to accept arguments that it does not use"
         ) from e
     except ValueError:
-        pass  # some builtins have no signature
+        pass  # some functions of C have no signature, so they are not checked
 
     def call(item: RewardInput) -> Any:
         values = (item.data_source, item.reply, item.ground_truth, item.extra)

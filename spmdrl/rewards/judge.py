@@ -34,12 +34,12 @@ class Case:
     failed: bool = False
     """True after a vote failed, so that no further requests are sent for this case."""
     why: str = ""
-    """The reason why the latest failed attempt failed."""
+    """The reason for the latest failed attempt at a vote."""
 
 
 @dataclass
 class Counters:
-    """Costs of a judge so far."""
+    """Numbers of requests, verdicts and tokens of a judge so far, which show its cost."""
 
     calls: int = 0
     """Number of requests sent, including repeated ones."""
@@ -56,7 +56,7 @@ class Counters:
 
 
 class Asker:
-    """Base class of objects that send the questions of cases to a judge. Use an asker from one thread."""
+    """Base class of objects that send the questions of cases to a judge. Use each object from one thread only."""
 
     on_engine = False
     """True if the run's engine answers, which happens only in `drain`."""
@@ -83,7 +83,7 @@ class Asker:
         return done
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Answer]]:
-        """Wait for all answers or until `stop()` is true; return answers since the last call. Raises RewardError."""
+        """Wait for all answers, or until `stop()` is true; return the new answers. Raises RewardError."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -119,13 +119,13 @@ class _Group:
     keys: list[object] = field(default_factory=list)
     items: list[RewardInput] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
-    """Pair of each case, as indices into the group; (0, 0) for a single response."""
+    """The two responses of each case, as indices into the group; (0, 0) for a single response."""
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
-    """Answer by pair: on both orders of a pair, or on the single response."""
+    """Answer to each case by its pair: for both orders of two responses, or for the single response."""
 
 
 class Judge(Grader):
-    """Grader with a judge, which grades each response or compares the responses of a group (`compare` in its file).
+    """Grader whose judge grades each response, or compares the responses of a group (`compare` in the judge's file).
 
     Each response of a group is compared with others in both orders, so that a bias of the judge for the first or the
     second position cancels. The `RewardInput.group` responses of a group are submitted one after another in the order
@@ -212,12 +212,12 @@ def _reward_of(answer: Answer, scale: int) -> Reward:
 
 
 def pairs_of(group: int, compare: int) -> list[tuple[int, int]]:
-    """Return the pairs of responses to compare, as indices into the group; every response has equally many opponents.
+    """Return the pairs of responses to compare, as indices into the group. All responses have equally many opponents.
 
-    group: number of responses. compare: desired number of opponents of each. If `compare` is at least `group` - 1, the
+    group: number of responses. compare: desired opponents of each response. If `compare` is at least `group` - 1, the
     result has all pairs. Otherwise the responses form a ring in the order of their samples, and each is compared with
     its nearest neighbours on both sides. For an odd `compare` it is also compared with the response opposite. In a
-    group of odd size nothing is opposite, so each has one opponent fewer, or both neighbours if `compare` is 1.
+    group of odd size no response is opposite, so each has one opponent fewer, or two neighbours if `compare` is 1.
     """
     if compare >= group - 1:
         steps = list(range(1, group // 2 + 1))
@@ -233,7 +233,7 @@ def _reward_of_pairs(i: int, answers: dict[tuple[int, int], Answer]) -> Reward:
     """Return the reward of response `i` of a group.
 
     The value of a comparison is the mean over the votes of both orders, with 1 for a win, 0.5 for a tie, 0 for a loss.
-    The score is the mean over the comparisons that have a verdict in both orders. Without any, the response is
+    The score is the mean over the comparisons that have a verdict in both orders. If there are none, the response is
     ungraded. Parts: `wins`, the share of comparisons with a value above 0.5; `order_agreement`, 1 minus the mean
     difference between the two orders; `answered`, the share of comparisons that have a verdict.
     """
@@ -246,7 +246,7 @@ def _reward_of_pairs(i: int, answers: dict[tuple[int, int], Answer]) -> Reward:
             failed = failed or answer
             continue
         first, second = (math.fsum(votes) / len(votes) for votes in answer)
-        # In the second order the judge saw the other response first.
+        # `second` is the grade of the pair's second response, which the judge saw first in the second order.
         values = (first, 1.0 - second) if pair[0] == i else (1.0 - first, second)
         got.append(sum(values) / 2)
         apart.append(abs(values[0] - values[1]))

@@ -24,9 +24,9 @@ PATH = "/chat/completions"
 LONGEST_ANSWER = 4 << 20
 """Maximum size of an answer in bytes."""
 LONGEST_WAIT = 120.0
-"""Maximum seconds of `Retry-After`; longer ones are cut to this."""
+"""Maximum seconds to wait after a `Retry-After` header, which may demand more."""
 UNKNOWN_FORM = (400, 422)
-"""HTTP status of a server that does not support a `response_format` or rejects the text."""
+"""HTTP status codes of a server that does not support the `response_format`, or rejects the text of a request."""
 _PASSING = {408, 409, 425, 429}
 _FIX = {
     401: "set the API key in the environment variable that the judge's key_env names ({key_env}, which is {is_set})",
@@ -47,7 +47,7 @@ class TryAgainError(Exception):
 
 
 class UnknownFormError(Exception):
-    """The server answered 400 or 422. The message quotes the server."""
+    """The server rejected the form of the request with status 400 or 422. The message quotes the server."""
 
 
 class Client:
@@ -119,7 +119,7 @@ class Client:
         clock: threading.Timer | None = None
         try:
             connection.connect()
-            # Keep the socket: the connection forgets its own while the answer is read if the server closes after it.
+            # Keep the socket, because the connection drops it early if the server closes after its answer.
             sock = connection.sock
             assert sock is not None, "connected above"
             with self._lock:
@@ -166,7 +166,7 @@ class Client:
         return connection
 
     def _shown(self, answer: bytes) -> str:
-        """Return the text of the server's answer for a message, on one line."""
+        """Return the server's answer as one line of text without the key, to be quoted in a message."""
         # JSON may write a slash as \/, which would hide a key that contains a slash from `without_key`.
         text = answer.decode("utf-8", "replace").replace("\\/", "/")
         with suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -179,7 +179,7 @@ class Client:
 def _cut(sock: socket.socket) -> None:
     """Shut down a connection from which another thread is reading."""
     with suppress(OSError):
-        # Call the plain socket's method: the TLS socket's one would modify the object that the other thread uses.
+        # Call the method of the plain socket: that of a TLS socket would modify the object that the other thread uses.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 

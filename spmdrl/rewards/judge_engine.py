@@ -27,7 +27,7 @@ class Ask:
         self.digest = self.question.digest(self.vote)
 
     def nonce(self, key: tuple[int, ...]) -> str:
-        """Return the nonce of the delimiter lines: a hash of the material, which no response can therefore contain."""
+        """Return the nonce of the delimiter lines. It is a hash of the question, so no response can contain it."""
         return hashlib.sha256(f"{key} {self.digest} {self.attempt}".encode()).hexdigest()[:32]
 
 
@@ -45,12 +45,12 @@ class JudgeReply:
 
 
 Run = Callable[[JudgeConfig, list[Ask], Callable[[], bool] | None], list[JudgeReply] | None]
-"""Function that generates replies with the engine and calls its third argument meanwhile. It returns None if the
-rollout was abandoned."""
+"""Function that generates replies with the engine and calls its third argument while it generates. It returns None
+if the rollout was abandoned."""
 
 
 class EngineAsker(Asker):
-    """Asker that has the run's engine answer, in rounds of attempts. The rollout sets `run` before it calls `drain`."""
+    """Asker whose questions the run's engine answers. The rollout must set `run` before it calls `drain`."""
 
     on_engine = True
 
@@ -62,7 +62,7 @@ class EngineAsker(Asker):
         """True if another rank of the engine logs the costs."""
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Answer]]:
-        """Have the engine answer all cases, unless the rollout is abandoned. stop: called meanwhile."""
+        """Have the engine answer all cases unless the rollout is abandoned. stop: called while the engine generates."""
         assert self.run or not self._open, "`run` is not set"
         for attempt in range(1 + self.cfg.retries):
             if not self._open:

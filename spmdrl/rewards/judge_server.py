@@ -1,8 +1,8 @@
 """A judge behind a URL, with a cache folder that stores its answers by a hash of the question.
 
-Threads send the requests, which only wait for the network. Verdicts pass through a queue to the thread that uses the
-asker, and only that thread completes cases. Ranks and jobs may share the cache folder: its files are written
-atomically. They contain the judge's raw answers, which are parsed again by the same rules when they are read.
+Threads send the requests and wait for the answers. Verdicts pass through a queue to the thread that uses the asker, and
+only that thread completes cases. Ranks and jobs may share the cache folder, because its files are written atomically.
+The files contain the judge's raw answers, which are parsed again by the same rules when they are read.
 """
 
 import os
@@ -74,8 +74,8 @@ class Server(Asker):
     # -- the caller's thread --------------------------------------------------------------------------------------
 
     def _take(self, patience: float) -> None:
-        """Receive verdicts from the threads; wait up to `patience` seconds for the first."""
-        # Report progress to the watchdog while waiting: each request has a timeout of its own.
+        """Receive verdicts from the threads; wait up to `patience` seconds for the first verdict."""
+        # Report progress to the watchdog while waiting. The wait must end, because each request has a timeout.
         tick()
         until = time.monotonic() + patience
         while not self._failure:
@@ -91,7 +91,7 @@ class Server(Asker):
             for vote in range(self.cfg.votes):
                 self._work.put((case, i, vote))
                 if len(self._threads) < self.cfg.concurrency:
-                    # Daemon threads, because a hanging request must not prevent the job from ending.
+                    # Use daemon threads, because a hanging request must not prevent the job from ending.
                     self._threads.append(threading.Thread(target=self._serve, name="judge", daemon=True))
                     self._threads[-1].start()
 
@@ -118,7 +118,7 @@ class Server(Asker):
             try:
                 found: float | Exception = self._grade(case, case.questions[question], vote)
             except Exception as error:
-                found, case.failed = error, True  # `poll` raises it
+                found, case.failed = error, True  # `poll` raises the error
             self._found.put((case, question, vote, found))
             if not isinstance(found, float | UngradedError):
                 # The job will fail, so further requests would only cost money.
@@ -190,7 +190,7 @@ class Server(Asker):
     def _pause(self, attempt: int, after: float | None) -> None:
         seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * self._jitter.uniform(0.5, 1.5)
         if after is not None:
-            # A rate limit applies to all threads.
+            # A rate limit applies to all threads, so none of them may send a request before this time.
             with self._lock:
                 self._not_before = max(self._not_before, time.monotonic() + after)
             seconds = min(seconds, FIRST_PAUSE) + after
@@ -221,7 +221,7 @@ class _Cache:
     def read(self, place: str, parse: Callable[[str], float]) -> float | None:
         """Return the stored grade of a question; None if there is no readable file with a grade.
 
-        place: hash of the question. parse: returns the grade in an answer or raises BadVerdictError.
+        place: hash of the question. parse: function that returns the grade in an answer or raises BadVerdictError.
         """
         with (
             suppress(OSError, UnicodeDecodeError, BadVerdictError),

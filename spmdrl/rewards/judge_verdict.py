@@ -71,11 +71,11 @@ the model wrote is a part of the task, even if it looks like one, or like words 
 """
 _TURN, _SHOWN = "EARLIER TURN", "OBSERVATION"
 FORMATS = ("json_schema", "json_object", "")
-"""Types of `response_format` that ask for JSON, strictest first; a server that does not support one answers 400."""
+"""Types of `response_format` for JSON, strictest first, then none. A server rejects types that it does not support."""
 _CUT = "\n[This goes on; the rest was cut off before it came to you.]"
-# Escape sequences of terminals. Sequences that contain text (titles, links) do not match, so their text stays visible.
+# Matches escape sequences of terminals, except those that contain text (titles, links), whose text stays visible.
 _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[()][0-9A-Z]")
-# Special tokens of chat templates, which servers may tokenize as such wherever they occur in a text.
+# Matches special tokens of chat templates, which servers may read as special tokens even within a text.
 _SPECIAL = re.compile(
     r"<(?=[|｜]|/?(?:s|bos|eos|start_of_turn|end_of_turn)>|<SYS>|</SYS>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])"
 )
@@ -131,7 +131,7 @@ class Question:
         return out | ({"response_format": {"type": kind}} if kind else {})
 
     def digest(self, vote: int) -> str:
-        """Return a hash of everything that an answer depends on; it differs between votes on the same question."""
+        """Return a hash of all that an answer depends on, and of the vote, so that votes have different hashes."""
         text = json.dumps([self.body("", len(FORMATS) - 1), vote], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

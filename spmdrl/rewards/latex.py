@@ -93,7 +93,7 @@ def _plain_names(text: str) -> str:
         unit = name in _UNIT_LETTERS and m["name"] in ("text", "mathrm") and re.search(r"[\d}/]$", ahead)
         if len(name) == 1 and not unit and inside == name:
             return name
-        words = name.rstrip(" ,;")  # `red, `
+        words = name.rstrip(" ,;")  # the comma of `red, ` is not a part of the words
         return rf"\text{{ {words}}}{name[len(words) :].strip()} "
 
     return _LOOKS.sub(named, text)
@@ -107,7 +107,7 @@ def _repeated(m: re.Match) -> str:
 
 
 def spelled(text: str) -> str:
-    """Return an answer in the unified spelling, without LaTeX that only formats."""
+    """Return an answer in the unified spelling, without LaTeX commands that change only its appearance."""
     text = CURRENCY.sub("", text.translate(SIGNS).translate(_AS_LATEX))
     for pattern, instead in _SPELLINGS:
         text = pattern.sub(instead, text)
@@ -125,9 +125,9 @@ def _symbol(name: str) -> str:
 
 
 def _crossed(text: str) -> str:
-    r"""Write each cross product of letters as one symbol, and other cross products as a command the grammar rejects.
+    r"""Write each cross product of letters as one symbol, and any other as a command that the grammar rejects.
 
-    It recognises vectors by commands such as `\mathbf`, so it must run before `_plain_names` removes these.
+    It recognises vectors by commands such as `\mathbf`, so it must run before `_plain_names` removes these commands.
     """
     if r"\times" not in text:
         return text
@@ -136,7 +136,7 @@ def _crossed(text: str) -> str:
 
 
 def named(text: str) -> str:
-    """Return text in which names and letters with primes or transposes are symbols; other primes stay unchanged."""
+    """Return text with names, and letters with primes or transposes, replaced by symbols. Other primes stay."""
 
     def written(m: re.Match) -> str:
         if m["figure"] or m["points"]:
@@ -150,7 +150,7 @@ def named(text: str) -> str:
             transposed = len(re.findall(_TRANSPOSE, marks))
             return _symbol(f"{letter}{index}{m['later'] or ''}{'.p' * primes}{'.t' * transposed}")
         if letter == r"\Gamma" and re.match(r"\s*\(", text[m.end() :]):
-            return m[0]  # the function
+            return m[0]  # `\Gamma(x)` is the gamma function, not a name
         return _symbol(letter) + index if _ODD.fullmatch(letter) else m[0]
 
     return _NAME.sub(written, text)

@@ -28,7 +28,7 @@ QUICK: dict[str, Callable[[RewardInput], Reward]] = {
 
 
 class Direct(Grader):
-    """Grader that calls a trusted, quick function in `submit`."""
+    """Grader that calls a trusted and quick function in this process, in `submit`."""
 
     def __init__(self, name: str, function: Callable[[RewardInput], object], finite: bool = True):
         super().__init__(name)
@@ -68,7 +68,7 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
 
 
 def on_engine(grader: Grader) -> list[Grader]:
-    """Return the graders that use the run's engine: of the terms of a combined grader, or the grader itself."""
+    """Return the graders that use the run's engine, among the terms of a combined grader or the grader itself."""
     each = [term.grader for term in grader.terms] if isinstance(grader, CombinedReward) else [grader]
     return [one for one in each if one.on_engine]
 
@@ -102,9 +102,9 @@ def check_ungraded(
 ) -> None:
     """Check that not more samples are left out than `--reward.max-ungraded` allows. Raises RewardError otherwise.
 
-    ungraded: number of samples without a score. group: samples per prompt; so many may always be left out unless the
-    setting is 0, so that one unreadable row does not stop a small run. env: value of `--env`; environments may also
-    fail or begin with a prompt that is too long. why: the environment's reason for the first sample, if known.
+    ungraded: number of samples without a score. group: number of samples per prompt. Unless the setting is 0, that many
+    may always be left out, so that one unreadable row does not stop a small run. env: value of `--env`; environments
+    may also fail or begin with a prompt that is too long. why: the environment's reason for the first sample, if known.
     """
     one_row = group if cfg.max_ungraded and group < samples else 0
     if ungraded > max(cfg.max_ungraded * samples, one_row):
@@ -125,7 +125,7 @@ def check_ungraded(
 
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
-    """Return whether a grading that takes too long scores 0. Otherwise it stops the job, or cannot take too long."""
+    """Return whether a grading that takes too long scores 0. If not, it stops the job, or it has no time limit."""
     return any(_scores_timeouts(name, cfg) for name in functions(cfg))
 
 
@@ -170,8 +170,8 @@ def _file_function(spec: str, flag: str) -> str:
 def check_truths(prompts: PromptSet, reward: RewardConfig) -> None:
     """Check that the quick built-in rewards of a run can read the truth of every row.
 
-    It grades a dummy response to each row, as rewards check the truth first. Raises ValueError with the first row that
-    a reward cannot grade, the reason, and the number of such rows.
+    It grades a dummy response to each row, because rewards check the truth first. Raises ValueError with the first row
+    that a reward cannot grade, the reason, and the number of such rows.
     """
     checks = QUICK | {"math": lambda item: truth_text(item.ground_truth)}
     for name in functions(reward):

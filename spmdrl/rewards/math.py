@@ -33,9 +33,9 @@ _LOOKS = re.compile(r"\\(?:text|math(?!cal|frak|scr)|operatorname|mbox|bold|bm)[
 _WORD = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Z][a-z]{3,}|[A-Z]{4,}|(?i:yes|no|odd|dne|all|any|one|two|six|ten|red))(?![A-Za-z])"
 )
-"""A word, for which case does not matter: four letters or more, or a listed one that is not a product of letters."""
+"""A word, whose case does not matter: it has four letters or more, or is a listed word, not a product of letters."""
 _TAIL = 1000
-"""Number of characters at the end of a response in which math-verify searches if no answer is marked."""
+"""If no answer is marked, math-verify searches only this many characters at the end of a response."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -72,7 +72,7 @@ def _plain(opened: str, text: str) -> str:
 
 
 def _sides(text: str) -> list[str]:
-    """Return the sides of a chain of equations such as `x = 2 * 270 = 540`; for other texts and lists only the text."""
+    """Return the sides of a chain of equations such as `x = 2 * 270 = 540`; any other text or list is the only side."""
     depth, parts = 0, [""]
     for before, char, after in zip(" " + text, text, text[1:] + " ", strict=False):
         depth += (char in "{([") - (char in "])}")
@@ -117,7 +117,7 @@ def _simplify(text: str) -> str:
         text = _LOOKS.sub(r"\1", text)
     text = CURRENCY.sub("", text).replace(r"\%", "%").strip()
     text = _WORD.sub(lambda m: m[0].lower(), text)
-    # Keep the space between two digits, as `3 1/2` is not 31/2, unless it separates thousands.
+    # Keep a space between two digits, because `3 1/2` is not 31/2, unless the space separates thousands.
     text = re.sub(r"(?<=\d)\s+(?=\d{3}(?!\d))|(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"\s+", " ", text).rstrip(".")
 
@@ -178,7 +178,7 @@ def math_reward(item: RewardInput) -> Reward:
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Return the reward after slow imports and a first parse, which must not count as time of the first grading."""
+    """Return the reward after its slow imports and a first parse, which must not count as time of the first grading."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns in each call that its time limits are off
     _equal(r"\frac{1}{2}", "x+1", "line")
     return math_reward

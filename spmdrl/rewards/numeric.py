@@ -1,9 +1,9 @@
 r"""The reward `numeric`, which compares the last number of a response with the truth within a tolerance.
 
-The last number in the last `\boxed{...}` counts, or the last of the response without a box. Numbers are written as
-`-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number are ignored, including `%`. The
-row's `extra_info` may set `tolerance`, which is relative to the truth, and `absolute_tolerance`; the larger of both
-applies.
+The last number in the last `\boxed{...}` counts; if there is no box, the last number of the response counts. Numbers
+are written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number are ignored,
+including `%`. The row's `extra_info` may set `tolerance`, which is relative to the truth, and `absolute_tolerance`; the
+larger of both applies.
 """
 
 import re
@@ -16,9 +16,9 @@ from spmdrl.rewards.text import ADVICE, SIGNS, truth_text
 TOLERANCE = 1e-6
 """Default relative tolerance."""
 TAIL = 1000
-"""Number of characters at the end of a text in which numbers are searched."""
+"""Numbers are searched only in this many characters at the end of a text."""
 MOST_DIGITS = 9
-"""Maximum number of digits of an exponent."""
+"""Maximum number of digits of an exponent; a number with a longer one is never right."""
 _PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>(?:(?<![\d)}}\w])[-+]\s?)?)(?:"
@@ -66,7 +66,7 @@ def _last_number(solution: str) -> Decimal | None:
 
 
 def _truth_of(ground_truth: object) -> Decimal:
-    """Return the number of a truth, which may be alone, in a box or after `####`. Raises ValueError otherwise."""
+    """Return the number in a truth, which is alone, in a box or after `####`. Raises ValueError if there is none."""
     text = truth_text(ground_truth)
     box = last_box(text)
     m = _NUMBER.fullmatch(_clean(text.rpartition("####")[2] if box is None else box).strip(" $").rstrip(" $."))

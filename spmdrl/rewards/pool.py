@@ -17,13 +17,13 @@ from spmdrl.workers import processes
 from spmdrl.workers.processes import Process, Processes
 
 PREFETCH = 8
-"""Maximum number of requests in a worker's queue, which it works off while the caller is busy with other things."""
+"""Maximum number of requests in a worker's queue, which keep it busy until the caller polls again."""
 log = logging.getLogger("spmdrl")
 
 
 @dataclass(eq=False)
 class Worker(Process):
-    """A process that grades, and its requests."""
+    """A process that grades responses, and the requests that were sent to it."""
 
     queue: deque[int] = field(default_factory=deque)
     """Ids of sent requests without an answer so far, in order; the worker may be grading the first."""
@@ -115,7 +115,7 @@ class Pool(Grader):
     # -- events of workers ------------------------------------------------------------------------------------------
 
     def on_message(self, worker: Worker, message: dict) -> None:
-        """Handle a message from a worker."""
+        """Handle a message from a worker: a note, a failure to load, the start of a grading, or its result."""
         if "note" in message:
             if message["note"] and message["note"] != self._note:
                 self._note = message["note"]
@@ -129,14 +129,14 @@ class Pool(Grader):
             request = worker.queue.popleft()
             assert request == message["id"], "a worker must answer in order"
             worker.started = None
-            if message["seconds"] > (worker.may_take or self._timeout):  # too slow, although the caller polled too late
+            if message["seconds"] > (worker.may_take or self._timeout):  # too slow; a late poll did not stop it in time
                 return self._timed_out(request, worker.may_take)
             if "error" in message:
                 error = RewardError(
                     f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
                     "Fix the function (--reward.function), or the row's truth if the function cannot read it"
                 )
-                error.add_note(message["trace"])  # printed with the traceback, so that the message is one line
+                error.add_note(message["trace"])  # notes are printed with the traceback, so the message stays one line
                 raise error
             key, _ = self._items.pop(request)
             if "ungraded" in message:
@@ -147,11 +147,11 @@ class Pool(Grader):
                 self._answer(key, Reward(message["score"], message["parts"], applies=message["applies"]))
 
     def deadline(self, worker: Worker) -> float:
-        """Return the time (time.monotonic()) by which a worker must end its running grading; infinity without one."""
+        """Return the time (time.monotonic()) by which a worker must end its running grading; infinity if none runs."""
         return float("inf") if worker.started is None else worker.started + (worker.may_take or self._timeout)
 
     def on_timeout(self, worker: Worker) -> None:
-        """Replace a worker whose grading takes too long, and put its other requests back to the waiting ones."""
+        """Replace a worker whose grading takes too long, and put its other requests back into the waiting queue."""
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name} did not load within {processes.START_SECONDS:.0f} s")
         request = worker.queue.popleft()
@@ -173,7 +173,7 @@ class Pool(Grader):
     def _timed_out(self, request: int, may_take: float) -> None:
         key = self._items[request][0]
         if may_take:
-            # The reward's own time limits should have ended the grading, so the response is not the cause.
+            # The time limits of the reward itself should have ended the grading, so the response is not the cause.
             self._items.pop(request)
             return self._leave_out(key, f"its grading did not end within {may_take:g} s")
         if self._on_timeout == "error":

@@ -9,7 +9,7 @@ _FENCE = re.compile(
 )
 """A line that opens or closes a fenced block, which may be in a list item or a quote."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
-"""Beginnings of a response without a block that is a complete program, not a continuation."""
+"""A response without a block that begins with one of these is a complete program, not a continuation of the prompt."""
 _PYTHON = ("python", "python3", "py")
 
 

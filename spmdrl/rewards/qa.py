@@ -24,7 +24,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _MINUS = re.compile(r"(?<![\w)])-(?=\$?\.?\d)")
 _POINT = re.compile(r"(?<!\w)\.(?=\d)")
 _KEPT = "\u2212", "\u00b7"
-"""Characters that replace the minus and the leading point of a number, as they are not removed as punctuation."""
+"""Replacements of a number's minus and leading point, which would be removed as punctuation."""
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -37,12 +37,12 @@ def _same(answer: str, truth: str) -> bool:
     value = to_decimal(truth)
     if value is not None and to_decimal(answer) == value:
         return True
-    # The normal form of a text that has only articles and punctuation is empty: compare the text itself.
+    # If a text has only articles and punctuation, its normal form is empty, so compare the text itself.
     return (_normal_form(truth) or truth.strip()) == (_normal_form(answer) or answer.strip())
 
 
 def _tagged(text: str) -> str | None:
-    """Return the text in the last pair of tags, with pairs matched from the left; None without a pair."""
+    """Return the text in the last pair of tags, with pairs matched from the left; None if there is no pair."""
     answer, start = None, text.find(OPEN)
     while start >= 0:
         end = text.find(CLOSE, start)

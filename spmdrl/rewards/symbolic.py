@@ -21,10 +21,10 @@ from spmdrl.rewards.units import changes_value, differ, known, money, split_unit
 LONGEST = 2000
 """Maximum length of an answer in characters."""
 EXACT, DECIMAL = 1e-9, 2e-6
-"""Relative differences up to which values are equal: EXACT for exact ones, DECIMAL for a decimal, which may be
-rounded."""
+"""Maximum relative difference between equal values: EXACT between exact values, DECIMAL if one is a decimal, which may
+be rounded."""
 NOTHING = 1e-25
-"""Absolute difference up to which a value equals 0, to allow for rounding errors."""
+"""Maximum absolute value that counts as 0, to allow for rounding errors."""
 _MARKED = re.compile(r"\$[^$\n]{1,2000}\$|\\\([^\n]{1,2000}?\\\)|\\\[[^\n]{1,2000}?\\\]")
 _NUMBERS = re.compile(r"(?<![\w.])\.?\d[\d,.]*")
 _BASED = re.compile(r"\(?(-?[0-9]+)\)?_\s*\{?\s*(?:(\d+)|\\text\{ ?([a-z]+)\})\s*\}?")
@@ -54,7 +54,7 @@ _UNREADABLE = re.compile(
     r"|(?<![_\d.])\d[\d.]*\s+\.?\d"  # two numbers side by side
     r"|\\text\{[^{}]*\}\s*[A-Za-z0-9({\\]"  # words between other things
     r"|(?<![\d.])(?:\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4})(?![\d.])"  # a date
-    r"|'|\\prime|\\cross"  # marks that stand behind no letter
+    r"|'|\\prime|\\cross"  # marks that do not follow a letter
 )
 
 
@@ -119,7 +119,7 @@ def _expression(text: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def mentioned(text: str, numbers: bool, alone: bool) -> str:
-    """Return the answer in prose: the last formula in LaTeX delimiters, else the last number, else an empty text.
+    """Return the answer that prose mentions: the last formula in LaTeX delimiters, else the last number, else "".
 
     numbers: accept a number without delimiters. alone: return an empty text for several formulas or numbers.
     """
@@ -136,7 +136,7 @@ def mentioned(text: str, numbers: bool, alone: bool) -> str:
     found = parse(text, ways, extraction_mode="first_match", parsing_timeout=0)
     written = found[-1] if found and isinstance(found[-1], str) else ""
     if not marked and re.search(rf"{re.escape(written)}\s?[\\_^]", text):
-        return ""  # only a part of a formula without delimiters, such as the 12 of `12_7`
+        return ""  # it is only a part of a formula without delimiters, such as the 12 of `12_7`
     before, _, behind = text.rpartition(written) if written else ("", "", "")
     if changes_value(behind) or _LIMITED.search(before[-80:]):
         return ""  # `5 million` and `half of 5` are not 5
@@ -166,7 +166,7 @@ def _same(a: Any, b: Any) -> bool:
     try:
         if _names(a) != _names(b) and _names(a, True) == _names(b, True):  # math-verify ignores the case of long names
             return False
-        if _apart(a, b):  # faster than simplifying the difference
+        if _apart(a, b):  # this check is faster than simplifying the difference
             return False
         if isinstance(a, Expr) and isinstance(b, Expr) and a.doit() == b.doit():
             return True
@@ -210,7 +210,7 @@ def _allowance(a: Any, b: Any) -> float:
 def _numbers(expression: Any) -> list[complex] | None:
     """Return the values of an expression's entries at fixed arbitrary values of its symbols.
 
-    Of an equation `x = ...` the right side is used; for other relations the result is None.
+    For an equation `x = ...` these are the values of the right side; for other relations the result is None.
     """
     from sympy import Eq, Float, Interval, MatrixBase, Set, Symbol, Tuple
 
@@ -232,7 +232,7 @@ def _numbers(expression: Any) -> list[complex] | None:
 
 
 def _per_cent(expression: Any) -> Any:
-    """Return an expression in which 50% is replaced by 50."""
+    """Return an expression with each percentage replaced by its number, such as 50% by 50."""
     from sympy import Basic, Integer, Rational, UnevaluatedExpr
 
     if not isinstance(expression, Basic):
@@ -242,7 +242,7 @@ def _per_cent(expression: Any) -> Any:
 
 def _apart(a: Any, b: Any) -> bool:
     """Return whether two expressions with the same symbols certainly differ in value, by evaluating them."""
-    if a.free_symbols != b.free_symbols:  # they may still be equal, as SymPy reads words as products of letters
+    if a.free_symbols != b.free_symbols:  # they may be equal, because SymPy reads words as products of letters
         return False
     ways = product([a, _per_cent(a)], [b, _per_cent(b)])
     return all(_apart_as_they_are(x, y) for x, y in ways)

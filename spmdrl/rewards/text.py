@@ -1,7 +1,7 @@
 """Rewards that compare a text or a number with the truth, and helper functions of all text rewards.
 
-They end quickly for every response, so a rank calls them in its own process. `gsm8k` and `gsm8k_flexible` grade the
-grade-school maths of Cobbe et al. 2021 (https://arxiv.org/abs/2110.14168), whose truths end in `#### n`.
+These rewards end quickly for every response, so a rank calls them in its process. `gsm8k` and `gsm8k_flexible` grade
+the grade-school maths of Cobbe et al. 2021 (https://arxiv.org/abs/2110.14168), whose truths end in `#### n`.
 """
 
 import math
@@ -56,7 +56,7 @@ def truth_text(ground_truth: object, may_be_empty: bool = False) -> str:
 
 
 def divided(prefill: str) -> tuple[str, str]:
-    """Split the prefill of a reply (`--data.prefill`) before a mark of an answer that it leaves open.
+    """Split the prefill of a reply (`--data.prefill`) in two, before a mark of an answer that the prefill leaves open.
 
     Graders search the response for marks. The second part is graded together with the response, so that the mark is
     complete. The first part is not graded, because it may repeat numbers of the task.

@@ -1,8 +1,8 @@
 """Tries a reward on right, empty and wrong answers to the rows of a data set before a run.
 
 A right answer is the row's truth, written in each of the forms that graders look for, or the row's solution if the
-reward runs programs. The form with the highest score counts for the row. A reward that does not score it above every
-wrong answer trains the wrong behaviour.
+reward runs programs. The form with the highest score counts for the row. A reward that does not give this form a
+higher score than every wrong answer trains the wrong behaviour.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Trial:
 
     @property
     def rows(self) -> list[tuple[str, Row]]:
-        """Rows of all kinds, each with the word `gold` or `garbage`."""
+        """The rows of all kinds of answers, each with the word `gold` or `garbage`."""
         return [("gold", row) for row in self.gold] + [("garbage", row) for row in self.garbage]
 
     def best(self) -> dict[int, float]:
@@ -88,7 +88,7 @@ class Trial:
         return _most([row for row in self.garbage if not row.kind.startswith(OTHER)])
 
     def best_shares(self) -> dict[str, tuple[int, float]]:
-        """Return a pair by source: the number of rows whose right answer was graded, and the share where it is best."""
+        """Return, by source, how many prompts had a graded right answer, and the share in which it scores best."""
         best, most = self.best(), self.undeserved()
         out = {}
         for source in dict.fromkeys(self.sources.values()):
@@ -177,7 +177,7 @@ def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
 
 
 def _grade(kind: str, answers: list[tuple[Prompt, str]], rivals: list[list[str]], grader: Grader) -> Row:
-    """Grade answers, each together with its rival if the grader compares; then answers without a rival are skipped."""
+    """Grade answers. A grader that compares gets each answer with its rival, and no answer without a rival."""
     for (prompt, text), rival in zip(answers, rivals, strict=True):
         if grader.wants_groups and not rival:
             continue

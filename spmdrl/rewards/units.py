@@ -84,14 +84,14 @@ def differ(a: str | None, b: str | None) -> bool:
 
 
 def known(unit: str | None) -> bool:
-    """Return whether a unit from `split_unit` is built from the units of `_UNITS`."""
+    """Return whether a unit from `split_unit` consists of units of `_UNITS`; False if there is no unit."""
     return unit is not None and not unit.startswith("?")
 
 
 def unit_of(words: str, listed: bool = True) -> str | None:
     """Return the normal form of a unit such as `square meters`, `m^2` or `miles per hour`.
 
-    It returns None if a word is not a known unit. listed: if False, accept unknown words as units.
+    The result is None if a word is not a known unit. listed: if False, unknown words are accepted as units.
     """
     words = _SPEEDS.sub(lambda m: "mi/h" if m[1] else "km/h", words.lower().replace("~", " "))
     parts: dict[str, int] = {}

@@ -10,7 +10,7 @@ It writes to stdout:
      {"note": text} and {"ready": true}, or {"failed": text}     after loading; the note is for the log
      {"loading": b}                        true before and false after a reward is loaded for a grading; this time does
                                            not count as time of the grading
-     {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), which all processes share; s is the
+     {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), the same in all processes; s is the
                                            maximum seconds if the reward has time limits of its own, else 0
      {"id": n, "seconds": s, "score": x, "parts": {...}, "applies": b}     a result
      {"id": n, "seconds": s, "error": text, "trace": text}                 the function raised an exception
@@ -49,7 +49,7 @@ def _error(e: BaseException) -> dict:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Load the function and grade the requests on stdin until it ends."""
     die_with(int(sys.argv[1]))
     request_pipe, answers = take_pipes()
     requests = os.fdopen(request_pipe, "r", encoding="utf-8")

@@ -209,7 +209,8 @@ def _arguments(own: int) -> dict[str, list[bytes]]:
 def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
     """Return the BPF program of the filter for a machine (`os.uname().machine`).
 
-    shared: True if programs run as the user of their caller. own: id of the process that installs the filter; its resource limits may be set, but not those of other processes.
+    shared: True if programs run as the user of their caller. own: id of the process that installs the
+    filter. Programs may set the resource limits of this process and of the calling one, but of no other.
 
     Raises:
         ValueError: the numbers of the machine's system calls are unknown.

@@ -5,7 +5,7 @@ It reads from stdin:
      {"value": v} or {"error": [type, text]}                                              the answer to a call
 It writes to stdout:
      {"call": name, "args": [...], "kwargs": {...}}                                       a call
-     {"done": [null or text, ...]}                                                        at the end; text: why a test failed
+     {"done": [null or text, ...]}                                                        at the end; text: the failure
 
 The tests and the tested program run in different processes. The program sees the arguments of calls but not the tests.
 Values are encoded by values.py. The module needs only the standard library.
