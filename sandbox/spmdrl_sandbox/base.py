@@ -10,7 +10,7 @@ Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. Each holds for all of its processes together, unless it names a single process."""
+    """Limits of a program. Each limit holds for all of its processes together, unless its text names a single one."""
 
     seconds: float = 10.0
     """Maximum wall-clock seconds."""
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Start:
-    """The command that starts a zygote in a sandbox."""
+    """The command that starts a sandbox with a zygote, the process that forks programs (`inside/zygote.py`)."""
 
     words: list[str]
     name: str

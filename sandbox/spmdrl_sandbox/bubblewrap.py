@@ -40,7 +40,7 @@ def find() -> str | None:
 
 
 def start() -> Start:
-    """Return the command that starts a zygote.
+    """Return the command that starts a zygote in a sandbox by bubblewrap.
 
     Raises:
         SandboxError: bubblewrap is not installed.
@@ -65,7 +65,7 @@ def command(bwrap: str) -> list[str]:
     words = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", "--cap-drop", "ALL"]
     if root:
-        # The zygote needs these two capabilities to change from root to another user, which it does at once.
+        # The zygote starts as root and needs these two capabilities to change to an unprivileged user.
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]

@@ -3,8 +3,8 @@
 Normally the watcher (`inside/watch.py`) or a limit of a single process (`inside/isolate.py`) ends a program first. The
 cgroup also limits programs between two checks of the watcher. It is created inside the cgroup of this process or next
 to it, but not further up, where the limits of the job would not hold. The parent cgroup must already have the memory or
-pids controller enabled, because existing cgroups are not changed. If anything fails, the sandbox has no cgroup. Source:
-https://docs.kernel.org/admin-guide/cgroup-v2.html
+pids controller enabled, because existing cgroups are not changed. Without a cgroup, the sandbox works nevertheless.
+Source: https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
 import contextlib
@@ -18,9 +18,9 @@ ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 NAME = "spmdrl-sandbox-"
 SPARE_MIB = 256
-"""MiB that a cgroup allows beyond a program's memory and files, for the sandbox's own processes and the kernel."""
+"""MiB that a cgroup allows beyond a program's memory and files, for the sandbox itself and the kernel."""
 SPARE_TASKS = 64
-"""Number of processes and threads that a cgroup allows beyond a program's limit, for the sandbox's own ones."""
+"""Number of processes and threads that a cgroup allows beyond a program's limit, for those of the sandbox itself."""
 END_SECONDS = 1.0
 """Maximum seconds to wait until killed processes have ended."""
 _JOIN = '{ echo 0 >"$0/cgroup.procs"; } 2>/dev/null; exec "$@"'
@@ -60,7 +60,7 @@ class Group:
 
 
 def make() -> Group | None:
-    """Create a cgroup and return it, or return None if this is not possible."""
+    """Create a cgroup for a sandbox and return it; return None if no cgroup can be created."""
     try:
         path = next(line[3:] for line in OWN.read_text().splitlines() if line.startswith("0::/"))
         own = ROOT / path.lstrip("/")

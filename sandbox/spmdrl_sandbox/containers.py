@@ -1,4 +1,4 @@
-"""Sandboxes by a container engine, for clusters that have one: a zygote in a container without network or privileges.
+"""Sandboxes by a container engine (docker, apptainer): a zygote in a container without network or privileges.
 
 The image provides the system and Python 3.11 or later. The only files of this machine that programs see are those of
 the package `spmdrl_sandbox`. The container isolates a program and limits its resources. It does not isolate two
@@ -59,7 +59,7 @@ def docker_words(program: str, image: str) -> list[str]:
 
 
 def apptainer_words(program: str, image: str) -> list[str]:
-    """Return the words of the command that starts a zygote by apptainer, whose file system is read-only by default."""
+    """Return the words of the command that starts a zygote by apptainer; its containers are read-only by default."""
     source = image if os.path.exists(image) or "://" in image else f"docker://{image}"
     words = [
         *_client(),

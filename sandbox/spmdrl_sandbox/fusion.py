@@ -24,7 +24,7 @@ from spmdrl_sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 GRACE = 10.0
 """Seconds that an answer may take in addition to the program's time, since the service may queue programs."""
 MOST_BYTES = 64 << 20
-"""Maximum size of an answer."""
+"""Maximum size of an answer in bytes."""
 LONGEST_WAIT = 30.0
 """Maximum seconds between two tries, even if the service demands a longer wait."""
 
@@ -111,7 +111,7 @@ class Fusion:
         timer = threading.Timer(seconds, cut)
         try:
             connection.connect()
-            # Keep the socket, because the connection drops it when an answer with `Connection: close` begins.
+            # Keep the socket for `cut`: the connection drops it when an answer with `Connection: close` begins.
             opened = connection.sock
             timer.start()
             connection.request("POST", self.parts.path, body, {"Content-Type": "application/json"})

@@ -44,7 +44,7 @@ def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
     """Return an open sandbox that has passed the probe.
 
     Args:
-        provider: `auto` uses the first of `AUTO` that works. Another name uses only that sandbox. `none` runs programs
+        provider: `auto` uses the first of `AUTO` that works. Another name selects that sandbox. `none` runs programs
             without a sandbox and is meant for trusted programs.
         image: container image, for a container engine.
 
@@ -68,7 +68,7 @@ def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
 
 
 def open_for(provider: str) -> Warm:
-    """Return the sandbox for `--sandbox.provider`: `NAME`, or `NAME:IMAGE` for a container engine.
+    """Return an open sandbox for `--sandbox.provider`: `NAME`, or `NAME:IMAGE` for a container engine.
 
     Raises:
         SandboxError: the sandbox does not work.
@@ -90,7 +90,7 @@ PROVIDERS: dict[str, Callable[[str], Start]] = {
     "docker": containers.docker,
     "none": lambda _: plain(),
 }
-"""Function that returns the start command of a sandbox, by its name. The function receives the container image."""
+"""Functions by the name of a sandbox. Each takes a container image and returns the command that starts the sandbox."""
 AUTO = ("bubblewrap", "sandlock")
 """Names of the sandboxes that `auto` tries, in this order."""
 

@@ -22,7 +22,7 @@ HOW = "on Linux 6.12 or later with Landlock among its security modules (`lsm=lan
 
 
 def start() -> Start:
-    """Return the command that starts a supervisor.
+    """Return the command that starts a supervisor, which runs programs in sandboxes (`supervisor.py`).
 
     Raises:
         SandboxError: the package `sandlock` is missing, or the kernel's Landlock is missing or too old.
@@ -47,7 +47,7 @@ def find() -> tuple[str, str] | None:
 
 
 def landlock() -> int:
-    """Return the version of this kernel's Landlock (https://docs.kernel.org/userspace-api/landlock.html), or 0."""
+    """Return the version of this kernel's Landlock (https://docs.kernel.org/userspace-api/landlock.html), else 0."""
     return max(0, ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION))
 
 

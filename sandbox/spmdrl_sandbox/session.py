@@ -16,7 +16,7 @@ INSIDE = Path(__file__).parent / "inside"
 
 
 class Channel:
-    """A running program that exchanges lines of JSON. Its sandbox cannot run other programs until it is closed."""
+    """A running program that exchanges lines of JSON. Its sandbox cannot run other programs until `close`."""
 
     def __init__(self, warm: Warm, program: Program, limits: Limits):
         """Start a program. limits: limits of its complete run."""

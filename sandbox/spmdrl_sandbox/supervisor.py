@@ -3,8 +3,8 @@
 `python -m spmdrl_sandbox.supervisor` exchanges the same messages as the zygote (inside/zygote.py) on stdin and stdout.
 It runs outside the sandbox, where sandlock handles system calls of programs and a watcher checks their limits. Each
 program has a sandbox with a separate folder, since Landlock does not isolate two programs of the same sandbox. The next
-sandbox is started ahead of time. There are no process namespaces whose end would kill all processes of a program, so
-this process adopts the processes that programs leave behind, and kills them.
+sandbox is started ahead of time. Without process namespaces, the end of a program does not kill all of its
+processes. So this process adopts the processes that programs leave behind, and kills them.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class Outside(Watch):
     """A watcher that runs outside of its program's sandbox."""
 
     def __init__(self, held: Held, task: dict, talk: Talk):
-        """Start to watch. held: the process that became the program. task: the program's task."""
+        """Start to watch a program. held: the process that became the program. task: the program's task."""
         reports, self.report = os.pipe()
         # The pipes belong to this object from here on, and it closes them.
         (inputs, outputs, errors), held.ends = held.ends, []
@@ -204,7 +204,7 @@ def fits(folder: str, most: int) -> bool:
 
 
 def serve(base: Path, talk: Talk) -> None:
-    """Run the programs of tasks from stdin until it ends, and send their outcomes."""
+    """Run a program for each task on stdin and send its outcome, until stdin ends."""
     cache()
     shutil.copytree(HERE, base / "code" / "spmdrl_sandbox")
     held = Held(base, PROCESSES)

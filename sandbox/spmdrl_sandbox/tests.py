@@ -28,7 +28,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of tests."""
+    """The results of all tests of a program."""
 
     failures: tuple[str | None, ...]
     """For each test, the reason why it failed, or None if it passed."""

@@ -23,11 +23,11 @@ END_SECONDS = 5.0
 SEND_SECONDS = 10.0
 """Maximum seconds that a sandbox may take to read a message."""
 GRACE = 5.0
-"""Seconds after a program's time limit within which the sandbox must report the end; after them it has failed."""
+"""Seconds that a sandbox has after a program's time limit to report the program's end, before it counts as failed."""
 
 
 class Warm:
-    """A sandbox that runs one program after another, isolated from each other. Use it from one thread."""
+    """A sandbox that runs one program after another, isolated from each other. Use it from one thread only."""
 
     def __init__(self, command: list[str], name: str = "", once: bool = False):
         """Start the sandbox.
@@ -104,7 +104,7 @@ class Warm:
 
     def _end_process(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
-            # Closing fails if the sandbox has ended before it read all messages; they are dropped.
+            # Closing fails if the sandbox has ended before it read all messages; those are dropped.
             with contextlib.suppress(BrokenPipeError):
                 cast(IO[bytes], pipe).close()
         if self.process.returncode is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from spmdrl.hub.cache import made_once
 
 log = logging.getLogger(__name__)
-CONVERSION = 2  # version of the conversion; folders of another version are converted again
+CONVERSION = 2  # version of the conversion; after a change of it, GGUF files are converted again
 
 
 def find_package_gguf(name: str) -> Path:
@@ -77,7 +77,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     model.config.update(ids)
     model.generation_config = GenerationConfig(**ids)
     model.config.architectures, model.config.dtype = [type(model).__name__], torch.bfloat16
-    # Not model.save_pretrained: inside a process group it writes on rank 0 only, and any rank may convert.
+    # Do not use model.save_pretrained: in a process group it writes only on rank 0, but any rank may convert.
     save_file(
         {name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"}
     )

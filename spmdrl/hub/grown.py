@@ -1,4 +1,4 @@
-"""Makes a copy of a model's folder with tokens added to its tokenizer, once, and keeps the copy in the cache.
+"""Makes a copy of a model's folder with further tokens in its tokenizer, and keeps the copy in the cache.
 
 A new token's row in an embedding table is the mean of the other tokens' rows, so that the token starts as likely as an
 average one. The row replaces a padding row of the table, or is appended. Weight files without an embedding table are
@@ -23,7 +23,7 @@ TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_
 TABLES += ("embed_out.weight", "output_layer.weight")
 """Suffixes of the names of embedding tables, which have a row for each token."""
 FORM = 2
-"""Version of the rule for new rows. Folders made by another version are made again."""
+"""Version of the rule for new rows. After a change of it, folders are made again."""
 INDEX = "model.safetensors.index.json"
 
 

@@ -77,7 +77,7 @@ def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]
 def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool = False):
     """Add adapters of `dtype` to a HF model, in place; return the PEFT LoraConfig to save with the adapters.
 
-    The adapters start with `initial_values`. If the model is on the meta device, they are too, without values.
+    The adapters start with `initial_values`. If the model is on the meta device, the adapters are too, without values.
 
     Args:
         hf: a HF model whose layers are not sharded.
@@ -115,7 +115,7 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
 
 
 def config_for_peft(config: Any, hf: Any) -> Any:
-    """Return a config with which PEFT, when it loads the model, adapts the same linear layers as `config` names.
+    """Return a copy of `config` with which PEFT, when it loads the model, adapts the same linear layers.
 
     PEFT takes some names, such as `down_proj`, for the packed experts of a model. Linear layers with these names are
     listed one by one, as parameters.

@@ -20,9 +20,9 @@ HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # these are copies of 
 def resolve(path: str, trust_remote_code: bool = False) -> Path:
     """Return the Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
 
-    path: `tiny` is the model that comes with spmdrl, `package:<name>` the GGUF file inside an installed package,
-    `*.gguf` a GGUF file, a path that exists a folder, `ms:<owner>/<model>` a model on ModelScope, and anything else a
-    name on the Hugging Face hub. Hub models are downloaded into the cache of the hub's client, with their Python files
+    path: `tiny` for the model that comes with spmdrl, `package:<name>` for the GGUF file inside an installed package,
+    the path of a GGUF file (`*.gguf`) or of a folder, `ms:<owner>/<model>` for a model on ModelScope, or the name of a
+    model on the Hugging Face hub. Hub models are downloaded into the cache of the hub's client, with their Python files
     only if `trust_remote_code` is set. Several processes may call this at once. Raises ValueError with advice if there
     is no usable folder.
     """

@@ -14,7 +14,7 @@ def grows(kind: str) -> bool:
 
 
 def limits(hf_config: Any) -> dict[str, int]:
-    """Return the length in tokens beyond which frequencies change, by rope type; types with fixed ones are omitted.
+    """Return, by rope type, the length in tokens beyond which frequencies change; types without changes are omitted.
 
     `longrope` uses one set of factors up to that length and another beyond it. With `dynamic`, frequencies depend on
     the length of every longer sequence (transformers, `modeling_rope_utils.py`).

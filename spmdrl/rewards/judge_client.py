@@ -1,4 +1,4 @@
-"""Client of a chat-completions server, which classifies the failures of requests.
+"""Client of a chat-completions server, which raises a different exception for each kind of failure.
 
 The API key is sent only in the header of a request. Messages show texts of servers and errors with the key removed, and
 redirections are not followed, because they could send the key to another host.

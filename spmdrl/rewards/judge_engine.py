@@ -21,7 +21,7 @@ class Ask:
     vote: int
     attempt: int
     digest: str = field(init=False)
-    """Hash of the question and the vote."""
+    """Hash of the question and the vote, which is the same on every rank."""
 
     def __post_init__(self) -> None:
         self.digest = self.question.digest(self.vote)
@@ -37,7 +37,7 @@ class JudgeReply:
 
     text: str = ""
     why: str = ""
-    """The reason why the reply is not a verdict, whatever its text; empty if the text has to be parsed."""
+    """The reason why the reply is not a verdict and its text is not parsed; empty if the text is to be parsed."""
     final: bool = False
     """True if further attempts would fail too."""
     prompt_tokens: int = 0

@@ -32,7 +32,7 @@ LONGEST_FILE = 1 << 20
 
 
 class Server(Asker):
-    """Asker with a chat-completions server. After a RewardError only `close` may be called."""
+    """Asker that sends questions to a chat-completions server. After a RewardError only `close` may be called."""
 
     def __init__(self, cfg: JudgeConfig, name: str):
         """Create an asker. Raises ValueError with the setting's name for an unusable cache or API key."""

@@ -62,7 +62,7 @@ Rubric:
 Answer with one JSON object and nothing else, in this form:
 {{"reason": "one or two sentences", "better": "A" or "B" or "tie"}}"""
 VALUES = {"A": 1.0, "tie": 0.5, "B": 0.0}
-"""Grade of the response that was shown first, by the verdict on a pair."""
+"""Grade of the response that the judge saw first, for each verdict on a pair."""
 _EARLIER = """
 The response is the last turn of a conversation. EARLIER TURN 1, EARLIER TURN 2 and so on are what the same model wrote
 before it. OBSERVATION 1 and so on are what it was shown then, by its tools or by somebody it talks to; they may repeat
@@ -233,7 +233,7 @@ def tokens_of(answer: bytes) -> dict[str, int]:
 
 
 def parse_grade(content: str, scale: int) -> float:
-    """Return the grade of an answer, one JSON object with `reason` and `grade`. Raises BadVerdictError."""
+    """Return the grade in an answer, a JSON object with only `reason` and `grade`. Raises BadVerdictError."""
     grade = _parsed(content, "grade")
     if isinstance(grade, bool) or not isinstance(grade, int | float):
         raise BadVerdictError(f"the grade is a {type(grade).__name__}, not a number")

@@ -136,7 +136,7 @@ def _crossed(text: str) -> str:
 
 
 def named(text: str) -> str:
-    """Return text with names, and letters with primes or transposes, replaced by symbols. Other primes stay."""
+    """Return text with names, and letters with primes or transposes, replaced by symbols. Other primes remain."""
 
     def written(m: re.Match) -> str:
         if m["figure"] or m["points"]:

@@ -100,7 +100,7 @@ def _load(
 def check_ungraded(
     ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1, env: str = "", why: str = ""
 ) -> None:
-    """Check that not more samples are left out than `--reward.max-ungraded` allows. Raises RewardError otherwise.
+    """Check that not more samples are left out than `--reward.max-ungraded` allows. Raises RewardError.
 
     ungraded: number of samples without a score. group: number of samples per prompt. Unless the setting is 0, that many
     may always be left out, so that one unreadable row does not stop a small run. env: value of `--env`; environments
@@ -125,7 +125,7 @@ def check_ungraded(
 
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
-    """Return whether a grading that takes too long scores 0. If not, it stops the job, or it has no time limit."""
+    """Return whether a grading that takes too long scores 0. If not, it stops the job or has no time limit."""
     return any(_scores_timeouts(name, cfg) for name in functions(cfg))
 
 

@@ -33,7 +33,7 @@ _LOOKS = re.compile(r"\\(?:text|math(?!cal|frak|scr)|operatorname|mbox|bold|bm)[
 _WORD = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Z][a-z]{3,}|[A-Z]{4,}|(?i:yes|no|odd|dne|all|any|one|two|six|ten|red))(?![A-Za-z])"
 )
-"""A word, whose case does not matter: it has four letters or more, or is a listed word, not a product of letters."""
+"""A word, whose case is ignored: it has four letters or more, or is one of the listed words."""
 _TAIL = 1000
 """If no answer is marked, math-verify searches only this many characters at the end of a response."""
 
@@ -72,7 +72,7 @@ def _plain(opened: str, text: str) -> str:
 
 
 def _sides(text: str) -> list[str]:
-    """Return the sides of a chain of equations such as `x = 2 * 270 = 540`; any other text or list is the only side."""
+    """Return the sides of a chain of equations such as `x = 2 * 270 = 540`; any other text, or a list, is one side."""
     depth, parts = 0, [""]
     for before, char, after in zip(" " + text, text, text[1:] + " ", strict=False):
         depth += (char in "{([") - (char in "])}")

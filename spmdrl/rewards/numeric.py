@@ -59,7 +59,7 @@ def _last_number(solution: str) -> Decimal | None:
     """Return the last number of a response; NaN if its exponent is too long, None if there is no number."""
     box = last_box(solution)
     text = solution if box is None else box
-    if len(text) > TAIL:  # drop a number whose beginning is cut off
+    if len(text) > TAIL:  # if a number's beginning is cut off, drop the number
         text = re.sub(r"^[\d.,]+", "", text[-TAIL:])
     found = list(_NUMBER.finditer(_clean(text)))
     return _value(found[-1]) if found else None

@@ -88,7 +88,7 @@ class Pool(Grader):
         self._hand_out()
 
     def close(self) -> None:
-        """Stop the workers and kill busy ones. May be called twice."""
+        """Stop the workers; kill those that have requests. May be called twice."""
         for worker in self._processes.all:
             if worker.queue:
                 worker.kill()
@@ -129,7 +129,7 @@ class Pool(Grader):
             request = worker.queue.popleft()
             assert request == message["id"], "a worker must answer in order"
             worker.started = None
-            if message["seconds"] > (worker.may_take or self._timeout):  # too slow; a late poll did not stop it in time
+            if message["seconds"] > (worker.may_take or self._timeout):  # the caller polled too late to stop it
                 return self._timed_out(request, worker.may_take)
             if "error" in message:
                 error = RewardError(

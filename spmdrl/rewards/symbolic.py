@@ -208,7 +208,7 @@ def _allowance(a: Any, b: Any) -> float:
 
 
 def _numbers(expression: Any) -> list[complex] | None:
-    """Return the values of an expression's entries at fixed arbitrary values of its symbols.
+    """Return the values of an expression's entries, with fixed arbitrary numbers in place of its symbols.
 
     For an equation `x = ...` these are the values of the right side; for other relations the result is None.
     """

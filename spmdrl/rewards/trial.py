@@ -46,7 +46,7 @@ OTHER = "another row's"
 
 @dataclass
 class Row:
-    """Rewards of one kind of answer."""
+    """Rewards of all tried answers of one kind."""
 
     kind: str
     rewards: dict[int, Reward]
@@ -157,7 +157,7 @@ def _right(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
 
 
 def _first(value: object) -> str:
-    """Return a solution from a text, a list (the first item), or the JSON text of a list, as in APPS."""
+    """Return a solution that is given as text, as a list (its first item), or as a list's JSON text, as in APPS."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
@@ -177,7 +177,10 @@ def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
 
 
 def _grade(kind: str, answers: list[tuple[Prompt, str]], rivals: list[list[str]], grader: Grader) -> Row:
-    """Grade answers. A grader that compares gets each answer with its rival, and no answer without a rival."""
+    """Grade answers of one kind and return their rewards.
+
+    A grader that compares responses gets each answer together with its rival; answers without a rival are skipped.
+    """
     for (prompt, text), rival in zip(answers, rivals, strict=True):
         if grader.wants_groups and not rival:
             continue

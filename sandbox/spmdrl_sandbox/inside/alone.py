@@ -31,7 +31,7 @@ def read(count: int) -> bytes:
 
 
 def main() -> None:
-    """Wait for a task and become its program."""
+    """Read a task from stdin and turn this process into its program."""
     isolate.become(int(sys.argv[1]))
     modules.like_site()
     while modules.load_one():

@@ -3,7 +3,7 @@
 It denies system calls that programs do not need and whose kernel code has had vulnerabilities. It also denies calls
 that allocate memory the watcher does not count, that create objects which outlive the program, or that use up a kernel
 quota which all sandboxes of a user share. Denied calls fail with EPERM. clone3, copies within the kernel, and unknown
-calls fail with ENOSYS, on which libraries fall back to other calls. The filter is installed after the namespaces are
+calls fail with ENOSYS, after which libraries try other calls. The filter is installed after the namespaces are
 created. The module needs only the standard library, as it runs inside the sandbox.
 """
 
@@ -17,7 +17,7 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NEW_NAMESPACES = 0x7E020000 | 0x80
 """Flags of `clone` that create namespaces: NEWUSER, NEWPID, NEWNS, NEWNET, NEWIPC, NEWUTS, NEWCGROUP and NEWTIME."""
 _X32 = 0x40000000
-"""Bit in the numbers of x32 system calls, a second call table on x86_64."""
+"""Bit that marks the numbers of x32 system calls, a second call table of x86_64."""
 FAMILIES = (1,)
 """Allowed socket families: only AF_UNIX. The kernel may buffer gigabytes for IP connections, up to a limit of the
 machine, and keeps closed connections for a minute. AF_VSOCK would reach the host of a VM."""
@@ -132,7 +132,7 @@ COPIES: dict[str, tuple[int, int]] = {
 """Calls that put pages of a file or process into a pipe or socket; one byte can keep a page of 2 MiB there. The
 watcher does not count these pages after the file is truncated or the process releases them."""
 FIRST_UNKNOWN = 451
-"""First number of the calls that this filter does not know. Some of them act like denied ones (fchmodat2, setxattrat,
+"""First number of the calls that this filter does not know. Some of them act like denied calls (fchmodat2, setxattrat,
 open_tree_attr). Numbers from 424 on are the same on all architectures."""
 SEEN: dict[str, tuple[int, int]] = {
     "clone": (56, 220),
@@ -182,7 +182,7 @@ def _none_of(values: Sequence[int]) -> list[bytes]:
 
 
 def _arguments(own: int) -> dict[str, list[bytes]]:
-    """Return, by a call's name, instructions that deny it for certain arguments; for others, execution continues.
+    """Return instructions by the name of a call. They deny the call for certain arguments and let it pass for others.
 
     own: id of this process.
     """

@@ -24,7 +24,7 @@ class NotPlainError(TypeError):
 
 
 def encode(value: Any) -> Any:
-    """Return a value encoded by the types that JSON has.
+    """Return the value, encoded in the types of JSON.
 
     Raises:
         NotPlainError: the value or a value inside it is not plain data. The message names the type.

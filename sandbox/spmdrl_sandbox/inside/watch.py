@@ -117,7 +117,7 @@ class Watch:
             (os.killpg, self.result.get("group")),
         ):
             if pid:
-                # The process may have ended in the meantime.
+                # The process may already have ended.
                 with contextlib.suppress(ProcessLookupError):
                     kill(pid, signal.SIGKILL)
 
