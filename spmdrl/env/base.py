@@ -16,7 +16,7 @@ and stays the same when an episode is opened again."""
 
 
 class BrokenError(Exception):
-    """A tool raises this if the model made no mistake. The episode is dropped, and the model does not see the error."""
+    """A tool raises this for an error that the model did not cause. The model sees no error; the episode is dropped."""
 
 
 class Stateless:
@@ -127,7 +127,7 @@ class PoolSettings:
     the interpreter of this process is used."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Raise ValueError if a setting has an invalid value."""
         for name in ("timeout_s", "reward_timeout_s"):
             if not (0 < getattr(self, name) < math.inf):
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number of seconds above 0")

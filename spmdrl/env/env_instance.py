@@ -21,7 +21,7 @@ from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
 
 
 class AnewError(Exception):
-    """Calls that timed out are still running and may change the environment, so it must be opened anew."""
+    """Calls that timed out are still running and may change the environment, so the pool must open it again."""
 
     def __init__(self, late: list[int], calls: list[asyncio.Future]):
         """late: indices of the calls that timed out. calls: futures of the calls that are still running."""

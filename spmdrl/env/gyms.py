@@ -80,7 +80,7 @@ def wrap(target: object, settings: dict[str, Any]) -> "Attempts | Gym | Skyrl | 
 def _made(make: Callable[..., Any], name: str, settings: dict[str, Any]) -> Any:
     try:
         return make(**settings)
-    except Exception as e:  # the libraries define many error types
+    except Exception as e:  # the libraries raise errors of many types
         raise ValueError(f"{name} cannot be made with the settings {settings} ({error_text(e)})") from e
 
 

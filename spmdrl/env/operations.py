@@ -35,7 +35,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool of one environment."""
+    """A tool that an environment offers to the model, with the function that runs its calls."""
 
     schema: dict[str, Any]
     """Function schema in OpenAI's format."""
@@ -155,7 +155,7 @@ def _typed(hint: Any, what: str) -> dict[str, Any]:
         return {}
     if hint in _JSON_NAMES:
         return {"type": _JSON_NAMES[hint]}
-    if origin in _JSON_NAMES and not inner:  # such as typing.List without the type of its items
+    if origin in _JSON_NAMES and not inner:  # a type such as typing.List, without the type of its items
         return {"type": _JSON_NAMES[origin]}
     if typing.is_typeddict(hint):
         return {"type": "object"}

@@ -38,8 +38,8 @@ class Pool:
         self.tools: dict[str, list[str]] = {}
         """Names of the tools of each environment that `check` loaded, without tools that are added in `reset`."""
         self._next = 0
-        self._records: dict[Hashable, Record] = {}  # by key
-        self._under_way: dict[int, Record] = {}  # by number of the request
+        self._records: dict[Hashable, Record] = {}  # records of the open environments, by the caller's key
+        self._under_way: dict[int, Record] = {}  # records with a running request, by the number of the request
         self._suspects: deque[Record] = deque()  # records whose process died or hung; they wait to run one by one
         self._suspect: Record | None = None  # the suspect whose request is running
         self._done: list[tuple[Any, Reply]] = []

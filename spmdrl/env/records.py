@@ -21,7 +21,7 @@ class Host(Process):
     """A process that runs environments."""
 
     holds: int = 0
-    """Number of environments in the process."""
+    """Number of environments that are assigned to the process."""
     hung: bool = False
     """True if a call in the process still runs after its time limit."""
 

@@ -31,7 +31,7 @@ from spmdrl.env.verl_env import AgentData, Parts, VerlInteraction, VerlTools, sc
 SUFFIXES = (".yaml", ".yml")
 SETTINGS = ("interaction_config_path", "count_rewards")
 METHODS = {"tools": ("create", "execute", "calc_reward", "release"), "interaction": ("generate_response",)}
-"""Methods that a class in each list must have."""
+"""Methods that the classes in a list must have, by the key of the list in the YAML file."""
 
 
 def is_verl_yaml(path: str) -> bool:
@@ -55,7 +55,7 @@ def is_mine(target: object, name: str) -> bool:
 def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
     """Make an environment from the path of a YAML file, or from a class like verl's BaseTool or BaseInteraction.
 
-    settings: those of `load_yaml`. For a class also `config`, and `tool_schema` unless the class defines a schema.
+    settings: those of `load_yaml`. A class also takes `config`, and `tool_schema` unless it defines a schema.
 
     Raises:
         ValueError: the file or the class cannot be used.
@@ -144,7 +144,7 @@ def _resolved(path: str, found: dict) -> dict:
         raise ValueError(f"{path} has values like ${{...}}: pip install omegaconf, or write out the values") from e
     try:
         filled: Any = OmegaConf.to_container(OmegaConf.create(found), resolve=True)
-    except Exception as e:  # OmegaConf defines many error types
+    except Exception as e:  # OmegaConf raises errors of many types
         raise ValueError(f"{path}: a value like ${{...}} cannot be filled in ({e})") from e
     return filled
 
@@ -193,7 +193,7 @@ def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
         else:
             name = entry.get("name") or (kind.__name__.removesuffix("Interaction") or kind.__name__).lower()
             part = kind(config={**config, "name": name})
-    except Exception as e:  # errors of pydantic or of user code
+    except Exception as e:  # pydantic and user code may raise anything
         raise ValueError(f"{where}: {kind.__name__} cannot be made ({error_text(e)})") from e
     table = parts.tools if key == "tools" else parts.interactions
     if name in table:
@@ -227,7 +227,7 @@ class _Finder(MetaPathFinder, Loader):
         if fullname.partition(".")[0] != "verl":
             return None
         if "." in fullname and getattr(sys.modules["verl"].__spec__, "loader", None) is not self:
-            return None  # verl is installed
+            return None  # verl is installed, so the real modules are imported
         known = any(f"{name}.".startswith(f"{fullname}.") for name in modules())
         return ModuleSpec(fullname, self, is_package=True) if known else None
 

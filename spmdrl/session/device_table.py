@@ -89,7 +89,7 @@ class Memory:
         self.lent = bool(frozen_judges(cfg) or cfg.engine_teachers())
         """True if an engine may hold weights of a judge or a teacher, so that versions may differ between engines."""
         self.check: EngineCheck | None = None
-        """The comparison of engine and policy in the first step; None if there is none."""
+        """The check that compares the engine with the policy in the first step; None for jobs without this check."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
 
     @contextmanager

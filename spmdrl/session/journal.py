@@ -52,7 +52,7 @@ class Journal:
             tracker.log(step, values)
 
     def close(self) -> None:
-        """Close every file."""
+        """Close the trackers and the file of samples."""
         for tracker in self.trackers:
             tracker.close()
         if self.samples:

@@ -38,7 +38,7 @@ class PushReport:
 
     version: int
     bytes: int
-    """Bytes that the engine reads on this rank."""
+    """Bytes of the weights that the engine reads on this rank."""
     received: int
     """Bytes that came from other ranks, checksums included."""
     deep: bool

@@ -144,7 +144,7 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return a child's environment variables: those of this process without a rank's, with one thread and no GPU."""
+    """Return environment variables for a child: this process's without those of a rank, one thread, and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }
