@@ -10,7 +10,7 @@ Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. Each limit holds for all of its processes together, unless its text names a single one."""
+    """Limits of a program. Each applies to all of its processes together, except where a single process is named."""
 
     seconds: float = 10.0
     """Maximum wall-clock seconds."""

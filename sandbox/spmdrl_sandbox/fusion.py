@@ -1,8 +1,8 @@
 """Client of a SandboxFusion service (https://github.com/bytedance/SandboxFusion), which runs programs.
 
 Programs are sent by POST to URL/run_code.
-How well programs are isolated depends on the configuration of the service. Of the limits in `Limits`, the service
-enforces only those of time and memory. If all tries end with an invalid answer, a refusal or no answer, the verdict is
+How well programs are isolated depends on the configuration of the service. Of all limits, the service enforces only
+those of time and memory. If all tries end with an invalid answer, a refusal or no answer, the verdict is
 `failure`, which does not count as an error of the program. The module needs only the standard library.
 """
 
@@ -30,7 +30,7 @@ LONGEST_WAIT = 30.0
 
 
 class ServiceError(Exception):
-    """The service did not run the program."""
+    """The service did not run the program, for the reason in the message."""
 
     def __init__(self, why: str, again: bool, after: float = 0.0):
         """Create the error. again: whether another try may help. after: minimum seconds to wait before the next try."""
@@ -103,7 +103,7 @@ class Fusion:
         late = threading.Event()
 
         def cut() -> None:
-            # The timeout of a socket holds for each read and would never expire if an answer arrived byte by byte.
+            # A socket's timeout starts again at each read, so it would not expire if an answer arrived byte by byte.
             late.set()
             with contextlib.suppress(OSError):
                 opened.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """A sandbox by sandlock (https://github.com/multikernel/sandlock): Landlock, seccomp and limits, without namespaces.
 
-It is for machines on which users cannot create user namespaces. It isolates less than bubblewrap; docs/sandbox.md lists
-the differences.
+It is meant for machines on which users cannot create user namespaces. It isolates less than bubblewrap;
+docs/sandbox.md lists the differences.
 """
 
 import ctypes

@@ -75,7 +75,7 @@ class Held:
             file.close()
 
     def become(self, task: dict) -> str:
-        """Turn the process into a program. Return the reason if this failed, otherwise an empty text."""
+        """Turn the process into a program. Return an empty text, or the reason if this failed."""
         inputs, outputs, errors = self.ends
         words = json.dumps({name: part for name, part in task.items() if name not in ("stdin", "session")}).encode()
         data = len(words).to_bytes(8, "little") + words

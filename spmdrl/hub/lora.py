@@ -33,7 +33,7 @@ def plain_name(name: str) -> str:
 
 
 def partner(name: str) -> tuple[str, str]:
-    """Return the names of the adapter matrices A and B of the layer whose weight has this name."""
+    """Return the names of the adapter matrices A and B of the layer whose weight is called `name`."""
     layer = name.removesuffix(".weight")
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 

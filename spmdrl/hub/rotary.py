@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on the length of a sequence, as declared in a model's config."""
+"""Rotary embeddings whose frequencies depend on the length of a sequence, as a model's config declares."""
 
 from typing import Any, TypeGuard
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from spmdrl.hub.folder import plain_errors, read_config
 
 FREE = -1
-"""Value in place of a prescribed expert's number where the router itself should choose."""
+"""Number that prescribes no expert, so that the router itself chooses one."""
 FLAG = "--rollout.routing-replay"
 
 

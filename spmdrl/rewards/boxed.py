@@ -5,7 +5,7 @@ The reward `math` compares values. `boxed` compares the last `\boxed{...}` by th
 `math_reward` also uses. `2/4` does not equal `\frac{1}{2}`, and `1,000` does not equal `1000`. docs/rewards.md lists
 the rules and the differences from `is_equiv`.
 
-`math_dapo` and `math_dapo_boxed` grade the end of a response with 1 or -1, as DAPO does
+`math_dapo` and `math_dapo_boxed` give 1 or -1 for the answer at the end of a response, as in DAPO
 (https://arxiv.org/abs/2503.14476). `math_dapo`, verl's default, compares the last `Answer: ...` line after the
 normalisation of Minerva (Lewkowycz et al. 2022, https://arxiv.org/abs/2206.14858, appendix D.1). `math_dapo_boxed`
 compares the content of the last box character by character.

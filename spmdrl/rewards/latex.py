@@ -2,8 +2,9 @@ r"""Rewrites the LaTeX of an answer to a form that the grammar of math-verify pa
 
 `spelled` unifies spellings, such as `\mathrm{e}` and e, or `\left(` and (. `named` replaces each name that the grammar
 would misread by one symbol. The grammar drops primes and transposes (`y'` becomes y, and `2^T` becomes 2). It
-multiplies the letters of `\angle ABC` and `HHT`. It reads `I` as the imaginary unit, `E` as e, `\Gamma` as Euler's
-constant, and `\mathcal{A}` as `\mathbb{A}`. It reads a cross product of vectors as a product of numbers.
+reads names such as `\angle ABC` and `HHT` as products of their letters. It reads `I` as the imaginary unit, `E` as e,
+`\Gamma` as Euler's constant, and `\mathcal{A}` as `\mathbb{A}`. It reads a cross product of vectors as a product of
+numbers.
 """
 
 import re

@@ -24,11 +24,11 @@ DEFAULT_FUNCTION = "compute_score"
 QUICK: dict[str, Callable[[RewardInput], Reward]] = {
     name: load_builtin(name, {}) for name, row in REWARDS.items() if not row.pooled
 }
-"""Built-in rewards that end quickly for every response, so that the rank calls them in its own process."""
+"""Built-in rewards that end quickly for every response, so each rank calls them itself, without worker processes."""
 
 
 class Direct(Grader):
-    """Grader that calls a trusted and quick function in this process, in `submit`."""
+    """Grader that calls a trusted and quick function directly, in `submit`."""
 
     def __init__(self, name: str, function: Callable[[RewardInput], object], finite: bool = True):
         super().__init__(name)

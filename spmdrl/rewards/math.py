@@ -88,7 +88,7 @@ def _sides(text: str) -> list[str]:
 def _contradicts(text: str) -> bool:
     """Return whether two neighbouring sides of a chain of equations differ in value, as in `539 = 540`.
 
-    Only sides without names, units and number bases are compared. A decimal equals a value that rounds to it.
+    Only sides without names, units and number bases are compared. A decimal side equals any value that rounds to it.
     """
     values = []
     for side in _sides(text):

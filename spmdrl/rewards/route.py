@@ -1,7 +1,7 @@
 """The reward `auto`, which grades each row by the built-in reward for its `data_source`, as verl does.
 
 The table follows verl's `default_compute_score` (verl/utils/reward_score/__init__.py of
-https://github.com/volcengine/verl), with the symbolic `math` for `prime_math`. The table lacks a reward for Geometry3K.
+https://github.com/volcengine/verl), with the reward `math` in place of `prime_math`. It has no reward for Geometry3K.
 """
 
 from collections.abc import Callable

@@ -52,7 +52,7 @@ _PER_CENT = re.compile(r"(-?(?:[\d.,{}/\s]|\\[dtc]?frac)*\d[}\s]*)\\?%")
 _UNREADABLE = re.compile(
     r"\d\s*_"  # a number base within an expression
     r"|(?<![_\d.])\d[\d.]*\s+\.?\d"  # two numbers side by side
-    r"|\\text\{[^{}]*\}\s*[A-Za-z0-9({\\]"  # words between other things
+    r"|\\text\{[^{}]*\}\s*[A-Za-z0-9({\\]"  # words in a text command, followed by a letter or number
     r"|(?<![\d.])(?:\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4})(?![\d.])"  # a date
     r"|'|\\prime|\\cross"  # marks that do not follow a letter
 )

@@ -1,6 +1,6 @@
 """Rewards that compare a text or a number with the truth, and helper functions of all text rewards.
 
-These rewards end quickly for every response, so a rank calls them itself. `gsm8k` and `gsm8k_flexible` grade
+These rewards end quickly for every response, so each rank calls them itself. `gsm8k` and `gsm8k_flexible` grade
 the grade-school maths of Cobbe et al. 2021 (https://arxiv.org/abs/2110.14168), whose truths end in `#### n`.
 """
 

@@ -1,4 +1,4 @@
-"""A grading process: `python -m spmdrl.rewards.worker <parent pid>`, which reads and writes JSON lines.
+"""A process that grades responses: `python -m spmdrl.rewards.worker <parent pid>`, which reads and writes JSON lines.
 
 It reads from stdin:
      {"function": f, "settings": {...}, "finite": b}
