@@ -1,9 +1,10 @@
 """Algorithms as pure functions on tensors, without process groups, configuration or imports from higher layers.
 
-Look functions up in ADVANTAGES and LOSSES: an advantage and a loss share the name `reinforce`.
+Look functions up by name in the tables ADVANTAGES and LOSSES. An advantage and a loss may have the same name, as
+`reinforce` does.
 
 advantages.py         advantages with one number for each sequence
-credit.py             advantages with one number for each token; the combination of reward and cost
+credit.py             advantages with one number for each token; combines the advantages of reward and cost
 turns.py              advantages with one number for each turn
 tree.py               order of tokens and turns in an episode that may fork, and discounted sums along it
 estimators.py         table of all advantage estimators; advantages of a padded batch
@@ -14,15 +15,15 @@ sequence_losses.py    policy losses computed from whole sequences
 covariance_losses.py  KL-Cov and Clip-Cov, and their selection of tokens
 losses.py             table of all policy losses; loss of a padded batch
 loss_inputs.py        inputs and results of a policy loss
-rows.py               settings and paper of a function; conversion of padded tensors
+rows.py               finds the settings and the paper of a function; checks and converts padded inputs
 aggregate.py          reduces per-token losses to one number
 kl.py                 estimates of KL to the reference
 correction.py         importance weights for the difference between engine and trainer
 filters.py            chooses the groups that a step learns from
-resample.py           draws samples again, more often if their reward is likely to be right
+resample.py           draws samples with replacement, preferring rewards that are likely right; a replay buffer
 shaping.py            turns a score into the reward that advantages use
 preference.py         losses of pairs of responses, and of labelled responses
-value.py              losses of a critic, of implicit process rewards, of good samples and of given tokens
+value.py              losses of a critic and of an implicit reward model, and losses that imitate good or given tokens
 """
 
 from spmdrl.algos.correction import correction_weights

@@ -1,8 +1,9 @@
-"""Outcome advantages: one number for each sequence, used at all of its sampled tokens.
+"""Outcome advantages: one number for each sequence, used at all sampled tokens of the sequence.
 
-N: sequences of all ranks. A group is the samples of one prompt. Estimators are functions of `Samples`, whose docstring
-describes shapes and errors. The returns of these estimators equal the advantages. On a CPU, results are bitwise equal
-for any order of the samples and any distribution over ranks, because sums run in order of group and value.
+N: number of sequences on all ranks. A group is the samples of one prompt. Estimators are functions of `Samples`, whose
+docstring describes shapes and errors. The returns of these estimators equal the advantages. On a CPU, results are
+bitwise equal for any order of the samples and any distribution over ranks, because terms are added in order of group
+and value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
 
         A = (r - mean of the group) / (std of the group + eps)
 
-    Group of one: the mean counts as 0 and the std as 1, so A is `r / (1 + eps)`. Equal rewards: A is exactly 0.
+    In a group of one the mean counts as 0 and the std as 1, so A is `r / (1 + eps)`. If the rewards of a group are
+    equal, A is exactly 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(normalise(score_N, groups, eps)[mine])
@@ -38,7 +40,7 @@ def dr_grpo(x: Samples) -> Result:
 
         A = r - mean of the group
 
-    Group of one: A is `r`. Equal rewards: A is 0.
+    In a group of one, A is `r`. If the rewards of a group are equal, A is 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(subtract_mean(score_N, groups)[mine])
@@ -51,21 +53,21 @@ def rloo(x: Samples) -> Result:
 
         A = r - mean of the other samples of the group
 
-    Group of one: A is `r`. Equal rewards: A is 0.
+    In a group of one, A is `r`. If the rewards of a group are equal, A is 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(leave_one_out(score_N, groups)[mine])
 
 
 def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
-    """REINFORCE: the reward minus a baseline over the step.
+    """REINFORCE: the reward minus a baseline that is the same for all samples of the step.
 
     Source: https://doi.org/10.1007/BF00992696
 
         A = r - baseline
 
-    `baseline`: `batch` is the mean reward of the step, `none` is 0. Unlike REINFORCE++, it does not whiten or divide by
-    a std.
+    `baseline`: `batch` is the mean reward of the step, `none` is 0. Unlike REINFORCE++, this estimator does not whiten
+    the advantages.
 
     It ignores groups. If all rewards of the step are equal and the baseline is `batch`, A is 0.
     """
@@ -84,21 +86,21 @@ def reinforce_plus_plus_baseline(x: Samples) -> Result:
 
         A = (r - mean of the group), whitened
 
-    Group of one: its raw reward enters the whitening. Equal rewards: 0 before the whitening, which then subtracts the
-    step's mean. If the rewards are equal within every group, A is exactly 0.
+    In a group of one, the number before the whitening is the reward itself. If the rewards of a group are equal, it is
+    0, and the whitening then subtracts the step's mean. If the rewards are equal within every group, A is exactly 0.
     """
     advantages_T = x.whiten(dr_grpo(x)[0])
     return advantages_T, advantages_T
 
 
 def opo(x: Samples) -> Result:
-    """OPO: the reward minus the mean of the group weighted by length. Lengths are in sampled tokens.
+    """OPO: the reward minus the group's mean reward, in which each sample is weighted by its number of sampled tokens.
 
     Source: https://arxiv.org/abs/2505.23585
 
         A = r - (sum over the group of length * r) / (sum over the group of length)
 
-    Group of one: A is `r`. Equal rewards: A is 0.
+    In a group of one, A is `r`. If the rewards of a group are equal, A is 0.
     """
     score_N, length_N, group_N, mine = x.everyone(x.scores, x.lengths, x.group)
     groups = Groups.of([group_N], score_N, length_N)
@@ -118,7 +120,7 @@ def gpg(x: Samples, *, f_norm: float = 1.0, count: str = "rewarded") -> Result:
     groups whose rewards differ, as the paper does, so alpha makes up for groups without a gradient. If no sample
     counts, alpha is the number of samples.
 
-    Group of one: A is `alpha * r / f_norm`. Equal rewards: A is 0.
+    In a group of one, A is `alpha * r / f_norm`. If the rewards of a group are equal, A is 0.
     """
     if f_norm == 0:
         raise ValueError("f_norm divides the advantages: it cannot be 0")
@@ -137,9 +139,10 @@ def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
 
         A of the best sample of a group = (best - second best) / (std of the group + eps), all others 0
 
-    `std` False leaves the division out. If two or more samples share the best reward, the whole group gets 0.
+    With `std` False, A is not divided by the std. If two or more samples share the best reward, A is 0 in the whole
+    group.
 
-    Group of one: A is 0. Equal rewards: A is 0.
+    In a group of one, or if the rewards of a group are equal, A is 0.
     """
     in_range("eps", eps, 0)
     score_N, groups, mine = _scores(x)
@@ -160,15 +163,16 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
         A = sum over the score and its parts of weight * (part - mean of the group) / (std of the group + eps), whitened
 
     The part `score` is the reward that other estimators use. It includes the reward model's score, shaping and KL.
-    `weights` is a mapping from names of parts to weights, in which a missing part counts as 0; or a list with one
-    weight for each part in their order, which leaves the score out. With None the score and every part have weight 1. A
-    score that is the sum of its parts then counts them twice: name only the parts, as in
+    `weights` is a mapping from names of parts to weights, in which a missing part has weight 0; or a list with one
+    weight for each part in their order, in which case the score has weight 0. With None the score and every part have
+    weight 1. If the score is the sum of its parts, every part then counts twice: give weights to the parts only, as in
     `--algo.part-weights right=1 format=0.5`.
 
-    A part is an error if a sample lacks it, if it is not finite or if its name is `score`. A sample whose grading timed
-    out has 0 in all parts.
+    It is an error if a sample lacks a part, if a part is not finite or if its name is `score`. A sample whose grading
+    timed out has 0 in all parts.
 
-    Group of one: a part becomes `part / (1 + eps)` before the whitening. A part that is equal in a group adds 0 there.
+    In a group of one, a part becomes `part / (1 + eps)` before the whitening. If a part is equal in all samples of a
+    group, it adds 0 to them.
     """
     if SCORE in x.parts:
         raise ValueError(
@@ -198,11 +202,11 @@ def win_rate(x: Samples) -> Result:
     `lower` and `equal` are the numbers of other samples of the group with a lower and with an equal reward. The score
     of a judge of pairs (docs/judge.md#pairs) is already a win rate: use `dr_grpo` with it.
 
-    Group of one: A is 0. Equal rewards: A is 0.
+    In a group of one, or if the rewards of a group are equal, A is 0.
     """
     score_N, groups, mine = _scores(x)
-    # In the order of (group, reward), the samples with a lower reward are those of the group before the first equal
-    # reward.
+    # If the samples are sorted by (group, reward), the samples with a lower reward are those from the start of the
+    # group to the first sample with the same reward.
     ranks = Groups.of([groups.index_N, score_N])
     starts = [torch.cumsum(torch.bincount(g.index_N), 0) - torch.bincount(g.index_N) for g in (ranks, groups)]
     below_N = starts[0][ranks.index_N] - starts[1][groups.index_N]
@@ -217,7 +221,7 @@ def _scores(x: Samples) -> tuple[torch.Tensor, Groups, torch.Tensor]:
 
 
 def _weights(weights: Mapping[str, float] | Sequence[float] | None, names: list[str]) -> dict[str, float]:
-    """Return the weights by name, of the score and the parts. names: the parts of the reward, in their order."""
+    """Return a dict of name -> weight, for the score and the parts. names: names of the parts, in their order."""
     everything = [SCORE, *names]
     if weights is None:
         weights = dict.fromkeys(everything, 1.0)

@@ -4,8 +4,8 @@ T: packed tokens of one micro-batch. A loss is `(loss_T * token_weights(...)).su
 ranks. The weights divide by global counts, so the sum is the same for any division into micro-batches (law 2 of the
 design) that does not cut a sequence in two.
 
-A sequence is one episode. An episode that branches is also one sequence, which has each sampled token of its paths
-once.
+A sequence is one episode. An episode that branches is also one sequence, in which each sampled token of its paths
+occurs once.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over the whole batch, all micro-batches and all ranks."""
+    """Counts over the whole batch, that is over all micro-batches and all ranks."""
 
     tokens: float
-    """Unmasked tokens."""
+    """Number of unmasked tokens."""
     sequences: float
-    """Sequences with at least one unmasked token."""
+    """Number of sequences with at least one unmasked token."""
 
 
 def count_totals(mask_T: torch.Tensor, seq_T: torch.Tensor) -> Totals:
-    """Return the totals of these tokens. Their sums over micro-batches and ranks are the totals of the batch.
+    """Return the counts of one micro-batch. Their sums over micro-batches and ranks are the totals of the batch.
 
     mask_T: bool [T]. seq_T: int64 [T], the token's sequence. The function waits for the device once.
     """
@@ -40,7 +40,7 @@ def token_weights(
 ) -> torch.Tensor:
     """Return the weight of each token's loss, fp64 [T]; exactly 0 where the mask is False.
 
-    mode, over the N = totals.sequences sequences of the whole batch:
+    mode: what the sum of the weighted losses is, over all tokens and sequences of the whole batch:
 
     - `token-mean`: sum of all token losses / totals.tokens (DAPO, https://arxiv.org/abs/2503.14476)
     - `seq-mean-token-sum`: token losses summed within a sequence, mean over sequences
@@ -49,12 +49,12 @@ def token_weights(
     - `seq-mean-token-sum-norm`: `seq-mean-token-sum` / horizon (Dr. GRPO, https://arxiv.org/abs/2503.20783)
 
     mask_T: bool [T], True where the loss counts. seq_T: int64 [T], index of the token's sequence in this micro-batch.
-    totals: global counts. horizon: number of tokens, a constant of the run such as the longest allowed response (verl
-    uses the width of its padded mask).
+    totals: counts over the whole batch. horizon: number of tokens, a constant of the run such as the longest allowed
+    response (verl uses the width of its padded mask).
 
-    The weights are fp64, so that a sum over many tokens does not depend on their order at fp32 precision. Totals of 0
-    with an unmasked token give nan, not a silent 0. ValueError: unknown mode, shapes that differ, horizon missing or
-    not positive.
+    The weights are fp64, so that a sum over many tokens does not depend on their order at fp32 precision. If totals are
+    0 although a token is unmasked, its weight is nan, so that the mistake is seen. ValueError: unknown mode, shapes
+    that differ, horizon missing or not positive.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
@@ -66,8 +66,8 @@ def token_weights(
     else:
         weight = torch.full(mask_T.shape, _inverse(totals.sequences), dtype=torch.float64, device=mask_T.device)
     if mode == "seq-mean-token-mean":
-        # A sequence is never split, so its count of tokens is known in this micro-batch. A sequence with a count of 0
-        # has only masked tokens.
+        # A sequence is never split, so its count of tokens is known in this micro-batch. The count is 0 only if all
+        # tokens of the sequence are masked, and then their weights become 0 below.
         weight = weight / sum_per_sequence(mask_T, seq_T).clamp(min=1)[seq_T]
     if mode == "seq-mean-token-sum-norm":
         if horizon is None or not horizon > 0:
@@ -79,8 +79,8 @@ def token_weights(
 def sum_per_sequence(value_T: torch.Tensor, seq_T: torch.Tensor, sequences: int | None = None) -> torch.Tensor:
     """Return the sum of value over each sequence: [T] -> fp64 [B], differentiable in value.
 
-    sequences: B; None: the index of the last sequence that has a token, plus 1, for which the function waits for the
-    device once. Values of masked tokens must be 0 already.
+    sequences: number of sequences, B. With None, B is the index of the last sequence that has a token, plus 1; to read
+    it, the function waits for the device once. The caller must have set values of masked tokens to 0.
     """
     if sequences is None:
         sequences = int(seq_T.max()) + 1 if seq_T.numel() else 0

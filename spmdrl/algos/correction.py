@@ -1,8 +1,9 @@
 """Rollout correction: importance weights for tokens whose log-probability differs between engine and trainer.
 
 T: packed tokens; B: sequences. The ratio of a token is r = exp(old_logp - rollout_logp). The ratio of a sequence is the
-product of the ratios of its unmasked tokens. Log ratios are clamped to +-20, for a sequence after the sum. Results have
-no gradient. Masked tokens have weight 0 and do not count in any statistic, whatever values the inputs have there.
+product of the ratios of its unmasked tokens. The log ratio of a token, or the sum of log ratios of a sequence, is
+clamped to +-20. Results have no gradient. Masked tokens have weight 0 and do not count in any statistic, whatever
+values the inputs have there.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from spmdrl.algos.rows import as_tensor, find, settings_of, unpad
 
 
 def uncorrected(ratio: torch.Tensor) -> torch.Tensor:
-    """1."""
+    """1 for every token, so nothing is corrected."""
     return torch.ones_like(ratio)
 
 
@@ -53,7 +54,7 @@ class Correction:
 
     function: Callable[..., torch.Tensor]
     of_sequence: bool = False
-    """Whether each token gets the ratio of its whole sequence."""
+    """Whether the ratio of a token is replaced by the ratio of its whole sequence."""
 
 
 CORRECTIONS: dict[str, Correction] = {
@@ -75,16 +76,16 @@ def correction_weights(
     low: float | None = None,
     high: float | None = None,
 ) -> torch.Tensor:
-    """Return the weight of each token's loss, in the shape, dtype and device of old_logp; 0 where the mask is False.
+    """Return the weight of each token's loss, with the shape, dtype and device of old_logp; 0 where the mask is False.
 
     Args:
         kind: a key of CORRECTIONS.
         old_logp: the trainer's log-probabilities, packed [T] or padded [B, T], nats.
         rollout_logp: the log-probabilities that the engine reported, in the same shape.
-        mask: bool [T] of packed inputs; of padded inputs [B, T], True or 1 where the policy sampled.
-        seq_T: int64 [T], the token's sequence; None: the inputs are padded, and a row is a sequence.
+        mask: True where the policy sampled; bool [T] for packed inputs, or [B, T] of bools or 0 and 1 for padded ones.
+        seq_T: int64 [T], the token's sequence; None for padded inputs, in which each row is a sequence.
         low: smallest ratio that is not set to 0; None: the default of the kind.
-        high: largest ratio; a larger one is truncated or set to 0, as the kind does. None: the default of the kind.
+        high: largest ratio that is kept; the kind sets a larger one to `high` or to 0. None: the default of the kind.
 
     Raises:
         ValueError: an unknown kind; low above high or negative; low for a kind that only truncates from above; shapes
@@ -123,8 +124,9 @@ def reject_sequences(
 
     Source: https://richardli.xyz/rl-collapse. Bounds close to 1 are usual, such as 0.99 and 1.001.
 
-    Unlike the product, a geometric mean does not grow or shrink with the length. low, high: None for no bound. A
-    sequence without an unmasked token has the ratio 1. sequences: B, as in `aggregate.sum_per_sequence`.
+    Unlike the product of the ratios, their geometric mean does not grow or shrink with the length of the sequence. A
+    sequence without an unmasked token has the ratio 1. low, high: None for no bound. sequences: number of sequences, as
+    in `aggregate.sum_per_sequence`.
     """
     _check_bounds(low, high)
     total_B = sum_per_sequence(_log_ratio(old_logp_T, rollout_logp_T, mask_T), seq_T, sequences)
@@ -134,15 +136,15 @@ def reject_sequences(
 def mismatch(
     old_logp_T: torch.Tensor, rollout_logp_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return measures of the distance of old_logp from the engine's logp: name -> (mean, weight), 0-d fp64.
+    """Return measures of how far old_logp is from the engine's logp: a dict of name -> (mean, weight), 0-d fp64.
 
     `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the mean of the batch, from which
-    `finish_monitors` derives further numbers. Means over tokens:
+    `finish_monitors` derives further numbers. These are means over tokens:
 
     - `mismatch/k1`, `mismatch/k3`: estimates of KL(rollout || old), log(1 / r) and r - 1 - log r
     - `mismatch/ratio`, `mismatch/ratio_square`: r and r^2
 
-    Means over sequences that have an unmasked token: `mismatch/sequence_ratio`, `mismatch/sequence_ratio_square`.
+    `mismatch/sequence_ratio` and `mismatch/sequence_ratio_square` are means over sequences that have an unmasked token.
     """
     log_ratio_T = _log_ratio(old_logp_T, rollout_logp_T, mask_T)
     count_B = sum_per_sequence(mask_T, seq_T)
@@ -167,7 +169,8 @@ def disagreement(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean of |logp - rollout_logp| in nats, its weight (number of tokens), and the maximum: 0-d fp64.
 
-    Without tokens they are 0, 0 and -inf. The mean is reduced over micro-batches and ranks as in `mismatch`.
+    Without an unmasked token they are 0, 0 and -inf. The caller reduces the mean over micro-batches and ranks as the
+    docstring of `mismatch` describes.
     """
     difference_T, tokens = _log_ratio(logp_T, rollout_logp_T, mask_T).abs(), mask_T.sum().double()
     largest = torch.where(mask_T, difference_T, -torch.inf).amax() if len(mask_T) else tokens - torch.inf
@@ -175,11 +178,11 @@ def disagreement(
 
 
 def finish_monitors(values: dict[str, float]) -> dict[str, float]:
-    """Return the numbers of a step, with the means of r and r^2 replaced by chi2 and ess.
+    """Return the numbers of a step, in which chi2 and ess replace the means of r and r^2.
 
     `mismatch/chi2` = E[r^2] - 1 is the chi-square divergence of old from rollout. `mismatch/ess` = E[r]^2 / E[r^2] is
-    the effective sample size as a share of the samples, in (0, 1]. Both are over tokens; `mismatch/sequence_chi2` and
-    `mismatch/sequence_ess` are over sequences.
+    the effective sample size as a share of the samples, in (0, 1]. Both use the ratios of tokens;
+    `mismatch/sequence_chi2` and `mismatch/sequence_ess` use the ratios of sequences.
     """
     done = dict(values)
     for level in ("", "sequence_"):

@@ -1,15 +1,17 @@
-"""KL-Cov and Clip-Cov: losses that restrain the few tokens which collapse the policy's entropy.
+"""KL-Cov and Clip-Cov: losses that limit the update at the few tokens that collapse the policy's entropy.
 
-Source: https://arxiv.org/abs/2505.22617. The log-probability and the advantage of these tokens are both far above their
-means. The tokens are selected over the whole batch, all micro-batches and ranks, before the loss, which finds them in
-`x.selected`. A selection within each micro-batch would depend on how the batch is divided (law 2 of the design).
+Source: https://arxiv.org/abs/2505.22617. At these tokens the log-probability and the advantage are both far from their
+means, on the same side. The tokens are selected from the whole batch (all micro-batches and ranks) before the loss is
+computed, and the loss finds them in `x.selected`. A selection within each micro-batch would depend on how the batch is
+divided (law 2 of the design).
 
 A selection is `f(x: Selecting, **settings) -> bool [T]`, with the settings of its loss. It gathers from other ranks
-exactly twice, independent of the data (law 1): first sums per sequence, then the best candidates of each rank. The
-result is bitwise equal for any distribution of sequences over ranks: sums run in order of their terms, and equal
+exactly twice, whatever the data are (law 1): first sums per sequence, then the best candidates of each rank. The result
+is bitwise equal for any distribution of sequences over ranks, because terms are added in ascending order, and equal
 candidates are taken in order of sample and then of token.
 
-T: packed tokens, of a micro-batch in a loss and of this rank in a selection; B: sequences; N: rows of every rank.
+T: packed tokens (of one micro-batch in a loss, of the whole rank in a selection); B: sequences of this rank; N: rows of
+all ranks.
 """
 
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ def kl_cov(x: LossInputs, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> L
 
     Source: https://arxiv.org/abs/2505.22617; defaults of https://github.com/PRIME-RL/Entropy-Mechanism-of-RL
 
-        covariance of a token = (A - mean A) (logp - mean logp), means over the tokens of the optimizer step, all ranks
+        covariance of a token = (A - mean A) (logp - mean logp), means over the optimizer step's tokens of all ranks
         loss = -A r + kl_coef |logp - old_logp| at the selected tokens; -A r elsewhere
 
     The selected tokens are those with the largest covariance: a share `cov_ratio` of all tokens, and at least one.
@@ -61,15 +63,15 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> LossResult:
-    """Clip-Cov: PPO's clipped loss, set to 0 at a random choice of the tokens that collapse the entropy.
+    """Clip-Cov: PPO's clipped loss, but 0 at a random selection of the tokens that collapse the entropy.
 
     Source: https://arxiv.org/abs/2505.22617; defaults of https://github.com/PRIME-RL/Entropy-Mechanism-of-RL
 
         loss = PPO's; 0 at the selected tokens
 
     The selected tokens are a share `cov_ratio` of all tokens. They are drawn from the tokens with
-    `cov_low < covariance < cov_high` that PPO does not clip. The covariance is that of `kl_cov`. The draw is keyed by
-    the sample and the position of the token, not by the rank.
+    `cov_low < covariance < cov_high` that PPO does not clip. `kl_cov` defines the covariance. Whether a token is drawn
+    does not depend on the rank that has it.
 
     Further stat: `selected_fraction`. `clip_fraction` is the share of tokens where PPO's clip decides the loss.
     """
@@ -87,7 +89,7 @@ def clip_cov(
 
 
 def check_share(cov_ratio: float) -> None:
-    """Check that the share of tokens is in [0, 1]; ValueError otherwise."""
+    """Raise ValueError unless the share of tokens is in [0, 1]."""
     if not 0 <= cov_ratio <= 1:
         raise ValueError(f"cov_ratio is a share of all tokens, in [0, 1], got {cov_ratio}")
 
@@ -106,7 +108,7 @@ def _selected(x: LossInputs, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Selecting:
-    """This rank's tokens of one optimizer step, on the host.
+    """This rank's tokens of one optimizer step, from which tokens are selected. Tensors are on the host.
 
     Floats are fp64, and can have any value where the mask is False. `seq` ascends.
     """
@@ -120,18 +122,20 @@ class Selecting:
     sequences: int
     """Number of sequences, B."""
     draw: torch.Tensor | None = None
-    """[T]: a uniform number in [0, 1) for each token, keyed by the data and not by the rank. Used by clip_cov."""
+    """[T]: a uniform random number in [0, 1) for each token, the same on whichever rank the token is. clip_cov needs
+    it; None for kl_cov."""
     gather: Gather = alone
-    """Gathers rows of all ranks, as in `Samples`."""
+    """Function that gathers rows of all ranks, as in `Samples`."""
 
 
 def select_kl_cov(x: Selecting, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> torch.Tensor:
-    """Select the tokens with the largest covariance: bool [T], max(1, int(cov_ratio * tokens)) over all ranks.
+    """Return bool [T], True at the max(1, int(cov_ratio * tokens)) tokens of all ranks with the largest covariance.
 
     Source: https://arxiv.org/abs/2505.22617
 
     The covariance of a token is (A - mean A)(logp - mean logp), means over all unmasked tokens of all ranks.
-    cov_ratio: in [0, 1]; 0 selects none. kl_coef: a setting of the loss, not used. Collective in a run.
+    cov_ratio: in [0, 1]; 0 selects none. kl_coef: not used; it is accepted because the loss has it. Collective in a
+    run.
     """
     check_share(cov_ratio)
     cov_T, place_B, most = _covariance(x, cov_ratio)
@@ -147,12 +151,12 @@ def select_clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> torch.Tensor:
-    """Select random tokens with cov_low < covariance < cov_high that PPO does not clip: bool [T].
+    """Return bool [T], True at random tokens with cov_low < covariance < cov_high that PPO does not clip.
 
     Source: https://arxiv.org/abs/2505.22617
 
-    It selects max(1, int(cov_ratio * tokens)) candidates over all ranks, or all of them if there are fewer: those with
-    the lowest `draw`. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`.
+    Of these candidates, it selects the max(1, int(cov_ratio * tokens)) of all ranks with the lowest `draw`, or every
+    candidate if there are fewer. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`.
     """
     check_share(cov_ratio)
     check_clip(clip_low, clip_high, most_low=1.0)
@@ -187,8 +191,8 @@ def _best(
 ) -> torch.Tensor:
     """Return bool [T]: True at the `most` candidates of all ranks with the largest value."""
     index = torch.nonzero(candidates_T).flatten()
-    # Sort by value, equal values in sample order. A candidate that is not among this rank's best is not among the best
-    # of all ranks either.
+    # Sort by value; equal values keep the order of the samples. A candidate that is not among this rank's best is not
+    # among the best of all ranks either, so `most` candidates of each rank are enough.
     index = index[torch.argsort(place_B[x.seq[index]], stable=True)]
     index = index[torch.argsort(value_T[index], descending=True, stable=True)][:most].sort().values
     value_N, place_n = _rows(x).everyone(value_T[index], seq_n=x.seq[index])

@@ -2,7 +2,8 @@
 
 S: sampled tokens of this rank. The time of a token is the number of sampled tokens before it on its path (`tree.py`);
 tokens that a tool wrote do not count. Estimators are functions of `Samples`. Results do not depend on how the
-sequences are distributed over ranks. ValueError: an input that is missing or not finite, settings out of range.
+sequences are distributed over ranks. They raise ValueError if an input is missing or not finite, or if a setting is out
+of range.
 """
 
 import torch
@@ -28,12 +29,12 @@ def gae(
 
         error_t  = reward_t + gamma * V_(t+1) - V_t                    V after the last sampled token is 0
         A_t      = sum over k of (gamma * lam)^k * error_(t+k)         then whitened
-        return_t = the same sum with critic_lam, not whitened, + V_t
+        return_t = V_t + the same sum with critic_lam instead of lam, not whitened
 
     It needs a critic. Time counts sampled tokens only, so values and discounts skip the tokens that a tool wrote.
     With `lam` 1 the advantage is the return minus the value; 0.95 is usual for short responses.
-    `length_adaptive` is VAPO's alpha (https://arxiv.org/abs/2504.05118, with 0.05): it sets `lam = 1 - 1 / (alpha *
-    sampled tokens)`, at least 0, for the advantages but not for the returns. `critic_lam` None means `lam`.
+    `length_adaptive` is VAPO's alpha (0.05 in https://arxiv.org/abs/2504.05118): it sets `lam = 1 - 1 / (alpha *
+    sampled tokens)`, at least 0, for the advantages but not for the returns. With `critic_lam` None, returns use `lam`.
 
     It ignores groups.
     """
@@ -69,8 +70,8 @@ def remax(x: Samples) -> Result:
     The engine samples one more response to every prompt, greedily. That response is graded, but the policy does not
     learn from it. Returns are the reward-to-go.
 
-    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If an outcome reward equals that of the
-    greedy response, A is 0.
+    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If a response has the same outcome
+    reward as the greedy one, A is 0.
     """
     baseline_B = x.need("baseline")
     returns_T = to_go(x, x.rewards, 1.0)
@@ -85,7 +86,7 @@ def reinforce_plus_plus(x: Samples, *, gamma: float = 1.0) -> Result:
         G_t = reward_t + gamma * G_(t+1)
         A_t = G_t, whitened
 
-    It is meant to be used with KL in the reward (`k1`). Returns are `G_t`.
+    It is meant to be used with the KL estimate `k1` in the reward. Returns are `G_t`.
 
     It ignores groups. If `G_t` is equal at all tokens of the step, A is exactly 0.
     """
@@ -100,7 +101,7 @@ def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result
 
         A_t = reward_t + gamma * A_(t+1)
 
-    With `gamma` 0 the advantage of a token is its own reward. Returns are the sums before `whiten`.
+    With `gamma` 0 the advantage of a token is the reward of this token. Returns are the sums before they are whitened.
 
     It ignores groups.
     """
@@ -120,7 +121,8 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
     rewards adds nothing. Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file)
     the process rewards are its scores of steps, and the implicit model is not built.
 
-    Group of one: the baselines of both terms are 0. Equal rewards: the outcome term is 0, the process term remains.
+    In a group of one, the baselines of both terms are 0. If the outcome rewards of a group are equal, the outcome term
+    is 0 and the process term remains.
     """
     in_range("gamma", gamma, 0, 1)
     process_T = x.need("process")
@@ -129,7 +131,7 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
     outcome_N = leave_one_out(score_N, Groups.of([group_N], score_N))
     groups = Groups.of([group_N], mean_N)
     low_N = groups.low(mean_N)
-    # Means are summed relative to the lowest one, so that the mean of equal numbers is exactly that number.
+    # The lowest mean is subtracted before the sum, so that the mean of equal numbers is exactly that number.
     others_N = low_N + (groups.sum(mean_N - low_N) - (mean_N - low_N)) / (groups.size_N - 1).clamp(min=1)
     baseline_N = torch.where(groups.size_N > 1, others_N, 0.0)
     process_T = to_go(x, process_T - x.at_tokens(baseline_N[mine]), gamma)
@@ -149,8 +151,8 @@ def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
     (docs/rewards.md#a-reward-model-in-a-file). Mean and std are over all steps of all samples of the group. The outcome
     and its shaping are ignored.
 
-    Group of one: the steps of the sample are compared with each other. For a single step the mean counts as 0 and the
-    std as 1. Equal scores: A is exactly 0.
+    In a group of one, the steps of the sample are compared with each other. For a single step, A is
+    `score / (1 + eps)`, as if the mean were 0 and the std 1. If the scores of a group are equal, A is exactly 0.
     """
     process_S, ends_S = x.need("process")[x.mask], x.need("ends")[x.mask] != 0
     seq_n = x.seq[x.mask][ends_S]
@@ -172,18 +174,19 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
 
     `p` is the probability of the sampled token when the step began. `W_t` sums the squared norms of the gradient with
     respect to the logits. The sums over the group run over the samples that reach time `t`. Returns are `G_t`. It costs
-    one more forward of the policy, for the sum over the vocabulary. Every rank stores 4 fp64 columns of the sampled
-    tokens of all ranks.
+    one more forward of the policy, for the sum over the vocabulary. Every rank stores four fp64 numbers for each
+    sampled token of all ranks.
 
-    The baseline is 0 at a time that only one sample reaches, because with its own return as baseline A would be 0. In a
-    group of one A is `G_t`. Equal rewards: A is 0 up to `eps` at times that at least two samples reach.
+    The baseline is 0 at a time that only one sample reaches, because A would be 0 if the baseline were the return of
+    that sample. In a group of one, A is `G_t`. If the rewards of a group are equal, A is 0 (up to `eps`) at times that
+    at least two samples reach.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]
     seq_S, returns_T = x.seq[x.mask], to_go(x, x.rewards, 1.0)
     energy_S = 1 - 2 * logp_S.exp() + collision_S
-    # Rounding can make the result slightly negative if p is near 1. A larger negative number comes from wrong inputs
-    # and is not hidden.
+    # Rounding can make the squared norm slightly negative if p is near 1. A larger negative number comes from wrong
+    # inputs, so it is not set to 0.
     energy_S = torch.where(energy_S > -1e-4, energy_S.clamp(min=0), energy_S)
     after_S = tokens_follow(x)
     energy_S, time_S = discount(energy_S, after_S, torch.ones_like(energy_S), forward=True), depths(after_S)

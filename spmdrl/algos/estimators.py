@@ -12,7 +12,7 @@ from spmdrl.algos.rows import as_tensor, find, nearest, settings_of, unpad
 from spmdrl.algos.samples import Result, Samples, at_last_sampled
 
 PER_TOKEN = tuple(f.name for f in fields(Samples) if f.default is None and f.metadata["shape"] == "T")
-"""Optional fields of Samples that are [T]."""
+"""Names of the optional fields of Samples that have a number for each token."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,26 @@ class Advantage:
 
     function: Callable[..., Result]
     needs: tuple[str, ...] = ()
-    """Fields of Samples that it requires."""
+    """Names of the fields of Samples that the estimator requires."""
     reads: tuple[str, ...] = ()
-    """Optional fields of Samples that it also uses."""
+    """Names of further fields of Samples that it uses if they are given."""
     compares: bool = True
     """Whether it compares the samples of a group. If not, it ignores `group`."""
     gradient: Literal["exact", "scaled", "biased"] = "biased"
-    """Expectation of its policy gradient (docs/credit.md): `exact`; `scaled` by 1 - 1/n, because the baseline of n
-    samples includes the sample itself; or `biased`."""
+    """How the expected policy gradient differs from the true one (docs/credit.md): not at all (`exact`); only by the
+    factor 1 - 1/n (`scaled`), because the baseline of n samples includes the sample itself; or in direction, too
+    (`biased`)."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the fields of Samples that it uses in addition to rewards and groups."""
+        """Return the names of the fields of Samples that the estimator uses in addition to rewards and groups."""
         return (*self.needs, *self.reads)
 
 
 def own_advantage(function: Callable[..., Result]) -> Advantage:
-    """Return the table row of a user's function. The attribute `needs` of the function names fields of Samples."""
+    """Return the table row of a user's function. The function can have an attribute `needs`, a tuple of the names of
+    the fields of Samples that it requires.
+    """
     return Advantage(function, needs=getattr(function, "needs", ()), compares=False)
 
 
@@ -79,14 +82,14 @@ def compute_advantages(
         name: such as "grpo" or "gae".
         rewards: [B, T], a reward for each token; or [B], outcomes, which are placed on the last sampled token.
         mask: [B, T], True or 1 where the policy sampled.
-        group: [B], the prompt of each row, as numbers or strings; estimators that compare samples need it.
+        group: [B], a number or string that names the prompt of each row; estimators that compare samples need it.
         inputs: keyword settings of the estimator, such as gamma, and fields of Samples. Fields are [B, T], but
             `baseline` is [B] or one number, and `parts` is a dict of name -> [B] or [B, T]. Fields that the estimator
             does not use are ignored. For "reinforce", `baseline` is a setting and not a field.
 
     Returns:
         advantages [B, T] and returns [B, T], 0 where the mask is 0, on the device and in the dtype of `rewards`
-        (float64 for integers and bools). The computation is in float64.
+        (float64 if `rewards` are integers or bools). The computation is in float64.
 
     Raises:
         ValueError: an unknown name or setting, a missing input, shapes that do not fit, rewards that are not finite.
@@ -128,7 +131,9 @@ def compute_advantages(
 def _at_tokens(
     name: str, value: Any, mask_T: torch.Tensor, seq_T: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Return rewards [B, T], or [B] on the last sampled token of each row, as fp64 [B * T], 0 where the mask is 0."""
+    """Return rewards as fp64 [B * T], 0 where the mask is 0. An outcome, from a `value` of shape [B], is placed on the
+    last sampled token of its row.
+    """
     x = as_tensor(name, value).cpu().double()
     if tuple(x.shape) == shape:
         return torch.where(mask_T, x.flatten(), 0.0)
@@ -138,7 +143,7 @@ def _at_tokens(
 
 
 def _numbered(group: Any, rows: int) -> torch.Tensor:
-    """Return groups as int64 [B], numbered in order of appearance."""
+    """Return groups as int64 [B], numbered in the order in which they first appear."""
     items = [0] * rows if group is None else group.tolist() if hasattr(group, "tolist") else list(group)
     if len(items) != rows or any(isinstance(item, list) for item in items):
         raise ValueError(f"group must hold one number or string for each of the {rows} rows, got {len(items)}")

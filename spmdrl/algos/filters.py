@@ -16,11 +16,11 @@ from spmdrl.algos.groups import grouped
 
 
 def mixed(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Dynamic sampling: groups whose scores differ, because the advantages of equal scores are 0. bool [B].
+    """Dynamic sampling: keeps groups whose scores differ, because the advantages of equal scores are 0.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476
 
-    A group of one is never mixed.
+    A group of one is never kept.
     """
     score_B, groups = grouped(score_B, group_B)
     return groups.high(score_B) > groups.low(score_B)
@@ -29,7 +29,7 @@ def mixed(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
 def accuracy_range(
     score_B: torch.Tensor, group_B: torch.Tensor, *, low: float = 0.2, high: float = 0.8
 ) -> torch.Tensor:
-    """Online prompt filtering: groups whose mean score is in [low, high], both bounds included. bool [B].
+    """Online prompt filtering: keeps groups whose mean score is in [low, high], both bounds included.
 
     Source: PRIME, https://arxiv.org/abs/2502.01456
 
@@ -38,8 +38,8 @@ def accuracy_range(
     if not low <= high:
         raise ValueError(f"accuracy_range needs low <= high, got {low} and {high}")
     score_B, groups = grouped(score_B, group_B)
-    # `groups.sum` adds in order of score. Otherwise rounding, which depends on the order of the samples, could decide
-    # whether a mean that equals a bound is within it.
+    # `groups.sum` adds scores in ascending order, so its rounding does not depend on the order of the samples. Rounding
+    # that did could decide whether a mean that equals a bound is within it.
     mean_B = groups.sum(score_B) / groups.size_N
     return (low <= mean_B) & (mean_B <= high)
 
@@ -53,7 +53,7 @@ FILTERS: dict[str, Callable[..., torch.Tensor]] = {
 def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the filter") -> torch.Tensor:
     """Return `keep_B` after a check that it is bool [B] and the same within each group.
 
-    name: of the filter function, for the message. ValueError: the check fails.
+    name: name of the filter function, for the message. ValueError: the check fails.
     """
     if not isinstance(keep_B, torch.Tensor) or keep_B.dtype != torch.bool or keep_B.shape != group_B.shape:
         got = f"{keep_B.dtype} {list(keep_B.shape)}" if isinstance(keep_B, torch.Tensor) else type(keep_B).__name__
@@ -72,8 +72,8 @@ def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the f
 def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -> torch.Tensor:
     """Return the `wanted` lowest kept positions, or all if there are fewer: int64, ascending.
 
-    kept_positions: int64, in any order; one tensor, or one for each rank or round. A position that occurs several times
-    (the samples of a prompt) counts once.
+    kept_positions: int64 positions of prompts, in any order; one tensor, or one tensor for each rank or round. A
+    position can occur several times, once for each sample of the prompt, and counts once.
     """
     parts = [kept_positions] if isinstance(kept_positions, torch.Tensor) else list(kept_positions)
     assert wanted >= 0 and all(part.dtype == torch.int64 for part in parts), (wanted, [p.dtype for p in parts])
@@ -83,7 +83,8 @@ def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -
 def shortage(name: str, kept: int, sampled: int, wanted: int, rounds: int) -> str:
     """Return the error message for a step with too few prompts after the filter `name`, with the flags to change.
 
-    kept, sampled: number of prompts over all ranks and all `rounds`. wanted: number of prompts that the step needs.
+    kept, sampled: numbers of kept and of sampled prompts over all ranks and rounds. wanted: number of prompts that the
+    step needs. rounds: number of rounds of sampling.
     """
     rate = kept / sampled if sampled else 0.0
     shortfall = (

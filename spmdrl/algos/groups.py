@@ -1,6 +1,6 @@
 """Groups of rows, and sums over groups that do not depend on the order of the rows.
 
-N: rows; B: rows that are the sequences of a batch. A group is usually the samples of one prompt.
+N: rows of any kind; B: rows that are the sequences of a batch. A group is usually the samples of one prompt.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from spmdrl.algos.rows import in_range
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of rows, and an order of summation that does not depend on the order of the rows."""
+    """Groups of rows, and an order in which to add the numbers of a group that does not depend on the rows' order."""
 
     index_N: torch.Tensor
-    """int64: the group of each row, 0 .. G - 1, in order of the keys."""
+    """int64: number of each row's group, 0 .. G - 1; groups are numbered by ascending key."""
     order_N: torch.Tensor
     """int64: indices of the rows, sorted by group and then by value."""
     size_N: torch.Tensor
@@ -24,7 +24,9 @@ class Groups:
 
     @staticmethod
     def of(keys: Sequence[torch.Tensor], *values_N: torch.Tensor) -> "Groups":
-        """Group rows with equal keys [N]. values_N: numbers [N] that fix the order of the terms in later sums."""
+        """Group the rows that have equal keys. keys: tensors [N]. values_N: tensors [N]; later sums add the rows of a
+        group in ascending order of these values.
+        """
         index_N = torch.zeros(len(keys[0]), dtype=torch.int64)
         for key_N in keys:
             _, number_N = torch.unique(key_N, return_inverse=True)
@@ -36,7 +38,7 @@ class Groups:
 
     def sum(self, x_N: torch.Tensor) -> torch.Tensor:
         """Return the sum of x over the group of each row, [N]."""
-        sums = torch.zeros_like(x_N)  # one slot per group, and there are at most N groups
+        sums = torch.zeros_like(x_N)  # has a place for each group, because there are at most N groups
         return sums.index_add_(0, self.index_N[self.order_N], x_N[self.order_N])[self.index_N]
 
     def low(self, x_N: torch.Tensor) -> torch.Tensor:
@@ -51,7 +53,7 @@ class Groups:
 
 
 def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return x - group mean; 0 in a group of one."""
+    """Return x minus the mean of the row's group; 0 in a group of one."""
     # Subtract the lowest value of the group first: equal values are then centred to exactly 0, and `normalise` does not
     # divide rounding errors by eps.
     above_N = x_N - groups.low(x_N)
@@ -66,7 +68,7 @@ def spread(centred_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def normalise(x_N: torch.Tensor, groups: Groups, eps: float) -> torch.Tensor:
-    """Return (x - group mean) / (group std + eps); in a group of one x / (1 + eps). ValueError: negative eps."""
+    """Return (x - group mean) / (group std + eps), or x / (1 + eps) in a group of one. ValueError: negative eps."""
     in_range("eps", eps, 0)
     centred_N = centre(x_N, groups)
     scaled_N = torch.where(centred_N == 0, 0.0, centred_N / (spread(centred_N, groups) + eps))
@@ -74,25 +76,31 @@ def normalise(x_N: torch.Tensor, groups: Groups, eps: float) -> torch.Tensor:
 
 
 def subtract_mean(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return x - group mean; in a group of one x itself."""
+    """Return x minus the mean of the row's group, or x itself in a group of one."""
     return torch.where(groups.size_N > 1, centre(x_N, groups), x_N)
 
 
 def leave_one_out(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return x - mean of the other rows of the group; in a group of one x itself."""
-    # x - (sum - x) / (n - 1) = (x - mean) * n / (n - 1)
+    """Return x minus the mean of the other rows of the group, or x itself in a group of one."""
+    # This uses x - (sum - x) / (n - 1) = (x - mean) * n / (n - 1).
     scaled_N = centre(x_N, groups) * groups.size_N / (groups.size_N - 1).clamp(min=1)
     return torch.where(groups.size_N > 1, scaled_N, x_N)
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """Return the power of two just above each |x|, 1 for 0. Dividing by it is exact and keeps squares in range."""
+    """Return the smallest power of two above each |x|; 1 where x is 0.
+
+    Dividing by it is exact, and the squares of the quotients cannot overflow.
+    """
     mantissa, _ = torch.frexp(x.abs())
     return torch.where(x == 0, 1.0, x.abs() / torch.where(x == 0, 1.0, mantissa))
 
 
 def finite_column(score_B: torch.Tensor, what: str = "rewards") -> torch.Tensor:
-    """Return a column [B] in fp64, without gradient. ValueError: not [B], or sequences whose number is not finite."""
+    """Return a column [B] in fp64, without gradient. what: name of the column, for messages.
+
+    ValueError: the column has another shape, or a number that is not finite.
+    """
     if score_B.ndim != 1:
         raise ValueError(f"{what} must be [B], one per sequence, got {list(score_B.shape)}")
     score_B = score_B.detach().double()
@@ -105,7 +113,7 @@ def finite_column(score_B: torch.Tensor, what: str = "rewards") -> torch.Tensor:
 
 
 def grouped(score_B: torch.Tensor, group_B: torch.Tensor, what: str = "rewards") -> tuple[torch.Tensor, Groups]:
-    """Return scores [B] in fp64, checked as `finite_column` does, and their groups. group_B: int64, any numbering."""
+    """Return scores [B] as `finite_column` does, and their groups. group_B: int64, any numbering."""
     score_B = finite_column(score_B, what)
     if score_B.shape != group_B.shape:
         raise ValueError(f"{what} and group must both be [B], got {list(score_B.shape)} and {list(group_B.shape)}")

@@ -18,7 +18,7 @@ same bound."""
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
-    """Unbiased, of either sign. Its gradient is 0 on average, so it has no effect in the loss: use it in the reward.
+    """Unbiased, can be negative. Its gradient is 0 on average, so it has no effect in the loss: use it in the reward.
 
     value: d; gradient: 1
     """
@@ -47,7 +47,7 @@ def k3(d: torch.Tensor) -> torch.Tensor:
     value: exp(-d) - 1 + d; gradient: 1 - exp(-d)
     """
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # Not exp(x) - x - 1, which is rounding noise in fp32 for the small x of training.
+    # expm1 keeps precision: for the small d of training, exp(-d) - 1 + d would be rounding noise in fp32.
     return (torch.expm1(-d) + d).clamp(max=K3_LIMIT)
 
 
@@ -83,7 +83,7 @@ def kl_estimate(kind: str, logp: torch.Tensor, ref_logp: Any, mask: torch.Tensor
     Args:
         kind: a key of KL_KINDS.
         logp: log-probabilities of the sampled tokens under the policy, any shape.
-        ref_logp: the same under the reference; a tensor, an array or a list.
+        ref_logp: log-probabilities of the same tokens under the reference; a tensor, an array or a list.
         mask: optional bool; where it is False the estimate and its gradient are exactly 0, whatever the inputs are.
 
     Raises:

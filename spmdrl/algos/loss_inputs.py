@@ -1,4 +1,4 @@
-"""Inputs and results of policy losses, and the steps that losses share. T: packed tokens of one micro-batch."""
+"""Inputs and results of policy losses, and computations that they share. T: packed tokens of one micro-batch."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ import torch
 from spmdrl.algos.aggregate import sum_per_sequence
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound at which a log ratio is clamped before exp, so that one bad token does not make the loss of the batch inf."""
+"""Largest absolute log ratio. Larger ones are clamped before exp, so that one bad token does not make the loss inf."""
 
 LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""The loss [T], and statistics by name, detached [T]. Both are 0 where the mask is False."""
+"""The loss [T], and a dict of name -> statistic, detached [T]. All are 0 where the mask is False."""
 
 
 @dataclass(frozen=True)
@@ -18,29 +18,30 @@ class LossInputs:
     """Inputs of a policy loss, all packed [T]. Log-probabilities are those of the sampled tokens, in nats."""
 
     logp: torch.Tensor
-    """Current policy, with gradient."""
+    """Log-probability under the current policy, with gradient."""
     old_logp: torch.Tensor
-    """Policy at the start of the step, no gradient."""
+    """Log-probability under the policy at the start of the step, without gradient."""
     advantages: torch.Tensor
     mask: torch.Tensor
     """bool, True where the policy sampled. Elsewhere the other tensors can have any value, even nan."""
     seq: torch.Tensor
-    """int64, ascending: the token's sequence in this micro-batch. A sequence is never cut, so a loss can sum over it.
-    All paths of an episode that branches are one sequence, and the mask is True for each sampled token once."""
+    """int64, ascending: number of the token's sequence in this micro-batch. A sequence is never cut, so a loss can sum
+    over it. All paths of an episode that branches are one sequence, in which the mask is True only once for a sampled
+    token."""
     entropy: torch.Tensor | None = None
     """Entropy of the current policy at this token, nats, with gradient."""
     ref_logp: torch.Tensor | None = None
     rollout_logp: torch.Tensor | None = None
-    """The engine's log-probability."""
+    """Log-probability that the engine reported when it sampled the token."""
     weights: torch.Tensor | None = None
-    """Importance weights that multiply the loss (correction for rollout_logp != old_logp), no gradient."""
+    """Importance weights by which the loss is multiplied, because rollout_logp differs from old_logp; no gradient."""
     selected: torch.Tensor | None = None
-    """bool: tokens selected over the whole batch before the loss, for losses with a `Loss.select`."""
+    """bool: True at the tokens that `Loss.select` selected from the whole batch; None for losses without `select`."""
 
 
 def masked(value_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
     """Return the value where the mask is True, else exactly 0; the gradient too is 0 there."""
-    # Losses call this on their inputs, before any arithmetic: nan times 0 is still nan, in the gradient too.
+    # Losses call this on their inputs before any arithmetic, because nan times 0 is still nan, in the gradient too.
     return torch.where(mask_T, value_T, 0.0)
 
 
@@ -55,14 +56,14 @@ def exp_clamped(log_ratio_T: torch.Tensor) -> torch.Tensor:
 
 
 def ratio_stats(ratio_T: torch.Tensor, log_ratio_T: torch.Tensor, x: LossInputs) -> dict[str, torch.Tensor]:
-    """Return the stats `ratio` and `old_kl`."""
+    """Return the stats `ratio` and `old_kl`, which the docstring of `token_losses.py` defines."""
     return {"ratio": masked(ratio_T.detach().to(log_ratio_T.dtype), x.mask), "old_kl": -log_ratio_T.detach()}
 
 
 def clipped_surrogate(
     advantages_T: torch.Tensor, ratio_T: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return -A r and -A clip(r, 1 - clip_low, 1 + clip_high). PPO's loss is the larger one."""
+    """Return -A r and -A clip(r, 1 - clip_low, 1 + clip_high). PPO's loss is the larger of these two."""
     return -advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
 
 
@@ -72,20 +73,20 @@ def weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def sequence_sum(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return at each unmasked token the sum of value over those of its sequence, fp64 [T], 0 elsewhere."""
+    """Return the sum of value over the unmasked tokens of each token's sequence: fp64 [T], 0 at masked tokens."""
     return masked(sum_per_sequence(masked(value_T, x.mask), x.seq)[x.seq], x.mask)
 
 
 def sequence_mean(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return at each unmasked token the mean of value over those of its sequence, fp64 [T], 0 elsewhere."""
-    # A sequence without an unmasked token has a count of 0 and a sum of 0.
+    """Return the mean of value over the unmasked tokens of each token's sequence: fp64 [T], 0 at masked tokens."""
+    # The clamp avoids 0 / 0 for a sequence without an unmasked token.
     return sequence_sum(value_T, x) / sum_per_sequence(x.mask, x.seq).clamp(min=1)[x.seq]
 
 
 def sequence_weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
     """Return a loss with one number per sequence, times the geometric mean of the sequence's importance weights.
 
-    Equal weights give that weight. A token of weight 0 makes the weight of its whole sequence 0.
+    If all weights are equal, the factor is that weight. If one weight is 0, the factor is 0.
     """
     if x.weights is None:
         return loss_T
@@ -94,7 +95,7 @@ def sequence_weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def check_clip(clip_low: float, clip_high: float, most_low: float = float("inf")) -> None:
-    """Check that the clip widths are not negative and the lower one is at most `most_low`; ValueError otherwise."""
+    """Raise ValueError if a clip width is negative, or if `clip_low` is above `most_low`."""
     if not clip_low >= 0 or not clip_high >= 0:
         raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}")
     if clip_low > most_low:

@@ -1,7 +1,7 @@
 """The table of all policy losses, and the loss of a padded batch as one number.
 
-The functions are in `token_losses.py`, `sequence_losses.py` and `covariance_losses.py`. The docstring of the first file
-describes their inputs and results.
+The functions are in `token_losses.py`, `sequence_losses.py` and `covariance_losses.py`. The docstring of
+`token_losses.py` describes their inputs and results.
 """
 
 from collections.abc import Callable
@@ -20,33 +20,33 @@ from spmdrl.algos.token_losses import cispo, dppo_kl, dppo_tv, dro, gpg, ppo, re
 
 @dataclass(frozen=True)
 class Loss:
-    """One policy loss: its function, and properties that a run uses.
+    """One policy loss: its function, and the properties that a run must know to use it.
 
     The keyword-only parameters of the function are its settings. Its docstring names the paper (`rows.paper_of`).
     """
 
     function: Callable[..., LossResult]
     aggregation: str = "token-mean"
-    """Aggregation of the paper, which a run uses if it does not set another."""
+    """Aggregation that the paper uses. A run uses it, too, unless its settings name another one."""
     scope: Literal["token", "sequence", "one per sequence"] = "token"
-    """Tokens whose logp the loss of a token depends on: `token`, only its own; `sequence`, all of its sequence; `one
-    per sequence`, all of its sequence, and all of these tokens have the same loss. Only the mean over sequences has a
-    meaning for the last kind, so a run always uses the aggregation of this row. (`gspo` is of this kind if the
-    advantages of a sequence are equal.)"""
+    """Which logp the loss of a token depends on: `token`, that of the token only; `sequence`, those of its whole
+    sequence; `one per sequence`, those of its whole sequence, and all tokens of a sequence have the same loss. Only a
+    mean over sequences has a meaning for `one per sequence`, so a run then always uses the aggregation above. (For
+    `gspo`, the losses of a sequence are equal only if its advantages are.)"""
     select: Callable[..., torch.Tensor] | None = None
-    """Function that selects tokens over the whole batch before the loss, for `LossInputs.selected`. It takes the
-    settings of the loss."""
+    """Function that selects tokens from the whole batch before the loss is computed, for `LossInputs.selected`. It
+    takes the settings of the loss. None if the loss needs no selection."""
     has_ratio: bool = True
-    """Whether it compares logp with old_logp, by their ratio or their difference."""
+    """Whether the loss compares logp with old_logp, by their ratio or their difference."""
     skips: bool = True
     """Whether the loss of a sequence with advantage 0 is 0, so that the forward may skip the sequence."""
 
 
 def own_loss(function: Callable[..., LossResult]) -> Loss:
-    """Return the table row of a user's function.
+    """Return the table row of a user's loss function.
 
-    Its scope is `token` if the attribute `token_separable` of the function is True, or if the function is a built-in
-    loss of that scope.
+    The scope is `token` if the function has an attribute `token_separable` that is True, or if the function is a
+    built-in loss with the scope `token`. In all other cases the scope is `sequence`.
     """
     built_in = any(loss.function is function and loss.scope == "token" for loss in LOSSES.values())
     separable = built_in or getattr(function, "token_separable", False)
@@ -62,7 +62,7 @@ LOSSES: dict[str, Loss] = {
     "gmpo": Loss(gmpo, "seq-mean-token-mean", "one per sequence", skips=False),
     "kl_cov": Loss(kl_cov, select=select_kl_cov, skips=False),
     "clip_cov": Loss(clip_cov, select=select_clip_cov, skips=False),
-    # Dr. GRPO's aggregation, which the authors recommend with it.
+    # The authors of DPPO recommend Dr. GRPO's aggregation with it.
     "dppo_tv": Loss(dppo_tv, "seq-mean-token-sum-norm"),
     "dppo_kl": Loss(dppo_kl, "seq-mean-token-sum-norm"),
     # The papers of dro and reinforce use log p of a response, which is a sum over its tokens.
@@ -74,7 +74,7 @@ LOSSES: dict[str, Loss] = {
 
 
 INPUTS = tuple(field.name for field in fields(LossInputs) if field.default is None)
-"""Optional inputs of a loss."""
+"""Names of the optional inputs of a loss."""
 
 
 def compute_loss(
@@ -93,19 +93,20 @@ def compute_loss(
 
     Args:
         name: such as "ppo" or "gspo".
-        logp: [B, T] of the current policy, nats; the only input that must be a tensor, for its gradient.
-        old_logp: [B, T] of the policy at the start of the step.
+        logp: [B, T], log-probabilities under the current policy, nats. Only this input must be a tensor, because the
+            result is differentiated with respect to it.
+        old_logp: [B, T], log-probabilities under the policy at the start of the step.
         advantages: [B, T].
         mask: [B, T], True or 1 where the policy sampled. Rows without a sampled token do not count.
-        aggregation: one of AGGREGATIONS; None: that of the loss's paper. It has no effect on losses with one number per
-            sequence, which are always means over sequences.
-        horizon: tokens by which `seq-mean-token-sum-norm` divides; None: T.
-        draw: [B, T], uniform numbers in [0, 1) by which clip_cov selects tokens; None: numbers from a fixed seed.
+        aggregation: one of AGGREGATIONS; None: the one that the paper of the loss uses. It has no effect on losses with
+            one number per sequence, which are always means over sequences.
+        horizon: number of tokens by which `seq-mean-token-sum-norm` divides; None: T.
+        draw: [B, T], uniform random numbers in [0, 1) by which clip_cov selects tokens; None: drawn with a fixed seed.
         settings: keyword settings of the loss, such as clip_low; and inputs [B, T]: weights, ref_logp, rollout_logp,
             entropy, selected (see LossInputs). Without `selected`, kl_cov and clip_cov select tokens of this batch.
 
     Returns:
-        0-d, in the dtype and on the device of `logp`.
+        the loss, a 0-d tensor in the dtype and on the device of `logp`.
 
     Raises:
         ValueError: an unknown name or setting, a setting out of range, shapes that do not fit.
@@ -129,7 +130,7 @@ def compute_loss(
     given = {"old_logp": old_logp, "advantages": advantages} | {k: settings.pop(k, None) for k in INPUTS}
     columns = {k: as_tensor(k, v, shape).flatten().to(logp_T) for k, v in given.items() if v is not None}
     if isinstance(given["entropy"], torch.Tensor):
-        columns["entropy"] = given["entropy"].flatten()  # not detached, unlike the other inputs
+        columns["entropy"] = given["entropy"].flatten()  # keeps its gradient, unlike the other inputs
     mask_T, seq_T = mask_T.to(logp.device), seq_T.to(logp.device)
     x = LossInputs(logp=logp_T, mask=mask_T, seq=seq_T, **columns)
     if x.selected is not None:

@@ -1,10 +1,10 @@
 """Losses of preference learning, per pair (a chosen and a rejected response to one prompt) or per labelled response.
 
-A loss is a function of `Pairs` or `Labelled` that returns the loss of every pair or response. A step's loss is their
-mean, which does not depend on micro-batches or ranks (law 2). AOT sorts the pairs of the whole step: it uses values of
-other pairs, which are computed before the first micro-batch (`Pairs.matched`).
+A loss is a function of `Pairs` or `Labelled` that returns the loss of every pair or response. A step's loss is the mean
+of these numbers, which does not depend on micro-batches or ranks (law 2). AOT sorts the pairs of the whole step, so it
+uses values of other pairs, which are computed before the first micro-batch (`Pairs.matched`).
 
-Log-ratio: log p of a response under the policy, minus log p of it under the reference.
+The log-ratio of a response is its log p under the policy minus its log p under the reference.
 """
 
 import math
@@ -20,7 +20,7 @@ from spmdrl.algos.rows import settings_of
 
 @dataclass
 class Pairs:
-    """P pairs. Tensors are [P]; `chosen` and `rejected` have a gradient."""
+    """P pairs of responses. Tensors are [P]; `chosen` and `rejected` have a gradient."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -32,8 +32,8 @@ class Pairs:
     rejected_tokens: torch.Tensor
     """Number of tokens of each response."""
     matched: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of a loss that sorts -> [P, 2]: for each response the value to compare it with, which has the same rank when
-    both sides are sorted over all pairs of the step; without gradient."""
+    """Name of a loss that sorts -> [P, 2], without gradient: the values with which the chosen and the rejected side of
+    each pair are compared. Both sides of a comparison have the same rank among the values of the step."""
 
     @property
     def ratio_chosen(self) -> torch.Tensor:
@@ -50,7 +50,7 @@ def score(ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
     """Return f'(u) of the divergence at u = exp(ratio), up to a constant that cancels in pairs (f-DPO,
     https://arxiv.org/abs/2309.16240).
 
-    divergence: `reverse_kl`, `forward_kl`, `js`, or `alpha` with its exponent.
+    divergence: `reverse_kl`, `forward_kl`, `js` or `alpha`. alpha: exponent of the `alpha` divergence.
     """
     if divergence == "forward_kl":
         return 1 - torch.exp(-ratio)
@@ -69,7 +69,7 @@ def difference(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
 
 
 def difference_per_token(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
-    """Return the difference of both scores, each divided by the number of tokens of its response."""
+    """Return the score per token of the chosen response minus that of the rejected one."""
     chosen, rejected = (score(ratio, divergence, alpha) for ratio in (x.ratio_chosen, x.ratio_rejected))
     return chosen / x.chosen_tokens - rejected / x.rejected_tokens
 
@@ -90,7 +90,7 @@ def robust(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, al
 
 
 def hinge(x: Pairs, *, beta: float, divergence: str, alpha: float) -> torch.Tensor:
-    """SLiC (https://arxiv.org/abs/2305.10425)."""
+    """SLiC, a hinge loss (https://arxiv.org/abs/2305.10425)."""
     return torch.relu(1 - beta * difference(x, divergence, alpha))
 
 
@@ -125,12 +125,12 @@ def sppo_hard(x: Pairs, *, beta: float) -> torch.Tensor:
 
 
 def apo_zero(x: Pairs, *, beta: float) -> torch.Tensor:
-    """APO-zero (https://arxiv.org/abs/2408.06266, eq. 7): chosen responses are better than the model's own."""
+    """APO-zero (https://arxiv.org/abs/2408.06266, eq. 7), for chosen responses that are better than the model's."""
     return 1 - (beta * x.ratio_chosen).sigmoid() + (beta * x.ratio_rejected).sigmoid()
 
 
 def apo_down(x: Pairs, *, beta: float) -> torch.Tensor:
-    """APO-down (https://arxiv.org/abs/2408.06266, eq. 8): chosen responses are worse than the model's own."""
+    """APO-down (https://arxiv.org/abs/2408.06266, eq. 8), for chosen responses that are worse than the model's."""
     margin = beta * (x.ratio_chosen - x.ratio_rejected)
     return (beta * x.ratio_chosen).sigmoid() + 1 - margin.sigmoid()
 
@@ -149,7 +149,7 @@ def sigmoid_norm(x: Pairs, *, beta: float, label_smoothing: float, divergence: s
 
 
 def aot(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """AOT for pairs (https://arxiv.org/abs/2406.05882): each margin minus the reference's margin of the same rank."""
+    """AOT for pairs (https://arxiv.org/abs/2406.05882): the policy's margin minus the reference's of the same rank."""
     return _smoothed(beta * (x.chosen - x.rejected - x.matched["aot"][:, 0]), label_smoothing)
 
 
@@ -158,24 +158,26 @@ def aot_unpaired(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tens
     matched = x.matched["aot_unpaired"]
     chosen = _smoothed(beta * (x.ratio_chosen - matched[:, 0]), label_smoothing)
     rejected = _smoothed(beta * (matched[:, 1] - x.ratio_rejected), label_smoothing)
-    # The sums of `chosen` and `rejected` over the step are equal. Adding both gives the gradient of both sides;
-    # subtracting the detached term keeps the loss from counting twice.
+    # The sums of `chosen` and `rejected` over the step are equal. Adding both gives the gradient of both sides, and
+    # subtracting the detached `rejected` leaves the value of the loss as it is.
     return chosen + rejected - rejected.detach()
 
 
 def simpo(x: Pairs, *, beta: float, label_smoothing: float, margin: float) -> torch.Tensor:
-    """SimPO (https://arxiv.org/abs/2405.14734): mean log p per token with a target margin, without a reference."""
+    """SimPO (https://arxiv.org/abs/2405.14734): mean log p per token with a target margin. It has no reference."""
     per_token = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
     return _smoothed(beta * per_token - margin, label_smoothing)
 
 
 def cpo(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """CPO (https://arxiv.org/abs/2401.08417) without its likelihood term, which is `sft`; without a reference."""
+    """CPO (https://arxiv.org/abs/2401.08417) without its likelihood term, which `sft` adds. It has no reference."""
     return _smoothed(beta * (x.chosen - x.rejected), label_smoothing)
 
 
 def orpo(x: Pairs) -> torch.Tensor:
-    """ORPO's odds ratio of mean log p (https://arxiv.org/abs/2403.07691), without its likelihood term; no reference."""
+    """ORPO's loss of odds ratios of mean log p per token (https://arxiv.org/abs/2403.07691), without its likelihood
+    term, which `sft` adds. It has no reference.
+    """
     won, lost = x.chosen / x.chosen_tokens, x.rejected / x.rejected_tokens
     odds = won - lost - (torch.log1p(-won.exp()) - torch.log1p(-lost.exp()))
     return -logsigmoid(odds)
@@ -194,7 +196,7 @@ def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, to
 
 
 def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return, for each number of `mine`, the number of `others` with the same rank. Ties are ranked by index."""
+    """Return, for each element of `mine`, the element of `others` with the same rank. Index decides between equals."""
     rank = torch.argsort(torch.argsort(mine, stable=True), stable=True)
     return others.sort().values[rank]
 
@@ -204,9 +206,9 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Te
 
     Source: Bradley and Terry, 1952
 
-    chosen, rejected: scores. margin: difference of scores that the loss demands (Llama 2,
-    https://arxiv.org/abs/2307.09288). centre: weight of the squared sum of both scores, which keeps their mean near 0
-    (https://arxiv.org/abs/2312.09244).
+    chosen, rejected: scores of the responses. margin: difference of scores that the loss demands (Llama 2,
+    https://arxiv.org/abs/2307.09288). centre: weight of the squared sum of both scores, a term that keeps the mean
+    score near 0 (https://arxiv.org/abs/2312.09244).
     """
     return -logsigmoid(chosen - rejected - margin) + centre * (chosen + rejected) ** 2
 
@@ -222,13 +224,13 @@ class Labelled:
 
 
 def kto(x: Labelled, shift: float, *, beta: float) -> torch.Tensor:
-    """KTO (https://arxiv.org/abs/2402.01306, eq. 7). shift: an estimate of the KL to the reference, at least 0."""
+    """KTO (https://arxiv.org/abs/2402.01306, eq. 7). shift: estimate of the KL to the reference, at least 0."""
     sign = torch.where(x.wanted, 1.0, -1.0)
     return 1 - (sign * beta * (x.ratio - shift)).sigmoid()
 
 
 def bco(x: Labelled, shift: float, *, beta: float) -> torch.Tensor:
-    """BCO (https://arxiv.org/abs/2404.04656). shift: mean of beta times log-ratio, in which both labels weigh 1/2."""
+    """BCO (https://arxiv.org/abs/2404.04656). shift: mean of beta times log-ratio, with weight 1/2 for each label."""
     sign = torch.where(x.wanted, 1.0, -1.0)
     return -logsigmoid(sign * (beta * x.ratio - shift))
 
@@ -241,21 +243,22 @@ def apo_zero_unpaired(x: Labelled, shift: float, *, beta: float) -> torch.Tensor
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """One loss of preference learning: its function and its inputs.
+    """One loss of preference learning: its function, and what the function needs.
 
     The keyword-only parameters of the function are its settings.
     """
 
     function: Callable[..., torch.Tensor]
     labelled: bool = False
-    """Whether it takes `Labelled` responses and a shift (one number for the whole step) instead of `Pairs`."""
+    """Whether the loss takes `Labelled` responses and a shift (one number for the whole step) instead of `Pairs`."""
     has_reference: bool = True
     matched: bool = False
-    """Whether it sorts the pairs of the whole step, and needs `Pairs.matched`."""
+    """Whether the loss sorts the pairs of the whole step, and therefore needs `Pairs.matched`."""
     needs_smoothing: bool = False
-    """Whether it needs `label_smoothing` above 0, because it assumes that some labels are wrong."""
+    """Whether `label_smoothing` must be above 0, because the loss assumes that some labels are wrong."""
     shift: Literal["", "other prompts", "steps so far"] = ""
-    """Log-ratios that the shift is computed from: of responses to other prompts of the step, or of all steps so far."""
+    """Which log-ratios the shift is computed from: those of prompts with responses to other prompts of the step, or
+    those of all steps so far. Empty if the loss has no shift."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -267,7 +270,7 @@ class PreferenceLoss:
         return (*settings_of(self.function), *(("wanted_weight", "unwanted_weight") if self.labelled else of_pairs))
 
     def of(self, x: Pairs | Labelled, settings: Any, *shift: float) -> torch.Tensor:
-        """Return the loss of each pair or response. settings: an object with the settings as attributes."""
+        """Return the loss of each pair or response. settings: object whose attributes are the settings of the loss."""
         return self.function(x, *shift, **{name: getattr(settings, name) for name in settings_of(self.function)})
 
 
@@ -299,5 +302,5 @@ settings."""
 
 
 def needs_reference(losses: Iterable[str]) -> bool:
-    """Return whether any of these losses compares the policy with a reference. losses: names."""
+    """Return whether any of these losses compares the policy with a reference. losses: names of losses."""
     return any(name != SFT and LOSSES[name].has_reference for name in losses)

@@ -1,8 +1,8 @@
-"""Policy filtration: draws samples again, more often if their reward is likely to be right. A replay buffer.
+"""Policy filtration, which draws samples with replacement and prefers rewards that are likely right; a replay buffer.
 
 Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks, in sample order, so that every rank draws
-the same ones. A method is `f(score_N, groups, power)` and returns the relative frequency of each sequence, fp64 [N],
->= 0. Samples of a group with equal scores get the same weight, so the order of the samples makes no difference.
+the same sequences. A method is `f(score_N, groups, power)` and returns the relative frequency of each sequence, fp64
+[N], >= 0. Samples of a group with equal scores get the same weight, so the order of the samples makes no difference.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from spmdrl.algos.rows import find
 
 
 def by_power(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """|reward| to the power 2, or to p with `--filter.resample pow=p`; all 1 where every reward is 0."""
+    """|reward| to the power 2, or to p with `--filter.resample pow=p`; 1 for all samples if every reward is 0."""
     if power < 0:
         raise ValueError(f"the power of the resampling weights must be >= 0, got {power}")
     weights_N = score_N.abs().pow(power)
@@ -41,7 +41,7 @@ def best_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Te
     is_best_N = score_N == best_N
     size_N, tied_N = groups.size_N, groups.sum(is_best_N.double())
     other_N = 0.5 / (size_N - 1).clamp(min=1)
-    # If k samples tie for the best, one would get 1/2 and k - 1 the weight of the others: each gets the mean of these.
+    # If k samples are equally good, each gets the mean of k weights: 1/2, and k - 1 times the weight of another sample.
     best_weight_N = torch.where(is_best_N, (0.5 + (tied_N - 1) * other_N) / tied_N, other_N)
     return torch.where(best_N == groups.low(score_N), 1 / size_N, best_weight_N)
 
@@ -76,9 +76,9 @@ def weights(score_N: torch.Tensor, method: str, group_N: torch.Tensor, power: fl
 def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
     """Draw rows with replacement in proportion to their weight: int64 [n]. A row of weight 0 is never drawn.
 
-    weights_N: [N], finite and >= 0. uniform_n: one number in [0, 1) for each draw, keyed by the data, for example
-    `seeds.uniform` with a seed for (seed, step) at the positions 0 .. n - 1. The same inputs give the same rows on
-    every rank. ValueError: weights that are negative or not finite; no positive weight.
+    weights_N: [N], finite and >= 0. uniform_n: a random number in [0, 1) for each draw, the same on every rank, for
+    example `seeds.uniform` with a seed for (seed, step) at the positions 0 .. n - 1. Every rank then draws the same
+    rows. ValueError: weights that are negative or not finite; no positive weight.
     """
     if not len(uniform_n):
         return torch.zeros(0, dtype=torch.int64)
@@ -90,7 +90,7 @@ def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
     assert bool(((uniform_n >= 0) & (uniform_n < 1)).all()), "uniform numbers must be in [0, 1)"
     # Divide by the largest weight, so that very large or small weights stay within the range of fp64.
     edges_N = torch.cumsum(weights_N / weights_N.max(), 0)
-    # The product of a number below 1 and the last edge rounds to below that edge, so every draw gets a row.
+    # A number below 1 times the last edge is less than that edge even after rounding, so every draw selects a row.
     return torch.searchsorted(edges_N, uniform_n.double() * edges_N[-1], right=True)
 
 
@@ -98,10 +98,10 @@ Item = TypeVar("Item")
 
 
 class Buffer(Generic[Item]):
-    """Replay buffer of the items of the last `steps` steps. The step added last has age 0.
+    """Replay buffer with the items of the last `steps` steps. The step that was added last has age 0.
 
-    Ages are counted in steps, so a rank without items in a step appends an empty list and agrees with the other ranks.
-    ValueError: steps below 1.
+    A rank without items in a step must append an empty list, so that the ages of its items agree with those on other
+    ranks. ValueError: steps below 1.
     """
 
     def __init__(self, steps: int):
@@ -111,7 +111,7 @@ class Buffer(Generic[Item]):
         self._held: deque[tuple[int, list[Item]]] = deque()
 
     def append(self, step: int, items: Iterable[Item]) -> None:
-        """Add items of the last step or a later one, and drop the steps whose age becomes `steps` or more."""
+        """Add items of the step that was added last or of a later one, and drop steps whose age becomes `steps`."""
         assert not self._held or step >= self._held[-1][0], f"step {step} comes after {self._held[-1][0]}"
         if not self._held or step > self._held[-1][0]:
             self._held.append((step, []))
@@ -124,5 +124,5 @@ class Buffer(Generic[Item]):
         return [(step, item) for step, items in self._held for item in items]
 
     def aged(self, age: int) -> list[Item]:
-        """Return the items of the step that is `age` steps before the last one; an empty list if there are none."""
+        """Return the items of the step whose age is `age`; an empty list if the buffer has none."""
         return [item for step, items in self._held for item in items if step == self._held[-1][0] - age]

@@ -1,4 +1,4 @@
-"""Settings and papers of functions that are chosen by name, checks of their inputs, and conversion of padded tensors.
+"""Finds settings and papers of functions that are chosen by name, and checks and converts their padded inputs.
 
 Padded inputs are [B, T] with a mask: B sequences, T the padded length. They are tensors, numpy arrays or lists.
 """
@@ -13,7 +13,7 @@ import torch
 
 F = TypeVar("F")
 LARGEST = 1e290
-"""Largest absolute value of an input, so that sums over a whole step stay finite."""
+"""Largest accepted absolute value of an input. With this bound, sums over a whole step stay finite."""
 
 
 def settings_of(function: Callable) -> dict[str, Any]:
@@ -29,7 +29,10 @@ def paper_of(function: Callable) -> str:
 
 
 def find(name: str, table: Mapping[str, F], what: str) -> F:
-    """Return table[name]. ValueError: an unknown name; the message lists all names and suggests the nearest."""
+    """Return table[name]. what: what the table holds, for the message, such as "loss".
+
+    ValueError: an unknown name; the message lists all names and suggests the nearest one.
+    """
     if name in table:
         return table[name]
     raise ValueError(f"unknown {what} {name!r}{nearest(name, table)}: choose one of {', '.join(table)}")
@@ -42,8 +45,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def in_range(name: str, value: float, low: float, high: float = LARGEST) -> float:
-    """Return the value of a setting if it is in [low, high]. ValueError: it is not; the message has the name."""
-    if not low <= value <= high:  # True for nan too
+    """Return the value of a setting. ValueError: the value is not in [low, high]; the message has `name`."""
+    if not low <= value <= high:  # nan is refused, too
         raise ValueError(f"{name} must be {f'in {low} .. {high}' if high < LARGEST else f'{low} or more'}, got {value}")
     return value
 

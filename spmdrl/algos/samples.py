@@ -2,7 +2,8 @@
 
 T: packed tokens of this rank; S: its sampled tokens, where the mask is True; B: its sequences; N: rows of all ranks.
 An estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It reads
-sequences of other ranks only through `everyone`. The number of these calls must not depend on the data (law 1).
+sequences of other ranks only through `Samples.everyone`. The number of calls of `everyone` must not depend on the data,
+because every rank must make the same calls (law 1).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,21 +16,23 @@ from spmdrl.algos.groups import power_of_two
 from spmdrl.algos.rows import LARGEST
 
 Result = tuple[torch.Tensor, torch.Tensor]
-"""advantages_T and returns_T. Returns are the targets of a critic; outcome advantages return the advantages twice."""
+"""advantages_T and returns_T. Returns are the targets of a critic. For outcome advantages both are the same tensor."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 WHOLE = 2**53
-"""fp64 represents integers exactly up to this number."""
+"""Largest number up to which fp64 represents every integer exactly."""
 
 
 def _given(shape: str, dtype: str = "floats", about: str = "", **more: Any) -> Any:
-    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. about: meaning."""
+    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. about: what the field is,
+    for the message if it is missing. more: further arguments of `dataclasses.field`.
+    """
     return field(**more, metadata={"shape": shape, "dtype": dtype, "about": about})
 
 
 def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows and their indices unchanged: the `gather` of a single rank."""
+    """Return the rows unchanged, and their indices. It is the `Samples.gather` of a job with one rank."""
     return columns_nK, torch.arange(len(seq_n))
 
 
@@ -44,42 +47,44 @@ class Samples:
     """
 
     rewards: torch.Tensor = _given("T")
-    """Reward at each token. The reward of a turn is at its last sampled token, an outcome at the last sampled token of
-    the last turn. 0 where the mask is False."""
+    """Reward at each token, 0 where the mask is False. The reward of a turn is at the last sampled token of the turn.
+    The outcome is at the last sampled token of the last turn."""
     mask: torch.Tensor = _given("T", "bool")
     """True where the policy sampled."""
     seq: torch.Tensor = _given("T", "integers")
-    """The token's sequence, 0 .. B - 1. All paths of an episode that branches are one sequence, in the order in which
-    the paths ended."""
+    """Number of each token's sequence, 0 .. B - 1. All paths of an episode that branches are one sequence, which has
+    the paths in the order in which they ended."""
     group: torch.Tensor = _given("B", "integers")
-    """The prompt of each sequence, any numbering."""
+    """Number of each sequence's prompt. Any numbering is allowed."""
     values: torch.Tensor | None = _given("T", about="the critic's value before each token", default=None)
     baseline: torch.Tensor | None = _given("B", about="the reward of the greedy response to each prompt", default=None)
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name -> [B]: parts of the reward of each sequence, in addition to the total. Every rank has the same names in the
-    same order. nan if the sequence lacks the part."""
+    """name -> [B]: parts of the reward of each sequence, in addition to the total; nan if the sequence lacks the part.
+    Every rank has the same names in the same order."""
     logp: torch.Tensor | None = _given("T", about="log p of each sampled token", default=None)
-    """log p when the step began."""
+    """log p of each sampled token under the policy at the start of the step."""
     collision: torch.Tensor | None = _given(
         "T", about="the sum over the vocabulary of p squared at each sampled token", default=None
     )
     process: torch.Tensor | None = _given("T", about="the process reward of each token", default=None)
-    """An implicit reward of each token; or the score of a step at the token where the step ends, 0 at other tokens."""
+    """An implicit reward of each token; or the score of each step of a response, at the token where the step ends, and
+    0 at other tokens."""
     ends: torch.Tensor | None = _given(
         "T", about="a mark, 1 instead of 0, at the tokens where a step ends", default=None
     )
-    """1 at the tokens where a step ends that `process` scores."""
+    """1 at each token where a step ends that has a score in `process`, 0 at other tokens."""
     turn: torch.Tensor | None = _given("T", "integers", default=None)
-    """Turn of each token, 0, 1, ... in its sequence, in order of creation. None: a turn is a run of sampled tokens."""
+    """Number of each token's turn. Turns of a sequence are numbered 0, 1, ... in order of creation. None: every run of
+    sampled tokens is a turn."""
     state: torch.Tensor | None = _given("T", "integers", default=None)
-    """State of the environment in which the token's turn acts. Equal numbers within a prompt are equal states. None:
-    all first turns of a prompt have the same state, and every later turn has a state of its own."""
+    """Number of the environment's state in which the token's turn acts. Equal numbers within a prompt mean equal
+    states. None: all first turns of a prompt have the same state, and every later turn has a different state."""
     parent: torch.Tensor | None = _given("T", "integers", default=None)
-    """Number of the turn that this token's turn follows in time, even if the tokens of that turn are not in the context
-    of this one; -1 for a first turn. Several turns follow the same turn if the episode forks there. None: the previous
-    turn."""
+    """Number of the turn that this token's turn follows in time, -1 for a first turn. The context of a turn does not
+    have to contain the tokens of its parent. If the episode forks after a turn, several turns have it as their parent.
+    None: the parent is the previous turn of the sequence."""
     gather: Gather = alone
-    """(seq_n, columns_nK) -> (rows of all ranks in sample order [N, K], indices of this rank's rows in them [n])."""
+    """(seq_n, columns_nK) -> (rows of all ranks in sample order [N, K], indices of this rank's rows among them [n])."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -112,14 +117,14 @@ class Samples:
         return finite(self, name, value, per_token=declared["shape"] == "T")
 
     def everyone(self, *columns_n: torch.Tensor, seq_n: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Return columns of the rows of all ranks, in sample order. Collective in a run.
+        """Gather columns over the rows of all ranks, in sample order. Collective in a run.
 
         Args:
-            columns_n: columns of this rank's rows, [n] each. fp64 represents integers up to 2^53.
+            columns_n: columns of this rank's rows, [n] each. Integers must be at most 2^53, because they become fp64.
             seq_n: int64 [n] ascending, the sequence of each row; None: one row for each sequence (n = B).
 
         Returns:
-            a column [N] in fp64 for each column given; then the indices of this rank's rows in them, int64 [n].
+            for each given column a column [N] in fp64; then the indices of this rank's rows among the N, int64 [n].
         """
         seq_n = torch.arange(self.sequences) if seq_n is None else seq_n
         rows_NK, places = self.gather(seq_n, torch.stack([c.double() for c in columns_n], 1))
@@ -130,22 +135,24 @@ class Samples:
         return torch.where(self.mask, x_B.double()[self.seq], 0.0)
 
     def spread(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Return values of the sampled tokens at their positions in the pack: [S] -> [T], 0 elsewhere."""
+        """Put the values of the sampled tokens at their positions among all tokens: [S] -> [T], 0 elsewhere."""
         return torch.zeros(len(self.mask), dtype=torch.float64).masked_scatter_(self.mask, x_S.double())
 
     def outcome(self, advantage_B: torch.Tensor) -> Result:
-        """Return the result of a method that gives all tokens of a sequence the same advantage."""
+        """Return the result of an estimator that gives all tokens of a sequence the same advantage."""
         advantages_T = self.at_tokens(advantage_B)
         return advantages_T, advantages_T
 
     def whiten(self, x_T: torch.Tensor) -> torch.Tensor:
         """Return (x - mean) / sqrt(variance + 1e-8) over the sampled tokens of all ranks, [T], 0 elsewhere.
 
-        The variance is unbiased. The function calls `everyone` twice, with one row for each sequence. Sums run in order
-        of their terms, so the result is bitwise the same for any order of the samples. Equal values give exactly 0.
+        The variance is unbiased. The function calls `everyone` twice, with one row for each sequence. Terms are added
+        in ascending order, so the result is bitwise the same for any order of the samples. If all values are equal, the
+        result is exactly 0.
         """
         x_S, seq_S = x_T.double()[self.mask], self.seq[self.mask]
-        ends = torch.zeros(2, self.sequences, dtype=torch.float64)  # lowest and highest value; 0 without tokens
+        # The lowest and the highest value of each sequence, 0 for a sequence without sampled tokens.
+        ends = torch.zeros(2, self.sequences, dtype=torch.float64)
         for row, reduce in zip(ends, ("amin", "amax"), strict=True):
             row.scatter_reduce_(0, seq_S, x_S, reduce, include_self=False)
         above_B = self.sum_tokens(self.spread(x_S - ends[0][seq_S]))
@@ -153,7 +160,7 @@ class Samples:
         filled_N = count_N > 0
         lowest = low_N[filled_N].min() if filled_N.any() else torch.zeros((), dtype=torch.float64)
         highest = high_N[filled_N].max() if filled_N.any() else lowest
-        # Sums are relative to the lowest value, so that the mean of equal values is exactly that value.
+        # The lowest value is subtracted before the sums, so that the mean of equal values is exactly that value.
         sums_N = torch.where(filled_N, above_N + count_N * (low_N - lowest), 0.0)
         count, scale = count_N.sum(), power_of_two(highest - lowest)
         mean = lowest + sums_N.sort().values.sum() / count.clamp(min=1)
@@ -163,13 +170,13 @@ class Samples:
 
 
 INPUTS: dict[str, Mapping[str, str]] = {each.name: each.metadata for each in fields(Samples) if each.metadata}
-"""Name of each tensor of Samples -> what `_given` declares about it."""
+"""Name of each tensor of Samples -> its shape, dtype and meaning, as declared by `_given`."""
 
 
 def at_last_sampled(
     x_B: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each sequence's value at its last sampled token (`last_sampled`), 0 elsewhere: fp64 [T]."""
+    """Return each sequence's value at the token that `last_sampled` finds, 0 elsewhere: fp64 [T]."""
     last_B = last_sampled(mask_T, seq_T, len(x_B), turn_T)
     x_T = torch.zeros(mask_T.shape, dtype=torch.float64)
     x_T[last_B[last_B >= 0]] = x_B.double()[last_B >= 0]
@@ -179,10 +186,10 @@ def at_last_sampled(
 def last_sampled(
     mask_T: torch.Tensor, seq_T: torch.Tensor, sequences: int, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the index in the pack of each sequence's last sampled token, -1 if it has none: int64 [B].
+    """Return the index among all tokens of each sequence's last sampled token, -1 if it has none: int64 [B].
 
-    turn_T: int64 [T], the turn of each token. With it, the result is the last sampled token of the last turn: the turns
-    of a tree are not packed in the order of their creation.
+    turn_T: int64 [T], the turn of each token. If it is given, the result is the last sampled token of the last turn,
+    because the turns of a tree are not packed in the order of their creation.
     """
     if turn_T is not None:
         latest = torch.full((sequences,), -1).scatter_reduce_(0, seq_T, torch.where(mask_T, turn_T, -1), "amax")
@@ -194,12 +201,12 @@ def last_sampled(
 def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> torch.Tensor:
     """Return an input [T] or [B] in fp64, after a check that its absolute values are at most 1e290.
 
-    An input [T] is checked where the mask is True.
+    name: name of the input, for the message. per_token: True for an input [T], which is checked where the mask is True.
 
     Raises:
         ValueError: a value is larger or not a number; the message lists the sequences.
     """
-    bad = ~(value.abs() <= LARGEST)  # True for nan
+    bad = ~(value.abs() <= LARGEST)  # nan counts as bad, too
     bad = x.seq[x.mask & bad].unique() if per_token else bad.nonzero().flatten()
     if len(bad):
         source = "the reward function" if name == "rewards" else "the code that computes them"
@@ -208,7 +215,7 @@ def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> to
 
 
 def check(x: Samples) -> None:
-    """Check shapes, dtypes and rewards. Estimators check the optional inputs that they use for nan.
+    """Check shapes, dtypes and rewards. Whether optional inputs are finite is checked by the estimators that use them.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, rewards that are not finite, integers beyond 2^53.

@@ -30,8 +30,8 @@ def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> L
         loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), a mean over sequences
 
     In the paper all tokens of a sequence have one advantage, and the gradient is that of `s`. If the advantages differ
-    within a sequence, the gradient of each token uses the advantage of that token, as in the paper's GSPO-token. A mean
-    of log ratios changes far less than one ratio, so the clip is narrow.
+    within a sequence, the gradient of each token uses the advantage of that token, as in the paper's GSPO-token. The
+    clip is narrow, because a mean of log ratios changes far less than the ratio of one token.
 
     The stat `ratio` is the ratio of the sequence.
     """
@@ -43,7 +43,8 @@ def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 
     Source: https://arxiv.org/abs/2507.18071
 
-    The ratio of a token is `sg(s) p / sg(p)`: its value is the ratio of the sequence, its gradient that of the token.
+    The ratio of a token is `sg(s) p / sg(p)`, where `sg` stops the gradient and `p` is the probability of the token.
+    Its value is the ratio `s` of the sequence, but its gradient depends on this token only.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     advantages = masked(x.advantages, x.mask)
@@ -63,9 +64,9 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Los
         loss = -A exp(mean over the sequence of the clipped log ratios), a mean over sequences
         log r is at most clip_high where A > 0, at least -clip_low where A < 0, and counts as 0 where A = 0
 
-    In the loss `A` is the mean advantage of the sequence, in the clip the advantage of the token. The clip widths are
-    in log space. The loss is multiplied by the geometric mean of the importance weights, so a token whose weight is 0
-    removes its whole sequence.
+    In the loss, `A` is the mean advantage of the sequence; in the clip, `A` is the advantage of the token. The clip
+    widths bound log ratios, not ratios. The loss is multiplied by the geometric mean of the importance weights, so a
+    token whose weight is 0 removes its whole sequence.
 
     The stat `ratio` is the geometric mean of the sequence after clipping.
     """
@@ -83,19 +84,19 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Los
 
 
 def sppo(x: LossInputs, *, eta: float = 1.0) -> LossResult:
-    """SPPO: a squared error that pulls the log ratio of a sequence to the win rate of the response.
+    """SPPO: a squared error that pulls the log ratio of a sequence towards `eta (win rate - 1/2)`.
 
     Source: https://arxiv.org/abs/2405.00675
 
         loss = (sum over the sequence of (logp - old_logp) - eta A)^2, a mean over sequences
 
     `A` is the mean advantage of the sequence. It should be the probability that the response beats the current policy,
-    minus 1/2, as the advantage `win_rate` estimates it. The default of `eta` is for rewards on the scale of a log
-    ratio, as in https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper has 1000. The log ratio is 0 at the
-    first optimizer step of a step, so the size of its gradient is proportional to `eta`. The loss is multiplied by the
+    minus 1/2; the advantage `win_rate` estimates this number. The default of `eta` is for rewards on the scale of a log
+    ratio, as in https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper has 1000. At the first of the optimizer
+    steps on a batch the log ratio is 0, so the gradient is proportional to `eta`. The loss is multiplied by the
     geometric mean of the importance weights of the sequence.
 
-    Stats: `old_kl`; `sequence_log_ratio`, the sum; `sequence_error`, the sum minus its target.
+    Stats: `old_kl`; `sequence_log_ratio`, the sum of the log ratios; `sequence_error`, this sum minus `eta A`.
     """
     if not eta > 0:
         raise ValueError(f"eta must be above 0, got {eta}")

@@ -1,8 +1,8 @@
 """Turns the scores of a reward function into the rewards to learn from: length terms, bounds, normalisation, masks.
 
 B: sequences; T: packed tokens. Tensors are on the host. Terms and shaped rewards are fp64 [B]; the caller adds a term
-to the reward. The batch may be empty (a rank without sequences). ValueError: shapes that do not fit, a reward that is
-not finite.
+to the reward. The batch may be empty, because a rank can be without sequences. ValueError: shapes that do not fit, a
+reward that is not finite.
 """
 
 import math
@@ -21,10 +21,11 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13
 
-    The term is 0 up to longest - buffer tokens, falls linearly to -factor at `longest`, and is -factor beyond.
+    The term is 0 up to a length of longest - buffer tokens, falls linearly to -factor at `longest` tokens, and stays
+    -factor for longer sequences.
 
-    length_B: number of tokens that count towards the limit. longest: the limit. buffer: number of tokens before the
-    limit at which the punishment begins. ValueError: buffer not in 1 .. longest, negative factor.
+    length_B: number of tokens that count towards the limit. longest: the limit in tokens. buffer: number of tokens
+    before the limit at which the punishment begins. ValueError: buffer not in 1 .. longest, negative factor.
     """
     if not 0 < buffer <= longest:
         raise ValueError(f"the overlong buffer must be in 1 .. {longest} (the longest response), got {buffer}")
@@ -40,8 +41,8 @@ def length_penalty_linear(length_B: torch.Tensor, longest: int, coef: float) -> 
     Source: https://arxiv.org/abs/2310.03716, where the coefficient is the running std of the rewards. The constant term
     of the paper is left out, because a baseline cancels it.
 
-    length_B: number of tokens that count towards the limit. longest: the limit, a constant of the run. A negative coef
-    rewards length. ValueError: longest not positive.
+    length_B: number of tokens that count towards the limit. longest: the limit in tokens, a constant of the run. With a
+    negative coef, longer sequences get a higher reward. ValueError: longest not positive.
     """
     if not longest > 0:
         raise ValueError(f"the longest response must be > 0 tokens, got {longest}")
@@ -55,12 +56,13 @@ def length_penalty_group(
 
     Source: https://arxiv.org/abs/2501.12599
 
-    lambda = 0.5 - (length - shortest) / (longest - shortest), with the shortest and longest sample of the group. The
-    term is coef * lambda for a correct sequence, coef * min(0, lambda) for a wrong one, and 0 if all lengths of the
-    group are equal.
+    lambda = 0.5 - (length - shortest) / (longest - shortest), with the lengths of the shortest and of the longest
+    sample of the group. The term is coef * lambda for a correct sequence, coef * min(0, lambda) for a wrong one, and 0
+    if all lengths of the group are equal.
 
-    length_B: number of sampled tokens. correct_B: bool. group_B: int64, any numbering. The caller must pass all samples
-    of each group, because its shortest or longest could be missing otherwise. ValueError: correct not bool.
+    length_B: number of sampled tokens. correct_B: bool, whether the answer is right. group_B: int64, any numbering. The
+    caller must pass all samples of each group, so that its shortest and its longest sample are among them. ValueError:
+    correct not bool.
     """
     length_B, groups = grouped(length_B, group_B, "lengths")
     if correct_B.dtype != torch.bool or correct_B.shape != length_B.shape:
@@ -78,8 +80,8 @@ def overlong_mask(mask_T: torch.Tensor, seq_T: torch.Tensor, cut_B: torch.Tensor
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4
 
     mask_T: bool [T]. seq_T: int64 [T], the token's sequence. cut_B: bool [B], True if the sequence ended at the limit.
-    Compute the totals of the batch (`count_totals`) from the new mask, so that they leave these sequences out. The
-    rewards of these sequences still count in the statistics of their groups.
+    Compute the totals of the batch (`count_totals`) from the new mask, so that they do not count the sequences that
+    were cut off. The rewards of these sequences still count in the statistics of their groups.
     """
     _check_tokens(mask_T, seq_T)
     if cut_B.dtype != torch.bool or cut_B.ndim != 1:
@@ -104,12 +106,12 @@ def clip_reward(reward_B: torch.Tensor, low: float, high: float) -> torch.Tensor
 
 @dataclass
 class RunningMoments:
-    """Mean and std of all rewards of the run so far, with equal weights; the same on every rank.
+    """Mean and std of all rewards of the run so far, which count equally; the same on every rank.
 
     Source: Chan, Golub, LeVeque 1979, for joining two sets of moments
 
-    The numbers are Python floats. The std of a step comes from its sum of squares, so it loses digits as (mean / std)^2
-    grows: about four digits are right if the mean is 1e6 times the std.
+    The numbers are Python floats. The std of a step is computed from a sum of squares, so it loses precision if it is
+    small compared to the mean: about four digits are right if the mean is 1e6 times the std.
     """
 
     count: float = 0.0
@@ -147,7 +149,7 @@ def reward_moments(reward_B: torch.Tensor) -> torch.Tensor:
 
 
 NORMAL_EPS = 1e-6
-"""Added to the std before the rewards are divided by it."""
+"""Number that is added to the std before rewards are divided by it, so that a std of 0 does no harm."""
 
 
 def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float = NORMAL_EPS) -> torch.Tensor:
@@ -155,7 +157,8 @@ def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float
 
     Source: https://arxiv.org/abs/2307.04964
 
-    moments: of the run so far or of one step. They must include this step's rewards (`RunningMoments.update`).
+    moments: mean and std of the rewards of the run so far, or of one step. They must include this step's rewards
+    (`RunningMoments.update`).
     """
     reward_B = finite_column(reward_B)
     assert moments.count > 0 or not len(reward_B), "update the moments with this step's rewards before normalising"
@@ -171,8 +174,8 @@ def place_outcome(
     """Return each sequence's reward at its last sampled token, 0 elsewhere: fp64 [T].
 
     mask_T: bool [T], True where the policy sampled. seq_T: int64 [T], the token's sequence. turn_T: int64 [T], the
-    token's turn; with it, the reward is at the last sampled token of the last turn. The reward of a sequence without a
-    sampled token is left out.
+    token's turn; if it is given, the reward is at the last sampled token of the last turn. The reward of a sequence
+    without a sampled token is dropped.
     """
     _check_tokens(mask_T, seq_T)
     return at_last_sampled(finite_column(reward_B), mask_T, seq_T, turn_T)
@@ -193,9 +196,10 @@ def token_rewards(
 
     The result is fp64 [T], 0 where the mask is False, whatever the inputs are there. kl_T: [T], estimate of
     KL(policy || reference), nats; None: the reward has no KL term. turn_T: [T], the turn of each token.
-    turn_reward_T: [T], the part of `reward_B` that a turn earned, at one of its tokens. The remainder is the outcome,
-    at the last turn. Without the KL term a sequence's rewards add up to `reward_B`. ValueError: a KL or a turn's reward
-    that is not finite where the mask is True; the message lists the sequences.
+    turn_reward_T: [T], the part of `reward_B` that a turn earned, at one of the turn's tokens. The remainder of
+    `reward_B` is the outcome, which is placed at the last turn. Without the KL term a sequence's rewards add up to
+    `reward_B`. ValueError: a KL or a turn's reward that is not finite where the mask is True; the message lists the
+    sequences.
     """
     rewards_T = place_outcome(reward_B, mask_T, seq_T, turn_T)
     if turn_reward_T is not None:
@@ -211,7 +215,7 @@ def token_rewards(
 def _under_mask(name: str, look: str, x_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor) -> torch.Tensor:
     """Return x in fp64, 0 where the mask is False.
 
-    name: of x, for errors. look: advice for the error if a number is not finite.
+    name: name of x, for messages. look: what the message tells the user to look at if a number is not finite.
     """
     if x_T.shape != mask_T.shape:
         raise ValueError(f"{name} and the mask must both be [T], got {list(x_T.shape)} and {list(mask_T.shape)}")

@@ -5,8 +5,9 @@ A loss is `f(x: LossInputs, **settings) -> (loss_T, stats)`. loss_T is not aggre
 the number of unmasked tokens is their mean. Stats that several losses share: `ratio` = exp(logp - old_logp); `old_kl` =
 old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decides the loss.
 
-Every log ratio is clamped to +-20 before exp. `x.weights` multiplies every loss. A setting out of its range raises a
-ValueError that names it.
+Every log ratio is clamped to +-20 before exp. Every loss is multiplied by `x.weights`. If a setting is out of its
+range, the loss raises a ValueError that names the setting. In formulas, `r` is the ratio of a token, `A` its advantage,
+and `sg` stops the gradient.
 """
 
 import torch
@@ -24,18 +25,19 @@ from spmdrl.algos.loss_inputs import (
 )
 
 REST_FLOOR = 1e-8
-"""Added to 1 - p, the probability of all other tokens, before a division by it, because p can round to 1."""
+"""Number that is added to 1 - p, the probability of all other tokens, because 1 - p is a divisor and p can round to
+1."""
 
 
 def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossResult:
-    """PPO's clipped surrogate.
+    """PPO: the clipped surrogate loss.
 
     Source: https://arxiv.org/abs/1707.06347
 
         loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          for A < 0 at most -A dual_clip
 
     `clip_high` above `clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). `dual_clip` is the bound of
-    https://arxiv.org/abs/1912.09729; 3 is usual, None is off.
+    https://arxiv.org/abs/1912.09729; 3 is usual, and None means no bound.
 
     Further stat: `dual_clip_fraction` (with `dual_clip`), the share of tokens where that bound decides the loss.
     """
@@ -63,7 +65,8 @@ def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> L
 
         loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp
 
-    The paper has no lower bound (`clip_low` of 1 or more) and does not publish its `clip_high`. 0.28 is the value of
+    `sg` stops the gradient. The paper has no lower bound, which is a `clip_low` of 1 or more. It does not publish its
+    `clip_high`; 0.28 is the value of
     https://modelscope.github.io/Trinity-RFT/en/main/_modules/trinity/algorithm/policy_loss_fn/cispo_policy_loss.html.
 
     `clip_fraction` is the share of tokens whose weight was clipped.
@@ -84,8 +87,8 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossR
 
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
 
-    At `r = 1` the gradient is the plain policy gradient for any tau. It decreases as `r` moves away from 1, faster for
-    a larger tau.
+    At `r = 1` the gradient is the plain policy gradient for any tau. The gradient decreases as `r` moves away from 1,
+    and it decreases faster if tau is larger.
 
     Further stat: `gate`, the factor on the gradient, 4 p (1 - p) with p the sigmoid.
     """
@@ -109,7 +112,7 @@ def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
         loss = -A logp + beta / 2 (logp - old_logp)^2
 
     The loss of each token is smallest at `logp = old_logp + A / beta`. The paper defines the loss for whole responses,
-    with a reference instead of `old_logp`; the token form and its `beta` are those of
+    with a reference instead of `old_logp`. The loss per token and the default of `beta` are those of
     https://tinker-docs.thinkingmachines.ai/tinker/losses/dro.
 
     Stats: `old_kl`; `penalty`, the quadratic term.
@@ -123,13 +126,13 @@ def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
 
 
 def reinforce(x: LossInputs) -> LossResult:
-    """REINFORCE: the score-function loss, with no ratio and no clip.
+    """REINFORCE: the log-probability times the advantage, with no ratio and no clip.
 
     Source: https://doi.org/10.1007/BF00992696
 
         loss = -A logp
 
-    It is unbiased only with one optimizer step per rollout.
+    Its gradient is unbiased only with one optimizer step per rollout.
 
     Stat: `old_kl`, which shows how far off-policy the samples are.
     """
@@ -147,21 +150,22 @@ def gpg(x: LossInputs) -> LossResult:
 
 
 # ── DPPO ─────────────────────────────────────────────────────────────────────
-# The trust region is a divergence of the two policies. It is estimated with two outcomes: the sampled token, and all
-# other tokens together.
+# The trust region bounds a divergence of the old and the current policy. The divergence is estimated with two outcomes:
+# the sampled token, and all other tokens together.
 
 
 def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_cap: float = 20.0) -> LossResult:
     """DPPO with total variation: a token is dropped if its probability has moved too far in the direction of its
     advantage.
 
-    Source: https://arxiv.org/abs/2602.04879; threshold of its launch script
+    Source: https://arxiv.org/abs/2602.04879; defaults of the clip widths from its launch script
     (https://verl.readthedocs.io/en/latest/algo/dppo.html)
 
         loss = -A sg(min(r, ratio_cap)) logp
                0 where A > 0 and p - p_old > clip_high, or A <= 0 and p_old - p > clip_low
 
-    The clip widths are differences of probability, in [0, 1]. Section 5.4 of the paper recommends a large `ratio_cap`.
+    `sg` stops the gradient. The clip widths are differences of probability, in [0, 1]. Section 5.4 of the paper
+    recommends a large `ratio_cap`.
 
     The stat `ratio` is not capped. `clip_fraction` is the share of dropped tokens. Further stat: `cap_fraction`, the
     share of tokens that are not dropped and whose ratio is capped.
@@ -175,18 +179,18 @@ def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, r
 def dppo_kl(x: LossInputs, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0) -> LossResult:
     """DPPO with KL: like `dppo_tv`, but it limits KL(old || current) of two outcomes, the sampled token and all others.
 
-    Source: https://arxiv.org/abs/2602.04879; threshold of its launch script
+    Source: https://arxiv.org/abs/2602.04879; defaults of the clip widths from its launch script
     (https://verl.readthedocs.io/en/latest/algo/dppo.html)
 
         D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
         loss = -A sg(min(r, ratio_cap)) logp
                0 where A > 0, p > p_old and D > clip_high, or A <= 0, p < p_old and D > clip_low
 
-    The clip widths are in nats.
+    `sg` stops the gradient. The clip widths bound D, which is in nats.
     """
     check_clip(clip_low, clip_high)
     p, old_p = _probability(x.logp, x), _probability(x.old_logp, x)
-    # Rounding can make a log-probability slightly positive: 1 - p must not become negative.
+    # Rounding can make a log-probability slightly positive, and 1 - p must not become negative.
     rest, old_rest = (1 - p).clamp(min=0), (1 - old_p).clamp(min=0)
     kl = -old_p * log_ratio_of(x).detach() + old_rest * torch.log((old_rest + REST_FLOOR) / (rest + REST_FLOOR))
     keep = torch.where(
@@ -200,7 +204,7 @@ def _probability(logp_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def _truncated(x: LossInputs, keep_T: torch.Tensor, ratio_cap: float) -> LossResult:
-    """Return -A sg(min(r, ratio_cap)) logp where keep is True, else 0."""
+    """Return the loss -A sg(min(r, ratio_cap)) logp where keep is True, and 0 where it is False."""
     if not ratio_cap > 0:
         raise ValueError(f"ratio_cap must be above 0, got {ratio_cap}")
     log_ratio = log_ratio_of(x).detach()

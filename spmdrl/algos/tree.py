@@ -1,7 +1,8 @@
 """The order of tokens and turns in an episode that may fork, and sums along this order.
 
-Each sampled token of an episode follows an earlier one. After a fork several tokens follow the same one, so the tokens
-form a tree. `after_n` has for each row (a token or a turn) the index of the row that it follows, -1 for none.
+Each sampled token of an episode but the first follows an earlier token. After a fork several tokens follow the same
+token, so the tokens form a tree. `after_n` has for each row (a token or a turn) the index of the row that it follows,
+-1 for none.
 
 S: sampled tokens of this rank; n: rows of this rank. ValueError: turns without a consistent order.
 """
@@ -18,15 +19,15 @@ class Turns:
     """The n turns that have a sampled token, by sequence and then in order of creation."""
 
     of_S: torch.Tensor
-    """int64: the turn of each sampled token."""
+    """int64: index of each sampled token's turn among the n turns."""
     seq_n: torch.Tensor
-    """int64, ascending: the sequence of each turn."""
+    """int64, ascending: number of each turn's sequence."""
     after_n: torch.Tensor
     """int64: index of the turn that each turn follows, an earlier row; -1 for a first turn."""
 
     @staticmethod
     def of(x: Samples) -> "Turns":
-        """Return the turns of this rank's sequences: a chain in each, or with `x.parent` a tree.
+        """Return the turns of this rank's sequences. In a sequence they form a chain, or with `x.parent` a tree.
 
         Raises:
             ValueError: without `x.parent`, turn numbers that decrease within a sequence. With `x.parent`, turns without
@@ -35,7 +36,8 @@ class Turns:
         if x.parent is not None:
             return _tree(x)
         place_S, seq_S = x.mask.nonzero().flatten(), x.seq[x.mask]
-        turn_S = x.turn[x.mask] if x.turn is not None else place_S - torch.arange(len(place_S))  # rises at every gap
+        # Without numbers of turns, the difference below grows at every gap between two runs of sampled tokens.
+        turn_S = x.turn[x.mask] if x.turn is not None else place_S - torch.arange(len(place_S))
         same_S = chain(seq_S) >= 0
         step_S = torch.zeros_like(turn_S)
         step_S[1:] = turn_S.diff()
@@ -45,7 +47,7 @@ class Turns:
 
     @property
     def first_n(self) -> torch.Tensor:
-        """Return the index of each turn's first token among the sampled ones, int64 [n]."""
+        """Return the index of each turn's first sampled token among the S sampled tokens, int64 [n]."""
         place_S = torch.arange(len(self.of_S))
         return torch.zeros_like(self.seq_n).scatter_reduce_(0, self.of_S, place_S, "amin", include_self=False)
 
@@ -56,7 +58,7 @@ class Turns:
     def one(self, name: str, x_S: torch.Tensor) -> torch.Tensor:
         """Return for each turn the number that all of its sampled tokens have, [n].
 
-        name: of the numbers, for the message. ValueError: the numbers of a turn differ.
+        name: what the numbers are, for the message. ValueError: the numbers of a turn differ.
         """
         x_n = x_S[self.first_n]
         _refuse(self.seq_n[self.of_S], x_n[self.of_S] != x_S, f"all tokens of a turn must have the same {name}, unlike")
@@ -64,7 +66,7 @@ class Turns:
 
 
 def tokens_follow(x: Samples) -> torch.Tensor:
-    """Return for each sampled token the index of the one that it follows, -1 for the first of a sequence: int64 [S].
+    """Return for each sampled token the index of the token that it follows, -1 for a sequence's first: int64 [S].
 
     In a tree the first token of a turn follows the last token of the parent turn.
     """
@@ -72,7 +74,7 @@ def tokens_follow(x: Samples) -> torch.Tensor:
     if x.parent is None:
         return chain(seq_S)
     turns = Turns.of(x)
-    # Sort by turn; the tokens of a turn keep their order.
+    # Tokens are sorted by turn, and the tokens of a turn keep their order.
     order_S = torch.argsort(turns.of_S, stable=True)
     ends_n = torch.cumsum(torch.bincount(turns.of_S, minlength=len(turns.seq_n)), 0) - 1
     last_n = order_S[ends_n]
@@ -91,8 +93,8 @@ def chain(seq_n: torch.Tensor) -> torch.Tensor:
 
 def depths(after_n: torch.Tensor) -> torch.Tensor:
     """Return for each row the number of rows before it on its path, int64 [n]."""
-    # Rows that follow the row directly before them form runs. There are few runs, and only their first rows are
-    # followed upwards.
+    # Rows that follow the row directly before them form runs. There are few runs, so it is fast to follow only the
+    # first row of each run towards the root.
     rows_n = torch.arange(len(after_n))
     first_n = after_n != rows_n - 1
     first_n[:1] = True
@@ -100,7 +102,7 @@ def depths(after_n: torch.Tensor) -> torch.Tensor:
     place_n, above_r = rows_n - firsts_r[run_n], after_n[firsts_r]
     up_r = torch.where(above_r >= 0, run_n[above_r], -1)
     depth_r = torch.where(above_r >= 0, place_n[above_r] + 1, 0)
-    while bool((up_r >= 0).any()):  # each iteration doubles the length of the jumps
+    while bool((up_r >= 0).any()):  # in every iteration a run jumps twice as far towards the root as before
         depth_r = depth_r + torch.where(up_r >= 0, depth_r[up_r], 0)
         up_r = torch.where(up_r >= 0, up_r[up_r], -1)
     return depth_r[run_n] + place_n
@@ -113,9 +115,10 @@ def sum_following(x_n: torch.Tensor, after_n: torch.Tensor) -> torch.Tensor:
 
 
 def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *, forward: bool = False) -> torch.Tensor:
-    """Return y = x + decay * sum of y over the rows that follow; with `forward`, y = x + decay * y of the row before.
+    """Return y = x + decay * (sum of y over the rows that follow directly), fp64 [n].
 
-    decay_n: [n], equal for all rows of a tree. The result is fp64 [n]. The loop has one iteration for each depth.
+    forward: return y = x + decay * (y of the row that this row follows) instead. decay_n: [n], equal for all rows
+    of a tree. The loop has one iteration for each depth, so its time grows with the longest path.
     """
     depth_n = depths(after_n)
     order_n = torch.argsort(depth_n, stable=True)
@@ -124,7 +127,7 @@ def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *,
     y_n, decay_n = x_n.double()[order_n], decay_n.double()[order_n]
     up_n = place_n[after_n[order_n]]
     ends = torch.cumsum(torch.bincount(depth_n), 0).tolist()
-    levels = list(zip(ends[:-1], ends[1:], strict=True))  # without depth 0, whose rows do not follow another row
+    levels = list(zip(ends[:-1], ends[1:], strict=True))  # depth 0 is left out: its rows follow no other row
     for a, b in levels if forward else reversed(levels):
         if forward:
             y_n[a:b] += decay_n[a:b] * y_n[up_n[a:b]]
@@ -134,7 +137,7 @@ def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *,
 
 
 def td_errors(reward_n: torch.Tensor, value_n: torch.Tensor, after_n: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return reward + gamma * (sum of the values of the rows that follow) - value, fp64 [n]."""
+    """Return reward + gamma * (sum of the values of the rows that follow directly) - value, fp64 [n]."""
     return reward_n.double() + gamma * sum_following(value_n, after_n) - value_n
 
 
@@ -146,7 +149,7 @@ def _tree(x: Samples) -> Turns:
     seq_S, turn_S, parent_S = (column_T[x.mask] for column_T in (x.seq, x.turn, x.parent))
     early_S = (turn_S < 0) | (parent_S < -1) | (parent_S >= turn_S)
     _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, unlike")
-    # A turn without a sampled token is skipped: its children follow its parent, which its other tokens give.
+    # A turn without a sampled token is skipped: its children follow its parent, which is read from its other tokens.
     number_t, turn_T = torch.unique(x.turn, return_inverse=True)
     key_m, row_T = torch.unique(x.seq * (len(number_t) + 1) + turn_T, return_inverse=True)
     row_S = row_T[x.mask]

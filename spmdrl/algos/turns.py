@@ -1,10 +1,10 @@
 """Advantages with one number for each turn, used at all sampled tokens of the turn.
 
 The turns of an episode are a chain, or a tree if the episode forked (`tree.py`). The return of a turn is the sum of the
-rewards of its tokens plus gamma times the returns of the turns that follow it. In a tree it excludes parallel branches.
-Estimators are functions of `Samples`. Results do not depend on how the sequences are distributed over ranks. Turns
-without a sampled token do not count. ValueError: an input that is missing or not finite, settings out of range, turns
-without a consistent order (`Turns.of`). docs/credit.md lists the estimators that are unbiased.
+rewards of its tokens plus gamma times the returns of the turns that follow it, so in a tree it does not include
+parallel branches. Estimators are functions of `Samples`. Results do not depend on how the sequences are distributed
+over ranks. Turns without a sampled token do not count. ValueError: an input that is missing or not finite, settings out
+of range, turns without a consistent order (`Turns.of`). docs/credit.md lists the estimators that are unbiased.
 """
 
 import torch
@@ -23,18 +23,19 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
         G_n = reward of turn n + gamma * sum of G over the turns that follow it
         A   = G_n - mean of G over the turns at the same depth in the other samples of the group
 
-    All sampled tokens of a turn have its advantage. Returns are `G_n`. The depth of a turn is the number of turns
-    before it on its path; without a fork it is the number of the turn. Turns of the same sample are left out of the
-    mean, because the return of a later turn depends on this turn. With one turn in each sample it equals `rloo`. If the
-    data has no turns, a turn is a run of sampled tokens.
+    All sampled tokens of a turn have the advantage of the turn. Returns are `G_n`. The depth of a turn is the number of
+    turns before it on its path; without a fork it is the number of the turn. Turns of the same sample are left out of
+    the mean, because the return of a later turn depends on this turn. With one turn in each sample it equals `rloo`. If
+    the data has no turns, every run of sampled tokens is a turn.
 
-    A is `G_n` at a depth that no other sample reaches, and in a group of one. Equal returns at a depth: A is exactly 0.
+    A is `G_n` in a group of one, and at a depth that no other sample reaches. If the returns of a group at a depth are
+    equal, A is exactly 0.
     """
     turns = Turns.of(x)
     return_n, depth_n = _returns(x, turns, gamma), depths(turns.after_n)
     return_N, group_N, depth_N, mine_n = x.everyone(return_n, x.group[turns.seq_n], depth_n, seq_n=turns.seq_n)
     everyone = Groups.of([group_N, depth_N], return_N)
-    # Sums are relative to the lowest return, so that equal returns give exactly 0.
+    # The lowest return is subtracted before the sums, so that equal returns give exactly 0.
     above_N = return_N - everyone.low(return_N)
     above_n = above_N[mine_n]
     own = Groups.of([turns.seq_n, depth_n], above_n)
@@ -53,12 +54,12 @@ def turn_gae(
 
         error_n  = reward of turn n + gamma * sum of V over the turns that follow it - V_n
         A_n      = error_n + gamma * lam * sum of A over the turns that follow it
-        return_n = the same sum with critic_lam, + V_n
+        return_n = V_n + A_n with critic_lam instead of lam
 
     It needs a critic. `V_n` is the value before the first sampled token of the turn. The paper uses `gamma` 0.99 and
-    `lam` 0.9. The paper's clipping by turn belongs to its loss and is not part of this advantage. `critic_lam` None
-    means `lam`. All sampled tokens of a turn have its advantage, and the critic learns `return_n` at all of them.
-    `whiten` applies to the advantages, not to the returns.
+    `lam` 0.9. The paper's clipping by turn belongs to its loss and is not part of this advantage. With `critic_lam`
+    None, returns use `lam`. All sampled tokens of a turn have the advantage of the turn, and the critic learns
+    `return_n` at all of these tokens. `whiten` applies to the advantages, not to the returns.
 
     It ignores groups.
     """
@@ -81,13 +82,13 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
             + step_weight * GRPO's advantage of the turn's return among the turns of the group with the same state
 
     The return of a turn is the sum of its rewards plus `gamma` times the returns of the turns that follow it: the next
-    one, or several after a fork (docs/credit.md#trees). `std` False subtracts means and does not divide. If the data
-    has no turns, a turn is a run of sampled tokens. If the data has no states, all first turns of a prompt have one
-    state, and every later turn has a state of its own. A state that occurs once adds 0. An environment gives its state
-    by `state_key` (docs/credit.md#states); without `state_key` the history is the state. A turn with two states is an
-    error.
+    turn, or several turns after a fork (docs/credit.md#trees). With `std` False, means are subtracted, but nothing is
+    divided by a std. If the data has no turns, every run of sampled tokens is a turn. If the data has no states, all
+    first turns of a prompt have the same state, and every later turn has a different state. The second term is 0 for a
+    turn whose state no other turn of the group has. An environment gives its state by `state_key`
+    (docs/credit.md#states); without `state_key` the history is the state. A turn with two states is an error.
 
-    Group of one: the episode's term is `r / (1 + eps)`. Equal rewards: A is 0.
+    In a group of one, the episode's term is `r / (1 + eps)`. If all rewards of a group are equal, A is 0.
     """
     turns = Turns.of(x)
     return_n = _returns(x, turns, gamma)
@@ -101,7 +102,8 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
     return_N, group_N, state_N, own_N, mine_n = x.everyone(
         return_n, x.group[turns.seq_n], state_n, own_n, seq_n=turns.seq_n
     )
-    own_N = own_N * torch.arange(1, len(own_N) + 1)  # 0 for a state that other turns may have, else unique
+    # 0 if other turns may have the same state; a different number for every turn whose state no other turn has.
+    own_N = own_N * torch.arange(1, len(own_N) + 1)
     steps = Groups.of([group_N, state_N, own_N], return_N)
     step_N = normalise(return_N, steps, eps) if std else subtract_mean(return_N, steps)
     step_N = torch.where(steps.size_N > 1, step_N, 0.0)
@@ -111,6 +113,6 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
 
 
 def _returns(x: Samples, turns: Turns, gamma: float) -> torch.Tensor:
-    """Return the return of each turn, fp64 [n]."""
+    """Return the return of each turn, as the docstring of this module defines it, fp64 [n]."""
     reward_n = turns.sum(x.rewards[x.mask])
     return discount(reward_n, turns.after_n, torch.full_like(reward_n, in_range("gamma", gamma, 0, 1)))

@@ -1,4 +1,4 @@
-"""Losses of a critic, of implicit process rewards, of good samples and of given tokens; the multiplier of a cost.
+"""Losses of a critic and of an implicit reward model, losses that imitate tokens, and the multiplier of a cost.
 
 T: packed tokens of one micro-batch; B: its sequences. Losses are per token, before aggregation
 (`aggregate.token_weights`), and 0 where the mask is False, whatever the inputs are there.
@@ -25,8 +25,8 @@ def value_loss(
 
     Source: the value clip of https://github.com/openai/baselines (ppo2), used since https://arxiv.org/abs/2203.02155
 
-    values_T: v, with gradient. old_values_T: old, the values when the step began. returns_T: R, the targets. clip: > 0;
-    None: the plain squared error. Stats (detached [T]): `value_clip_fraction`, 1 where the clip decides the loss;
+    values_T: v, with gradient. old_values_T: old, the values at the start of the step. returns_T: R, the targets. clip:
+    > 0; None: the plain squared error. Stats (detached [T]): `value_clip_fraction`, 1 where the clip decides the loss;
     `value_error`, v - R.
     """
     if clip is not None and not clip > 0:
@@ -98,8 +98,8 @@ def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most
 
     Source: https://arxiv.org/abs/2310.12773 (Safe RLHF)
 
-    log multiplier += lr * multiplier * (mean_cost - limit), with at most `most` as the result. The multiplier stays
-    positive: it increases while the mean cost is above the limit, and decreases below. multiplier, lr, most: > 0.
+    log multiplier += lr * multiplier * (mean_cost - limit), but the multiplier becomes at most `most`. It stays
+    positive. It increases if the mean cost is above the limit, and decreases if it is below. multiplier, lr, most: > 0.
     ValueError: multiplier, lr or most not positive, a cost or limit that is not finite.
     """
     if not multiplier > 0 or not lr > 0 or not most > 0:
@@ -107,7 +107,7 @@ def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most
     if not math.isfinite(mean_cost - limit):
         raise ValueError(f"mean_cost and limit must be finite, got {mean_cost} and {limit}: check the cost function")
     log = math.log(multiplier) + lr * multiplier * (mean_cost - limit)
-    # The bound keeps the multiplier above 0: a multiplier of 0 could never increase again.
+    # The lower bound keeps the multiplier above 0, because a multiplier of 0 could never increase again.
     return min(math.exp(max(min(log, math.log(most)), -700.0)), most)
 
 

@@ -8,11 +8,11 @@ preference.py    builds preference learning; computes log p of the reference bef
 reward_model.py  builds the training of a reward model
 rows.py          draws and encodes the rows of each step
 encoder.py       turns a row into tokens with a loss mask
-stored.py        files of numbers for the tokens of the rows, written before the training
+stored.py        writes and reads files of numbers for the tokens of the rows
 teacher.py       writes a teacher's most likely tokens into files
-stored_teacher.py  reads these files during training, instead of running the teacher
+stored_teacher.py  reads a teacher's files during training, instead of running the teacher
 pair_encoder.py  turns a row of preference data into sequences
 steps.py         turns a row of labelled steps into a sequence
-generations.py   samples answers of the model during the job
+generations.py   samples answers of the trained model during the job
 preview.py       describes the first rows, for a dry run
 """

@@ -1,4 +1,4 @@
-"""Builds a supervised job on every rank, with the models and losses of `sft.py`, `preference.py`, `reward_model.py`."""
+"""Builds a supervised job on every rank. `sft.py`, `preference.py` and `reward_model.py` give its models and loss."""
 
 import hashlib
 import json
@@ -35,19 +35,20 @@ from spmdrl.supervised.run import SupervisedRun
 
 @dataclass
 class Start:
-    """Tokenizer and encoder of a job, before its models are built."""
+    """What a job needs to encode rows. It is available before the models are built."""
 
     folder: Path
+    """Folder of the model, from which the tokenizer was read."""
     tokenizer: Any
     longest: int
-    """Largest number of tokens of a sequence."""
+    """Most tokens that a sequence may have."""
     encode: Encode
 
 
 def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
     """Read the tokenizer and the length limit of the model, and build the encoder.
 
-    encoder: (tokenizer, largest number of tokens of a sequence) -> encoder of the rows.
+    encoder: (tokenizer, most tokens that a sequence may have) -> encoder of the rows.
     """
     trust = cfg.model.trust_remote_code
     tokenizer, longest = load_tokenizer(folder, trust), min(cfg.data.max_tokens, context_length(folder, trust))
@@ -55,7 +56,7 @@ def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Enc
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
-    """Build the model that is trained. share: compute the common prompt of sequences only once. Collective."""
+    """Build the model that is trained. share: whether common prompts of sequences are computed once. Collective."""
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
@@ -69,9 +70,10 @@ def frozen(
 ) -> Any:
     """Build a frozen language model. Collective.
 
-    path: path of the model; empty: `--model.path`. flag: name of the setting with the path, for messages. learning: the
-    policy. If the policy has LoRA adapters and started from this model, the result is the policy without its adapters,
-    not a second copy. average: whether the model will be updated as a moving average of the policy's weights.
+    path: path of the model; empty: `--model.path`. flag: name of the setting that holds the path, for messages.
+    learning: the policy. If the policy has LoRA adapters and started from this model, the result is the policy without
+    its adapters, not a second copy. average: whether the model will be updated as a moving average of the policy's
+    weights.
 
     Raises:
         ValueError: the tokenizer of the model differs from the policy's.
@@ -91,13 +93,13 @@ def frozen(
 
 
 def last_of_rows(held_out: Placed) -> list[Any]:
-    """Return the last sequence of each row."""
+    """Return the last sequence of each held-out row."""
     return list({place: piece for place, _, piece in held_out}.values())
 
 
 @dataclass
 class Progress:
-    """State of a job in addition to its models, for checkpoints. Implements `session.checkpoints.Kept`."""
+    """State of a job other than its models, which checkpoints store. Implements `session.checkpoints.Kept`."""
 
     data: Rows
     objective: Objective
@@ -124,9 +126,10 @@ def assemble(
 ) -> SupervisedRun:
     """Build a job from its rows, models and loss. Collective over all ranks.
 
-    pack: (sequences of this rank, step or MEASURE) -> batch. known: computes columns of tokens before the models are
-    built. prompts_of: selects the held-out sequences from which `--generate` takes its prompts, each the tokens before
-    the last trained part; None: the last sequence of each row.
+    pack: (sequences of this rank, number of the step, or MEASURE for an evaluation) -> batch. known: computes columns
+    of tokens before the models are built; None: the job needs no such columns. prompts_of: selects the held-out
+    sequences whose beginnings are the prompts of `--generate`; None: the last sequence of each row. A prompt consists
+    of the tokens before the last trained part of its sequence.
     """
     cfg, world = session.cfg, session.world
     check_attention(cfg, world.device)
@@ -174,7 +177,7 @@ def assemble(
 
 
 def note_template(session: Session[SupervisedConfig], tokenizer: Any) -> None:
-    """Log the chat template that is used if the tokenizer has none; warn if no control token ends its turns."""
+    """Log which chat template is used if the tokenizer has none, and warn if no control token ends its turns."""
     cfg = session.cfg
     template = job_template(cfg, tokenizer)
     if template and not getattr(tokenizer, "chat_template", None):
@@ -217,7 +220,7 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
 
 
 def digest(cfg: SupervisedConfig) -> str:
-    """Return a hash of the sources' names and sizes. A resume compares it to detect a changed file."""
+    """Return a hash of the names and sizes of `--data.train`. A resume compares it to detect a changed file."""
     sources = []
     for spec in cfg.data.train:
         path = Path(split_weight(spec)[0]).expanduser()
@@ -226,7 +229,7 @@ def digest(cfg: SupervisedConfig) -> str:
 
 
 class Generators:
-    """States of the random number generators. Implements `session.checkpoints.RankKept`."""
+    """States of a rank's random number generators, for checkpoints. Implements `session.checkpoints.RankKept`."""
 
     def __init__(self, world: World):
         self.world = world

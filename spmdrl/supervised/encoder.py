@@ -23,19 +23,19 @@ class Encoded:
 
     sequences: list[Masked] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    """Number of each sequence within its row; empty: 0, 1, ..."""
+    """Number of each sequence within its row. If the list is empty, the numbers are 0, 1, ..."""
     notes: Counter = field(default_factory=Counter)
-    """Counts by name: truncated, dropped, split, departs, unstopped and unanswered. The first rows also count columns
-    that the chat template does not show (`data.shown.UNSHOWN`)."""
+    """Name -> count. The names are truncated, dropped, split, departs, unstopped and unanswered (docs/sft.md). The
+    first rows also count columns that the chat template does not show (`data.shown.UNSHOWN`)."""
 
 
 class Encoder:
-    """Encodes rows by the settings of `--data`."""
+    """Encodes rows as the settings of `--data` say."""
 
     def __init__(self, data: SupervisedDataConfig, tokenizer: Any, longest: int, train_on: str = "assistant"):
         """Prepare the chat template and the columns.
 
-        longest: largest number of tokens of a sequence. train_on: the value of `--sft.train-on`.
+        longest: most tokens that a sequence may have. train_on: the value of `--sft.train-on`.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
@@ -47,7 +47,7 @@ class Encoder:
         self.renderer = Renderer(tokenizer, template, template_kwargs(data))
         check_read(self.renderer, template_kwargs(data))
         self.looked = 0
-        """Number of rows with tools or variables that were checked; only the first `LOOKED` rows are."""
+        """Number of rows with tools or variables whose rendering was checked. Only the first `LOOKED` are checked."""
         self.columns = Columns(
             data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
         )
@@ -68,7 +68,7 @@ class Encoder:
         return self.fitted(self.rendered(example))
 
     def rendered(self, example: Example) -> Encoded:
-        """Encode an example without a limit on its length. Raises the errors of `encode`."""
+        """Encode an example without a limit on its length. It raises the same errors as `encode`."""
         data = self.data
         wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
         if not example.dialogue and example.prompt and wanted:
@@ -88,7 +88,10 @@ class Encoder:
         return self._dialogue(example)
 
     def _plain(self, example: Example) -> Encoded:
-        """Encode a text and add the end token. A prompt is not trained, unless `--sft.train-on` is `all`."""
+        """Encode a text without a chat template, and add the end token.
+
+        The tokens of a prompt are not trained, unless `--sft.train-on` is `all`.
+        """
         tokenizer, every = self.tokenizer, self.train_on == "all"
         if example.prompt:
             before, _ = encode(tokenizer, example.prompt, chat="off")
@@ -123,14 +126,17 @@ class Encoder:
         return out
 
     def _trained(self, example: Example) -> set[int]:
-        """Return the indices of the messages that are trained. A field of a message overrides `--sft.train-on`."""
+        """Return the indices of the messages that are trained.
+
+        If a message has a field that says whether it is trained, the field overrides `--sft.train-on`.
+        """
         assert example.dialogue
         turns = [i for i, message in enumerate(example.dialogue.messages) if message["role"] == "assistant"]
         own = {i: example.trained[i] for i in turns}
         return {i for i in turns if own[i] or (own[i] is None and (self.train_on != "last" or i == turns[-1]))}
 
     def fitted(self, out: Encoded) -> Encoded:
-        """Truncate or drop sequences that are too long, as `--data.too-long` sets.
+        """Truncate or drop sequences that are too long; `--data.too-long` says which.
 
         Raises:
             RowError: no trained token of the row is left.

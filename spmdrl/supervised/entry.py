@@ -16,7 +16,7 @@ C = TypeVar("C", bound=SupervisedConfig)
 
 
 def settle(job: Job[Any], loaded: Loaded[Any]) -> Loaded[Any]:
-    """Return the settings with the number of steps, and with a chat template if the rows need one.
+    """Return the settings with the number of steps filled in, and with a chat template if the rows need one.
 
     Raises:
         ValueError: the model's tokenizer or the rows cannot be used.
@@ -36,7 +36,7 @@ def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
 
 
 def with_steps(cfg: C, mixture: Mixture) -> C:
-    """Return the settings with the number of steps that the epochs take.
+    """Return the settings with `--run.steps` set to the number of steps of the epochs, if it is 0.
 
     Raises:
         ValueError: the number of rows is unknown.
@@ -54,10 +54,12 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
 def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
     """Return the settings with ChatML as the chat template, if the tokenizer has none and the first rows need one.
 
-    The template is then recorded with the run and saved with the model. begin: `Job.begin`. mixture: gives the rows.
+    The template is then recorded with the run and saved with the model. begin: builds the tokenizer and the encoder
+    (`Job.begin`). mixture: the rows of `--data.train`.
 
     Raises:
-        ValueError: the model's tokenizer cannot be read, or ChatML would also render pairs of plain text.
+        ValueError: the model's tokenizer cannot be read; or some of the first rows need ChatML, and others are pairs of
+            plain text, which ChatML would render as dialogues.
     """
     if cfg.data.chat_template or cfg.data.chat == "off":
         return cfg

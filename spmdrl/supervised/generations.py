@@ -18,16 +18,19 @@ from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.seeds import seed_for
 
-ANSWERS = 0x5F7  # part of the seeds of answers, so that they differ from other draws keyed by (seed, number)
+ANSWERS = 0x5F7  # is a part of each answer's seed, so that answers share no seed with other draws of the job
 
 
 class Generations:
-    """Samples answers to fixed prompts."""
+    """Samples answers of the trained model to fixed prompts."""
 
     def __init__(
         self, session: Session[SupervisedConfig], models: Models, tokenizer: Any, folder: Path, sequences: list[Masked]
     ):
-        """Start the engine. sequences: held-out sequences, the same on every rank. Collective."""
+        """Start the engine. Collective.
+
+        sequences: held-out sequences, from which the prompts are taken; the same on every rank.
+        """
         cfg, world = session.cfg, session.world
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
         run = sampling_run(cfg, str(folder))
@@ -41,12 +44,12 @@ class Generations:
             pass
         longest, pairs = prompt_limit(run, folder, "generate.max_new_tokens"), map(split, sequences)
         self.pairs = [pair for pair in pairs if len(pair[0]) <= longest][: cfg.generate.prompts]
-        """(tokens of the prompt, tokens of the reference answer) of each prompt."""
+        """For each prompt: (tokens of the prompt, tokens of the reference answer)."""
 
     def sample(self, step: int) -> list[dict]:
         """Sample an answer to each prompt, and return the rows for samples.jsonl. Collective.
 
-        A row has the prompt, the completion and the reference answer of the data. All ranks return the same rows.
+        A row has the prompt, the sampled completion and the data's reference answer. All ranks return the same rows.
         """
         settings, engine, rows = self.cfg.generate, self.engine, {}
         with self.memory.rollout_phase():

@@ -19,14 +19,14 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class PairEncoder:
-    """Encodes rows by the settings of `--data`. Each side of a pair, or each labelled response, is one sequence."""
+    """Encodes rows as the settings of `--data` say. Each side of a pair, or each labelled response, is one sequence."""
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
         """Read the settings.
 
-        pairs: whether rows must be pairs. If not, each side is a labelled response, and a row may have only one.
-        beside: whether to add sequences of this row's prompt with the responses of the row before it. They are not
-        trained; KTO estimates the KL from them.
+        pairs: whether rows must be pairs. If not, each side is a labelled response, and a row may have only one side.
+        beside: whether to add sequences that join this row's prompt and a response of the previous row. They are not
+        trained, but KTO estimates the KL from them.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
@@ -54,7 +54,7 @@ class PairEncoder:
             out.notes += one.notes
             out.sequences += one.sequences
         if len(out.sequences) < len(found.sides):
-            # One side is too long, so the row is left out.
+            # One side was dropped because it is too long, so the whole row is left out.
             return Encoded(notes=out.notes)
         if len(out.sequences) == 2 and torch.equal(out.sequences[CHOSEN].tokens, out.sequences[REJECTED].tokens):
             within = f" within {self.encoder.longest} (--data.max-tokens)" if out.notes["truncated"] else ""
@@ -63,7 +63,7 @@ class PairEncoder:
             for sequence in out.sequences:
                 sequence.numbers["margin"] = found.margin
         for example in self._mismatched(found, before) if before else []:
-            with suppress(ValueError):  # for example a sequence that is too long; the mean uses the others
+            with suppress(ValueError):  # an example that fails, for example by its length, is left out of the mean
                 out.sequences += self.encoder.encode(example).sequences[:1]
         more = len(out.sequences) - len(out.samples)
         out.samples += range(MISMATCHED, MISMATCHED + more)
@@ -97,7 +97,7 @@ class PairEncoder:
 def answered(prompt: Example, response: Example, system: str = "") -> Example:
     """Return an example with the prompt of one example and the response of another.
 
-    system: the argument of `as_dialogue`.
+    system: system message for examples that are not dialogues yet (as in `as_dialogue`).
 
     Raises:
         RowError: one of the examples has no response.
@@ -113,7 +113,7 @@ def answered(prompt: Example, response: Example, system: str = "") -> Example:
 
 
 def _response(example: Example) -> int:
-    """Return the index of the first message of the response."""
+    """Return the index of the message with which the response begins."""
     assert example.dialogue
     roles = [message["role"] for message in example.dialogue.messages]
     answers = zip(roles, example.trained, strict=True)
@@ -130,10 +130,11 @@ def pack_pair_sides(
     numbers: dict[str, float] | None = None,
     columns: dict[str, torch.dtype] | None = None,
 ) -> Batch:
-    """Pack sides into a batch of one optimizer step.
+    """Pack the sides of pairs, or labelled responses, into a batch of one optimizer step.
 
     pairs: whether the sides of a row must be on the same rank and in the same micro-batch. share: whether their common
-    prompt is computed only once. numbers: name of a column of sequences -> its default. columns: as in `pack`.
+    prompt is computed only once. numbers: name of a number of each sequence -> its value where a sequence lacks it.
+    columns: as in `pack`.
     """
     batch = pack(sequences, columns=columns)
     ordered = sorted(sequences, key=lambda each: each[:2])

@@ -39,7 +39,7 @@ def begin_preference(cfg: PreferenceConfig) -> Start:
 
 
 def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
-    """Build the job. Collective over all ranks."""
+    """Build a job of preference learning. Collective over all ranks."""
     cfg = session.cfg
     begun, pairs, share = begin_preference(cfg), has_pairs(cfg.preference), shares_prompts(cfg.policy)
 
@@ -74,14 +74,14 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
 
 
 def add_reference(models: Models, batch: Batch) -> None:
-    """Add the reference's log p of each token, unless the batch has it. Collective."""
+    """Add the column `ref_logp`, the reference's log p of each token, unless the batch has it. Collective."""
     if "ref_logp" not in batch.token:
         assert models.reference is not None, "build_preference checks it"
         batch.token["ref_logp"], _ = models.reference.logprobs(batch, 1.0, "top")
 
 
 def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models: Models) -> Objective:
-    """Return the objective with the losses of the settings."""
+    """Return the objective that computes the losses of `--preference`."""
     chosen, peers, losses = cfg.preference, session.world.data_peers, losses_of(cfg.preference)
     if has_pairs(chosen):
         return PairObjective(losses, chosen, models.policy, peers)
@@ -92,13 +92,13 @@ class StoredReference:
     """The reference's log p of every row, in files of the run folder. Implements `Precomputed`."""
 
     def __init__(self, session: Session[Any], begun: Start, pack: Callable[[Placed], Batch], build: Callable[[], Any]):
-        """Find the folder. pack: packs sequences without the column `ref_logp`. build: builds the reference."""
+        """Keep what `fill` needs. pack: packs sequences without the column `ref_logp`. build: builds the reference."""
         self.session, self.begun, self.pack, self.build = session, begun, pack, build
         self.folder = session.folder / "reference_logp"
         self.stored: Stored | None = None
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Implements `Precomputed.fill`. The reference is freed afterwards."""
+        """Implements `Precomputed.fill`. The reference is built only for this call, and freed at its end."""
         sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
         cfg = self.session.cfg
         of = [digest(cfg), [(source.name, len(source)) for source in sources], fixed_settings(cfg)]
@@ -114,12 +114,12 @@ class StoredReference:
             read = lambda batch: {"logp": model.logprobs(batch, 1.0, "top")[0]}  # noqa: E731
             write(self.session, sources, self.begun.encode, self.pack, read, self.folder, {"of": identity}, 1.0)
             del model, read
-            # Sharded models have reference cycles.
+            # Sharded models have reference cycles, so only the garbage collector frees their memory.
             gc.collect()
         self.stored = Stored(self.folder, read_manifest(self.folder, AHEAD), AHEAD, ("logp",))
 
     def attach(self, key: Key, sequences: list[Any]) -> None:
-        """Implements `Precomputed.attach`. The column is `ref_logp`."""
+        """Implements `Precomputed.attach`. The added column is `ref_logp`."""
         assert self.stored, "`fill` must be called before `attach`"
         name, row = key
         for sequence in sequences:

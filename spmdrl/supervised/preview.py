@@ -13,11 +13,11 @@ from spmdrl.supervised.rows import Encode
 from spmdrl.tracking.console import clean
 
 ROWS = 200
-"""Number of rows that are read."""
+"""Most rows that a preview reads."""
 SHOWN = 2
-"""Number of sequences of the example that are shown; a pair has two."""
+"""Most sequences of the example row that are shown; a pair has two."""
 LONGEST = 1500
-"""Number of characters of the example that are shown."""
+"""Most characters that are shown of each sequence of the example row."""
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 

@@ -22,18 +22,18 @@ from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 
 SEQUENCES, TOKENS = SCORERS
-"""Suffixes of the class names of saved reward models: of those for responses, and of those for steps."""
+"""Endings of the class names of saved reward models: first for models of responses, then for models of steps."""
 STEP_LABELS = ("wrong", "right")
 """Labels of a process reward model. Its score of a step is the probability of the second label."""
 
 
 class ScoredEncoder:
-    """Encodes pairs. Each pair has the index of the score that it trains, if the model has several scores."""
+    """Encodes pairs for a reward model. A pair has the index of the score that it trains, if there are several."""
 
     beside = False
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """Read the settings. longest: largest number of tokens of a sequence."""
+        """Read the settings. longest: most tokens that a sequence may have."""
         self.sides = PairEncoder(cfg.data, tokenizer, longest, pairs=True)
         self.outputs, self.column = cfg.reward_model.outputs, cfg.data.output_column
         self.columns = StepColumns(steps=cfg.data.steps_column, labels=cfg.data.labels_column)
@@ -67,7 +67,7 @@ def begin_reward_model(cfg: RewardModelConfig) -> Start:
 
 
 def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
-    """Build the job. Collective over all ranks."""
+    """Build the training of a reward model. Collective over all ranks."""
     cfg, begun = session.cfg, begin_reward_model(session.cfg)
     chosen, peers = cfg.reward_model, session.world.data_peers
     models = lambda: Models(scorer(session, begun))  # noqa: E731
@@ -84,8 +84,8 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     """Build the model that is trained: a given classifier, or a language model with a new head. Collective.
 
     Raises:
-        ValueError: the model has another class, or is a classifier whose head is missing in its folder or has other
-            scores (by number or by name).
+        ValueError: the model is neither of the two, or it is a classifier whose head is missing in its folder or has
+            scores of another number or other names.
     """
     cfg, steps = session.cfg, session.cfg.reward_model.rows == "steps"
     count = 2 if steps else max(1, len(cfg.reward_model.outputs))
@@ -114,7 +114,7 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
 def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
     """Check that a classifier with several named scores has the names of `outputs`, in the same order.
 
-    config: of transformers. flag: the beginning of the message.
+    config: transformers' config of the classifier. flag: setting and path of the model, which the message begins with.
 
     Raises:
         ValueError: the names or their order differ.
@@ -129,21 +129,21 @@ def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
 
 
 def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -> None:
-    """Write class, labels and padding token into a config of transformers, for programs that load the saved model."""
+    """Set class, labels and padding token in a config of transformers, for programs that load the saved model."""
     name = next(iter(config.architectures or ["ForCausalLM"]))
     config.architectures = [name.replace("ForCausalLM", kind)]
     names = outputs or ("reward",)
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     config.problem_type = None
-    # transformers reads the score at the last token that is not the padding token, so the padding token must not be one
-    # that ends a turn.
+    # transformers reads the score at the last token that is not the padding token, so a token that ends a turn must not
+    # be the padding token.
     ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])}
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
     config.pad_token_id = next((i for i in known if i is not None and i not in ends), tokenizer.eos_token_id)
 
 
 def pack_pairs(sequences: Placed, step: int) -> Batch:
-    """Pack the sides of pairs. The mask is True only at the last trained token of each side."""
+    """Pack the sides of pairs. The mask is True only at the last trained token of each side, where its score is."""
     batch = pack_pair_sides(sequences, pairs=True, share=False, numbers={"margin": 0.0, "output": 0.0})
     mask_T = batch.token["mask"]
     places_T = mask_T.nonzero().flatten()

@@ -24,16 +24,16 @@ from spmdrl.supervised.encoder import Encoded
 log = logging.getLogger("spmdrl")
 
 Placed = list[tuple[int, int, Masked]]
-"""(index of the row in the step, number of the sequence in the row, sequence)."""
+"""For each sequence: (index of its row in the step, number of the sequence in the row, sequence)."""
 
 STRIDE = 0x9E3779B1
-"""Factor between the noise seeds of neighbouring tokens."""
+"""Factor of a token's position in its noise seed, so that the seeds of neighbouring tokens differ in many bits."""
 FEW = 1000
-"""Smallest denominator of the share of refused rows. For a smaller data set its size is used instead."""
+"""The share of refused rows is computed as if at least this many rows were read, or all rows of a smaller data set."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
-"""Counts of a step, in the order of the tensor that is reduced over ranks."""
+"""Names of the counts of a step, in the order in which the tensor that is reduced over ranks holds them."""
 NAMED = ("truncated", "dropped", "unanswered")
-"""Counts of rows that are only partly trained on. The log lists these rows."""
+"""Names of the counts of rows that are only partly trained on. The log lists these rows."""
 
 
 def open_mixture(cfg: SupervisedConfig) -> Mixture:
@@ -75,7 +75,7 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
 
 
 def rows_due(cfg: SupervisedConfig, rows: int | None, step: int) -> int:
-    """Return the number of rows of a step. The last step of a job that ends with its epochs can have fewer rows.
+    """Return the number of rows of a step. If a job ends with its epochs, its last step can have fewer rows.
 
     rows: number of rows of an epoch; None: not known. step: counted from 0.
     """
@@ -94,10 +94,10 @@ class Encode(Protocol):
     """Turns a row of a data set into its sequences."""
 
     beside: bool
-    """Whether the encoder also uses the row before this one."""
+    """Whether the encoder of a row also uses the previous row of the step."""
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row. before: the row before it in its step, if `beside` is True.
+        """Encode a row. before: the previous row of the step, if `beside` is True.
 
         Raises:
             RowError: the row cannot be used.
@@ -107,14 +107,17 @@ class Encode(Protocol):
 
 
 class Precomputed(Protocol):
-    """Computes columns of tokens before the models are built."""
+    """Computes numbers for the tokens of rows before the models are built, such as the log p of a reference."""
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Compute the numbers that are missing. Collective. held_out: the source of the evaluation, or None."""
+        """Compute the numbers that are missing. Collective. held_out: the source of the held-out rows, or None."""
         ...
 
     def attach(self, key: Any, sequences: list[Masked]) -> None:
-        """Add the columns to the sequences of a row. Raises ValueError if the row has no numbers."""
+        """Add a row's numbers to its sequences as columns. Raises ValueError if the row has no numbers.
+
+        key: name of the row's source, and index of the row in it.
+        """
         ...
 
 
@@ -127,11 +130,11 @@ class Step:
     kept: int = 0
     """Number of rows with a trained token."""
     unread: dict[str, None] = field(default_factory=dict)
-    """Columns that the encoder did not use, in order."""
+    """Names of the columns that the encoder did not use, in the order in which they were found."""
     refused: list[str] = field(default_factory=list)
-    """A line for each refused row: where it is, and the reason."""
+    """A line for each refused row: its source and number, and the reason."""
     shortened: list[str] = field(default_factory=list)
-    """A line for each row that is only partly trained on: where it is, and the counts of `NAMED` that include it."""
+    """A line for each row that is only partly trained on: its source and number, and the `NAMED` counts it is in."""
 
     def name_rows(self) -> None:
         """Write the refused rows, and the rows that are only partly trained on, to the log file of this rank."""
@@ -142,7 +145,7 @@ class Step:
 
 
 class Rows:
-    """Draws and encodes the rows of each step. A thread encodes the next step in advance."""
+    """Draws and encodes the rows of each step. A thread encodes the rows of the next step in advance."""
 
     def __init__(
         self, cfg: SupervisedConfig, world: World, mixture: Mixture, encoder: Encode, known: Precomputed | None = None
@@ -187,7 +190,7 @@ class Rows:
 
     def _check_refused(self, mine: Step) -> None:
         allowed = self.cfg.data.max_refused
-        # The share of a few rows is noise. With this denominator the order of the rows matters less.
+        # A share of only a few rows is noise, so the number of refused rows is divided by at least this number.
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
         if self.totals["refused"] > allowed * judged:
             raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)
@@ -203,27 +206,28 @@ class Rows:
             )
 
     def _begin(self, step: int) -> None:
-        """Draw a step's rows, and encode those of this rank in the thread."""
+        """Draw the rows of a step, and let the thread encode this rank's share of them."""
         drawn = self.mixture.draw(rows_due(self.cfg, self.mixture.rows, step))
         mine = range(self.world.rank, len(drawn), self.world.size)
         self.ahead = (step, self.thread.submit(encoded, drawn, mine, self.encoder, self.known), self.mixture.state())
 
     def state(self) -> dict[str, Any]:
-        """Return the state after the last step that `take` returned, as JSON values, the same on all ranks."""
+        """Return the state after the last step that `take` returned: JSON values, the same on all ranks."""
         return {"mixture": self.returned, "totals": dict(self.totals)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a result of `state`."""
         self.mixture.restore(state["mixture"])
         self.returned, self.totals = state["mixture"], Counter(state["totals"])
-        # Some checkpoints do not have this count.
+        # If a checkpoint lacks this count, all rows that were not refused count as trained.
         self.totals.setdefault("kept", self.totals["rows"] - self.totals["refused"])
 
 
 def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precomputed | None = None) -> Step:
-    """Return the encoded rows of a step at some indices.
+    """Encode some of the rows of a step.
 
-    drawn: all rows of the step. places: indices of the rows to encode. known: adds its columns to the sequences.
+    drawn: all rows of the step. places: indices of the rows to encode. known: adds its columns to the sequences; None:
+    there are no further columns.
     """
     out = Step()
     for place in places:
@@ -249,13 +253,17 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
 
 
 def first_lines(lines: list[str], world: World) -> list[str]:
-    """Return at most five lines in total: up to three of each rank, in rank order. Collective."""
+    """Return at most five lines in total: up to three of each rank, in rank order. lines: of this rank. Collective."""
     texts = all_gather_text("\n".join(lines[:3]), world.host_group)
     return [line for text in texts for line in text.split("\n") if line][:5]
 
 
 def too_many_refused(refused: int, rows: int, allowed: float, lines: list[str], world: World) -> ValueError:
-    """Return the error that lists refused rows. lines: one for each refused row of this rank. Collective."""
+    """Return the error that lists refused rows. Collective.
+
+    refused, rows: numbers of refused and of all rows. allowed: largest share that may be refused. lines: a line for
+    each refused row of this rank.
+    """
     shown = first_lines(lines, world) or ["no row has a sequence within --data.max-tokens"]
     return ValueError(
         f"{refused} of {rows} rows were refused, and --data.max-refused allows {allowed:g} of them "
@@ -278,8 +286,8 @@ def pack(
 ) -> Batch:
     """Pack sequences into a batch of one optimizer step, in the order of their rows.
 
-    noise: the value of `--sft.neftune`. key: seed of the noise, together with the position of the sequence (law 3).
-    columns: name of a further column of tokens -> its dtype.
+    noise: the value of `--sft.neftune`. key: numbers that seed the noise, together with the position of the sequence
+    (law 3). columns: name of a further column of tokens -> its dtype.
     """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))

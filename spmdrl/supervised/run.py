@@ -1,4 +1,4 @@
-"""The parts of a step of a supervised job, which the entry point calls on every rank."""
+"""The parts of a step of a supervised job. The entry point of the job calls them on every rank."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     objective: Objective
     data: Rows
     pack: Callable[[list, int], Batch]
-    """(sequences of this rank, step) -> batch."""
+    """(sequences of this rank, number of the step) -> batch."""
     held_out: Batch | None
     """This rank's share of the held-out rows; None: the job does not evaluate."""
     generations: Generations | None
@@ -32,9 +32,9 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     counts: Counter
     """Counts of the rows of this step (`rows.COUNTED`), over all ranks."""
     numbers: dict[str, float] | None = None
-    """Numbers of the last evaluation, for the next line of the log."""
+    """Numbers of the last evaluation that the log does not have yet; None if there are none."""
     measured: Objective | None = None
-    """The loss of an evaluation; None: the loss of training."""
+    """Loss that evaluations compute; None: the same loss as in training."""
     add_frozen: Callable[[Batch], None] | None = None
     """Adds columns of a frozen model to a batch, for the objective; None: the job has no frozen model."""
     moves: FixedModelConfig | None = None
@@ -42,7 +42,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
     """Turns the reduced numbers of a step into the numbers that are logged."""
     samples: list[dict] = field(default_factory=list)
-    """Sampled answers, for the next line of the log."""
+    """Sampled answers that the log does not have yet."""
 
     def rows(self, step: int) -> Batch:
         """Return this rank's rows of a step, encoded and packed. Collective."""
@@ -57,7 +57,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
                 self.add_frozen(batch)
 
     def move_reference(self, step: int) -> None:
-        """Update the reference from the policy, if this is due after this step. Collective."""
+        """Update the reference from the policy, if an update is due after this step. Collective."""
         moves = self.moves
         if moves is None or not moves.refresh_every or (step + 1) % moves.refresh_every:
             return
@@ -67,7 +67,10 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.held_out.token.pop("ref_logp", None)
 
     def evaluate(self, step: int, force: bool = False) -> None:
-        """Compute the loss on the held-out rows, if this is due before this step. Collective."""
+        """Compute the loss on the held-out rows, if an evaluation is due before this step. Collective.
+
+        force: whether to evaluate even if no evaluation is due.
+        """
         every = self.cfg.eval.every
         if self.held_out is None or not every or (step % every and not force):
             return
@@ -82,20 +85,23 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.numbers = self.report({f"eval/{name.removesuffix('/mean')}": x for name, x in values.items()})
 
     def sample(self, step: int, force: bool = False) -> None:
-        """Sample answers to the held-out prompts, if this is due before this step. Collective."""
+        """Sample answers to the held-out prompts, if sampling is due before this step. Collective.
+
+        force: whether to sample even if sampling is not due, which is the case after the last step.
+        """
         every = self.cfg.generate.every
         if self.generations is None or (step % every and not force):
             return
         with self.timer("rollout"):
-            # Steps are counted from 1 in samples.jsonl. Answers before a step have the number of this step, answers
-            # after the last step the number of the last one.
+            # Steps are counted from 1 in samples.jsonl. Answers sampled before a step have the number of that step.
+            # Answers sampled after the last step have the number of the last step.
             self.samples = self.generations.sample(step + (not force))
 
     def log(self, step: int, batch: Batch, stats: Metrics) -> None:
         """Reduce this step's numbers over ranks and write them. Collective."""
         world = self.world
         with self.timer("log"):
-            # Ranks with the same data position have the same sequences.
+            # Ranks with the same data position have the same sequences, so each rank adds only its share of the counts.
             share = world.data_size / world.size
             stats.add_sum("tokens/all", batch.n_tokens * share)
             stats.add_sum("tokens/trained", float(batch.token["mask"].sum()) * share)

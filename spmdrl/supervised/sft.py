@@ -31,7 +31,7 @@ def begin_sft(cfg: SFTConfig) -> Start:
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
-    """Return the result of `settle`. With `--teacher.write` and no `--run.dir`, the run folder is that of the files."""
+    """Return the result of `settle`. With `--teacher.write` and no `--run.dir`, the files' folder is the run folder."""
     config = loaded.config
     if config.teacher.write and not config.run.dir:
         folder = str(Path(config.teacher.write).expanduser())
@@ -40,7 +40,7 @@ def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
 
 
 def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
-    """Build the job. Collective over all ranks."""
+    """Build supervised fine-tuning, or write the files of `--teacher.write`. Collective over all ranks."""
     cfg, peers = session.cfg, session.world.data_peers
     begun = begin_sft(cfg)
     if cfg.teacher.write:

@@ -1,4 +1,4 @@
-"""Turns a row of labelled steps into a sequence with labels at the last tokens of steps, or refuses the row."""
+"""Turns a row of labelled steps into a sequence with each label at its step's last token, or refuses the row."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class StepEncoder:
     beside = False
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """Read the settings. longest: largest number of tokens of a sequence.
+        """Read the settings. longest: most tokens that a sequence may have.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
@@ -50,7 +50,7 @@ class StepEncoder:
         return self.encoder.fitted(out)
 
     def _choose(self, found: LabelledSteps) -> None:
-        """Drop the labels that are not trained. Raises RowError if no label is left."""
+        """Drop all labels but the last one with `--reward-model.last-step`. Raises RowError if no label is left."""
         if self.chosen.last_step:
             found.labels[:-1] = [None] * (len(found.labels) - 1)
         if all(label is None for label in found.labels):

@@ -1,10 +1,10 @@
-"""Files of numbers for the tokens of given rows (such as log p of a model), written before the training.
+"""Writes and reads files of numbers for the tokens of given rows, such as a model's log p, before the training.
 
-A folder has safetensors files, and a manifest that lists them and is written last. A file has the tokens of its
+A folder has safetensors files, and a manifest that lists the files and is written last. A file has the tokens of its
 sequences one after another, and a mask that is True at the tokens with numbers. A sequence is looked up by its tokens,
 so the order of the rows, the names of their sources and the number of ranks do not matter.
 
-T: tokens of a file; N: sequences of a file; M: tokens of a file with numbers; L: tokens of one sequence.
+T: tokens of a file or batch; N: sequences of a file; M: tokens of a file with numbers; L: tokens of one sequence.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from spmdrl.supervised.rows import Encode, encoded, too_many_refused
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
 STEPS = 4
-"""Number of steps whose rows are computed as one batch."""
+"""Numbers are computed for the rows of this many steps at a time."""
 FULL = 256 * 2**20
-"""Number of bytes at which a file is written."""
+"""Numbers are written to a file as soon as they take this many bytes of memory."""
 
 
 class NoNumbersError(ValueError):
@@ -40,12 +40,12 @@ class NoNumbersError(ValueError):
 
 
 def indexed(mixture: Mixture) -> list[Any]:
-    """Return the sources of a mixture that are read by index."""
+    """Return the sources of a mixture that are read by index, that is all but streams."""
     return [source for part in mixture.parts if isinstance(part, Permuted) for source in part.sources]
 
 
 def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
-    """Yield all rows in parts that are divided over ranks: the rows of a part, and the indices of this rank's rows."""
+    """Yield all rows in parts: the rows of a part, and the indices of those that this rank computes."""
     world, rows, total = session.world, Permuted(sources, seed=0, shuffle=False), sum(map(len, sources))
     count = max(STEPS * session.cfg.data.rows_per_step, world.size)
     for start in range(0, total, count):
@@ -65,11 +65,12 @@ def write(
 ) -> None:
     """Write numbers for all trained tokens of all rows. Collective.
 
-    pack: sequences of a rank -> batch. numbers: batch -> columns [T, ...]; collective. facts: further entries of the
-    manifest. max_refused: largest share of rows that may be refused. The log lists refused rows.
+    pack: sequences of a rank -> batch. numbers: batch -> its columns [T, ...] by name; a collective. facts: further
+    entries of the manifest. max_refused: largest share of rows that may be refused. The log lists refused rows.
 
     Raises:
-        ValueError: more rows are refused, no sequence is left, or a file of another rank is not visible on rank 0.
+        ValueError: more rows are refused than allowed, no sequence is left, or rank 0 cannot see a file of another
+            rank.
     """
     world, writer = session.world, _Writer(folder, session.world)
     rows, refused = 0, list[str]()
@@ -195,7 +196,8 @@ class Stored:
             places.append(place_N4)
         self.key_N, order_N = torch.cat(keys).sort(stable=True)
         self.place_N4 = torch.cat(places)[order_N]
-        """For each sequence: index of its file, first token and first number in the file, number of tokens."""
+        """Four numbers for each sequence: index of its file, index of its first token in the file, index of its first
+        row in the file's columns of numbers, and number of its tokens."""
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a column in the first file, [M, ...]."""
@@ -224,7 +226,7 @@ class Stored:
 def _column(numbers: torch.Tensor, has_L: torch.Tensor, mask_L: torch.Tensor) -> torch.Tensor:
     """Return numbers as a column [L, ...], zeros where mask_L is False.
 
-    numbers: one for each token where has_L is True. mask_L: True only where has_L is.
+    numbers: a row for each token where has_L is True. mask_L: the tokens to fill, which must be True in has_L, too.
     """
     column = numbers.new_zeros(len(mask_L), *numbers.shape[1:])
     column[mask_L] = numbers[mask_L[has_L]]
@@ -237,9 +239,10 @@ def _row(file: Any, name: str) -> str:
 
 
 def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:
-    """Return the key of each sequence of a file, int64 [N], and the entries of `Stored.place_N4`, with 0 as the file.
+    """Return the keys of a file's sequences, int64 [N], and their rows of `Stored.place_N4`, with 0 as the file index.
 
-    names: all columns. count: number of sequences. ValueError: the file lacks a column, or its tensors do not fit.
+    names: names of all columns of numbers. needed: names of those that the file must have. count: number of sequences
+    in the manifest. ValueError: the file lacks a column, or its tensors do not fit.
     """
     if missing := [name for name in (*PLACES, *needed) if name not in file.keys()]:  # noqa: SIM118
         raise ValueError(f"it has no tensor {missing[0]}")
@@ -266,7 +269,7 @@ def _key(tokens_L: torch.Tensor) -> int:
 
 
 def _part(file: Any, name: str, start: int, count: int) -> torch.Tensor:
-    # safetensors does not return empty slices.
+    # safetensors cannot read an empty slice, so an empty part is cut from the first row.
     return file.get_slice(name)[start : start + count] if count else file.get_slice(name)[0:1][:0]
 
 

@@ -1,4 +1,4 @@
-"""Reads a teacher's most likely tokens from files, instead of running the teacher.
+"""Reads a teacher's most likely tokens from files, so that the teacher does not have to run.
 
 T: tokens of a batch; L: tokens of a sequence; M: trained tokens of a sequence; K: most likely tokens at each position.
 """
@@ -30,7 +30,7 @@ SUM = 1e-2
 
 
 class StoredTeacher:
-    """The teacher's numbers in the files of `--teacher.read`. Implements `Precomputed`, to check the rows."""
+    """The teacher's numbers in the files of `--teacher.read`. Implements `Precomputed`; its `fill` checks the rows."""
 
     def __init__(self, session: Session[SFTConfig], begun: Start):
         """Open the files.
@@ -78,7 +78,9 @@ class StoredTeacher:
             )
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Check that all rows have numbers, unless the files were written for exactly these rows. Collective.
+        """Check that the files have numbers for all rows of `--data.train`. Collective.
+
+        The check is skipped if the manifest says that the files were written for exactly these rows.
 
         Raises:
             ValueError: some rows have no numbers.
@@ -122,10 +124,10 @@ class StoredTeacher:
         return "Write the folder for these rows, or train on the rows that it was written for"
 
     def attach(self, key: Key, sequences: list[Any]) -> None:
-        """Do nothing, because `read` looks up the numbers of a batch."""
+        """Do nothing, because `read` looks up the numbers for a whole batch."""
 
     def read(self, batch: Batch, temperature: float, reader: TargetReader) -> tuple[torch.Tensor, ...]:
-        """Return the columns of a batch, like `read` of a policy.
+        """Return ids, logp and the log of the remaining probability of a batch, as the `read` of a teacher model does.
 
         Raises:
             ValueError: a sequence has no numbers, or numbers that are not log-probabilities.
@@ -163,7 +165,8 @@ class StoredTeacher:
         if rest_M is None:
             rest_M = log_of_rest(logp_MK[:, :k])
         else:
-            # If K tokens have all of the probability, 0 is left for the others. The divergences need a finite log.
+            # If K tokens have all of the probability, the log of the remaining one is -inf. The divergences need a
+            # finite number.
             rest_M = rest_M.clamp(min=math.log(-math.expm1(LEAST_REST)))
             rest_M = torch.logsumexp(torch.cat([logp_MK[:, k:], rest_M[:, None]], 1), 1)
         out = []

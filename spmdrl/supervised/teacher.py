@@ -29,15 +29,15 @@ NEEDED = ("ids", "logp")
 NOT_OF_ROWS = (
     *("data.rows_per_step", "data.epochs", "data.shuffle", "data.eval", "data.max_refused", "data.chat_template"),
 )
-"""Settings of `--data` that are not compared: they do not change the tokens of a row. The text of the chat template is
-compared instead of its setting."""
+"""Settings of `--data` that `identity` leaves out, because they do not change the tokens of a row. Instead of the
+setting of the chat template, it has a hash of the template's text."""
 PART = 2**12
-"""Number of bytes that are hashed at the beginning of each tensor, and again in its middle."""
+"""Most bytes that are hashed at the beginning of each tensor, and again from its middle on."""
 
 
 @dataclass
 class Written:
-    """A job without steps, which is complete when it is built."""
+    """A job without steps. Its work, writing the files, is done when it is built."""
 
     def steps(self) -> tuple[()]:
         """Return no steps."""
@@ -97,7 +97,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
 
 
 def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
-    """Return hashes and settings on which the tokens of the rows depend, as JSON values."""
+    """Return hashes and settings that determine the tokens of the rows, as JSON values."""
     template = template_text(cfg.data.chat_template) or getattr(begun.tokenizer, "chat_template", None)
     values = {name: value for name, value in flat(to_dict(cfg)).items() if name.startswith("data.")}
     values = {flag(name): value for name, value in values.items() if name not in NOT_OF_ROWS}
@@ -107,7 +107,7 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
         values[f"the date in the chat template ({flag('data.template_kwargs')} {DATE})"] = day
     return {
         "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),
-        # The rules that turn text into tokens, and the length at which rows are truncated.
+        # This hash covers the rules that turn text into tokens, and the length at which rows are truncated.
         "reading": _hash([_rules(begun.tokenizer), begun.tokenizer.eos_token_id, begun.longest]),
         "sources": digest(cfg),
         "settings": json.loads(json.dumps(values)),

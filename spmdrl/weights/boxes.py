@@ -8,25 +8,27 @@ import numpy as np
 import torch
 
 Box = tuple[tuple[int, int], ...]
-"""A pair (first index, last index + 1) for every dimension."""
+"""A part of a tensor: a pair (first index, last index + 1) for every dimension."""
 
 
 @dataclass
 class Piece:
-    """The part of a named tensor that a rank holds; `tensor` has the box's shape."""
+    """The part of a named tensor that a rank holds."""
 
     name: str
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     box: Box
+    """Range of the whole tensor that the rank holds."""
     tensor: torch.Tensor
+    """Values of the part, in the shape of `box`."""
     exact: bool = False
-    """True if the tensor is never cast, like routing biases: rounded ones would choose other experts."""
+    """True if the tensor must never be cast. This holds for routing biases: rounded ones would choose other experts."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor, by name."""
+    """Name, shape and type of a whole tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,9 +58,9 @@ def cut(one: Box, other: Box) -> Box | None:
 
 
 def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
-    """Return the view of a box in `tensor`.
+    """Return the part of `tensor` that `box` covers, as a view.
 
-    origin: the box that `tensor` covers in the whole tensor; None if `tensor` is the whole tensor.
+    box: range in the whole tensor. origin: range of the whole tensor that `tensor` holds; None if it holds all of it.
     """
     if box == origin:
         return tensor
@@ -69,7 +71,10 @@ def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.T
 
 
 def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Replace boxes of a tensor that overlap or touch by the smallest box around them, until no boxes overlap."""
+    """Join boxes of a tensor that overlap or touch into the smallest box around them, until no boxes overlap.
+
+    boxes: pairs (tensor number, box).
+    """
     out: dict[int, list[Box]] = {}
     for i, box in boxes:
         apart = out.setdefault(i, [])
@@ -113,7 +118,7 @@ def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
 def to_boxes(rows: np.ndarray, entries: Sequence[Entry]) -> list[tuple[int, Box]]:
     """Convert rows to pairs (tensor number, box)."""
     dims = rows.shape[1] // 2
-    # zip drops the dimensions that the tensor lacks.
+    # zip ends with the shortest argument, the shape, so it drops the dimensions that the tensor lacks.
     return [
         (row[0], tuple((a, b) for a, b, _ in zip(row[1 : 1 + dims], row[1 + dims :], entries[row[0]].shape)))  # noqa: B905
         for row in rows.tolist()
@@ -127,7 +132,7 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 
 
 def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that sorts rows by tensor and box, and the start of each run of equal rows in that order."""
+    """Return the order that sorts rows by tensor and box, and the places in this order where a new row value begins."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     begins = np.ones(len(rows), dtype=bool)
@@ -136,14 +141,14 @@ def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 MEETING = 1 << 16
-"""Number of pairs of rows that are compared at a time, to bound memory."""
+"""Most pairs of rows that are compared at a time, which bounds the memory."""
 
 
 def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find all pairs of overlapping boxes of the same tensor.
 
-    other: sorted by tensor. Returns arrays with an entry for each pair, in the order of `one`, then of `other`: index
-    into `one`, index into `other`, and the overlap as a row.
+    one, other: boxes as rows; `other` must be sorted by tensor. Returns three arrays with an entry for each pair, in
+    the order of `one` and then of `other`: index into `one`, index into `other`, and the overlap as a row.
     """
     dims = one.shape[1] // 2
     first, last = (np.searchsorted(other[:, 0], one[:, 0], side) for side in ("left", "right"))
@@ -167,12 +172,13 @@ def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
 def clashing(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the sorted numbers of the groups in which two boxes overlap.
 
-    groups: int64 [n], the group of each row, ascending. Rows of one group belong to one tensor.
+    groups: int64 [n], number of each row's group, ascending. All rows of a group belong to the same tensor.
     """
     if not len(rows):
         return groups
     dims, count = rows.shape[1] // 2, groups[-1] + 1
-    # Sorted shards follow one another along a dimension, so none overlap. Leaving them out avoids n^2 pairs.
+    # The boxes of most groups follow one another along a dimension, so they cannot overlap. Only the other groups are
+    # compared pair by pair, because the number of pairs grows with n^2.
     meets = (groups[1:] == groups[:-1])[:, None] & (rows[1:, 1 : 1 + dims] < rows[:-1, 1 + dims :])
     unsure = np.logical_and.reduce([np.bincount(groups[1:][d], minlength=count) > 0 for d in meets.T])
     chosen = unsure[groups]

@@ -1,9 +1,9 @@
 """Maps parameters of a HF model to the tensors of its checkpoints.
 
 transformers 5 packs the experts of a layer into one parameter, [E, 2I, H] or [E, H, I]. Checkpoints, which vLLM and
-SGLang read as well, have one tensor for each expert and projection, and those of a few families use other module names.
-`Layout` lists the ranges of checkpoint tensors in a shard, for reading and for writing. It takes the mapping from
-transformers (`conversion_mapping.py`), whose save_pretrained uses the same one.
+SGLang read as well, have one tensor for each expert and projection. Checkpoints of a few families also use other module
+names. `Layout` lists the ranges of checkpoint tensors in a shard, for reading and for writing. It takes the mapping
+from transformers (`conversion_mapping.py`), so it writes what save_pretrained would write.
 
 E experts, I their intermediate size, H hidden.
 """
@@ -21,7 +21,7 @@ class Slot:
     """A range of one checkpoint tensor, and its place in a shard."""
 
     name: str
-    """Name in a HF checkpoint."""
+    """Name of the tensor in a HF checkpoint."""
     shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
     box: Box
@@ -42,8 +42,8 @@ class Layout:
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
-        # save_pretrained uses this reverse mapping from parameters to checkpoints, too. Parameters with any other
-        # conversion keep their names in transformers, which from_pretrained accepts.
+        # save_pretrained uses this reverse mapping from parameters to checkpoints, too. A parameter with another
+        # conversion than the packing of experts keeps its name in transformers, which from_pretrained accepts.
         known = [t for t in known if not isinstance(t, WeightConverter) or packs_experts(t)]
         backwards = [t.reverse_transform() for t in known[::-1]]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
@@ -51,12 +51,13 @@ class Layout:
         self.cache: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
 
     def slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
-        """List the slots of the shard `box` of parameter `name`, whose whole shape is `shape`; none for an empty box.
+        """List the slots of a parameter's shard; an empty list if the shard is empty.
 
-        A parameter without packed experts has one slot, the whole shard.
+        name, shape: of the whole parameter. box: range of the parameter that the shard holds. A parameter without
+        packed experts has one slot, the whole shard.
         """
         if (name, shape, box) not in self.cache:
-            # Every push of weights needs the same slots.
+            # The slots are cached, because every push of weights needs the same ones.
             self.cache[name, shape, box] = self._slots(name, shape, box)
         return self.cache[name, shape, box]
 
@@ -75,7 +76,7 @@ class Layout:
         return _expert_slots(before, endings, tuple(shape), box)
 
     def places(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int | slice, ...]]]:
-        """Return a dict of checkpoint name -> (parameter name, index into it), for a model that is not sharded.
+        """Return where an unsharded model has each checkpoint tensor: name -> (parameter name, index into it).
 
         shapes: names and shapes of the model's parameters.
         """

@@ -16,9 +16,9 @@ import torch
 from spmdrl.weights.boxes import Box, inside, size
 
 CHUNK = 32 << 20
-"""Bytes that are copied at a time; fp8 weights count with their size in float32."""
+"""Most bytes that are copied at a time; fp8 weights count with their size in float32."""
 SCALE = "_scale_inv"
-"""Suffix of the name of the tensor with a weight's scales."""
+"""The scales of a weight are in a tensor that has the weight's name with this suffix."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,20 +32,20 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Tensors:
-    """The tensors of a HF folder."""
+    """Reads the tensors of a HF folder, box by box."""
 
     def __init__(self, folder: Path, blocks: tuple[int, int] | None = None):
         """Open a folder; only headers are read. Raises ValueError if a file is missing or unreadable.
 
-        folder: safetensors, in one file or with an index. blocks: rows and columns of the blocks of fp8 weights that
-        share a scale; None without fp8 weights.
+        folder: has safetensors, in one file or with an index. blocks: numbers of rows and columns of the blocks of an
+        fp8 weight that share a scale; None if the folder has no fp8 weights.
         """
         self.folder, self.blocks = folder, blocks
         self.handles: dict[str, Any] = {}
         self.slices: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            # Directories in the index are dropped, so that it cannot point to files outside of the folder.
+            # Directories in the index's file names are dropped, so that it cannot name files outside of the folder.
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             self.files: dict[str, str] = {name: Path(file).name for name, file in found.items()}
         else:
@@ -114,7 +114,7 @@ class Tensors:
             raise ValueError(f"{self.folder}: {name + SCALE} has shape {found}, but the blocks of {name} need {wanted}")
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Read a box; fp8 weights are dequantised to float32."""
+        """Read a box of a tensor; fp8 weights are dequantised to float32."""
         view = self._slice(name)
         found = view[tuple(slice(a, b) for a, b in box)] if box else view[...]
         return self._dequantised(name, box, found) if found.dtype in FP8 else found
@@ -130,7 +130,7 @@ class Tensors:
 
     @torch.no_grad()
     def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy a box, chunk by chunk, into a tensor of the box's shape, of any type and on any device."""
+        """Copy a box of a tensor, chunk by chunk. into: tensor of the box's shape, of any type and on any device."""
         stored = self.dtype(name)
         width = 8 if stored is None else 4 if stored in FP8 else stored.itemsize
         for part in chunks(box, CHUNK // width):
@@ -143,7 +143,7 @@ class Tensors:
 
 
 def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box with at most `most` elements each, cut along the outer dimensions first."""
+    """Yield the parts of a box, cut along the outer dimensions first. most: most elements of a part."""
     if not box or size(box) <= most:
         yield box
         return

@@ -1,6 +1,6 @@
-"""Plans the regions of tensors that ranks send to each other; every rank computes its plan from all ranks' boxes.
+"""Plans which regions of tensors ranks send to each other. Every rank computes its plan from the boxes of all ranks.
 
-Data proportional to ranks times boxes stays in arrays. A plan holds rows for the regions that its rank sends and
+Data whose size grows with ranks times boxes stays in arrays. A plan holds rows for the regions that its rank sends and
 receives, and makes Python objects for one bucket at a time. A small plan caches these objects for the next push.
 """
 
@@ -12,15 +12,15 @@ import numpy as np
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
 SMALL = 4096
-"""Largest number of sent and received regions for which a plan caches its buckets, which take a few MiB."""
+"""Most sent and received regions with which a plan still caches its buckets. They then take a few MiB."""
 
 Regions = list[tuple[int, Box]]
-"""Pairs (number of a piece or tensor, region), in their order in a message."""
+"""Pairs (number of a piece or tensor, region), in the order in which a message has them."""
 
 
 @dataclass
 class Sets:
-    """The boxes of all ranks of a group; ranks with the same boxes share a set."""
+    """The boxes of all ranks of a group, as sets. Ranks with the same boxes share a set."""
 
     rows: list[np.ndarray]
     """Rows of each set, sorted and unique (`boxes.to_rows`)."""
@@ -33,7 +33,7 @@ class Bucket:
     """One rank's part in the transfer of one bucket."""
 
     own: Regions = field(default_factory=list)
-    """Pairs (number of this rank's piece, region) that this rank both holds and needs."""
+    """Pairs (number of this rank's piece, region) for the regions that this rank both holds and needs."""
     send: list[tuple[list[int], Regions]] = field(default_factory=list)
     """Messages to send: (receiving ranks, pairs (number of this rank's piece, region) in the message)."""
     receive: dict[int, Regions] = field(default_factory=dict)
@@ -45,21 +45,21 @@ class Parcel:
     """The regions that one rank sends to ranks with the same needs, over all buckets."""
 
     number: int
-    """Number of the set of boxes that these ranks need."""
+    """Index in `Sets.rows` of the boxes that the receiving ranks need."""
     ranks: list[int]
-    """Receiving ranks."""
+    """The receiving ranks."""
     piece: np.ndarray
     """int32 [n]: number of the sending rank's piece for each row of `regions`."""
     regions: np.ndarray
-    """All regions of the needed boxes that the sending rank holds, sorted."""
+    """All regions of the needed boxes that the sending rank holds, as sorted rows."""
     sent: np.ndarray
-    """int32 [sent]: indices of the rows of `regions` that are sent."""
+    """int32: indices of the rows of `regions` that are sent."""
     ends: np.ndarray
-    """int32 [buckets]: end of each bucket in `sent`."""
+    """int32 [buckets]: index in `sent` at which each bucket ends."""
 
 
 class Holders:
-    """The distinct boxes that ranks hold, and the ranks that hold each of them: several for a replicated box."""
+    """The different boxes that ranks hold, and for each box the ranks that hold it. A replicated box has several."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
         """Index the boxes by rank.
@@ -73,10 +73,10 @@ class Holders:
         self.rows = rows[order[begins]]
         self.sets, self.begins = number[order], begins
         self.counts = np.diff(np.append(begins, len(rows)))
-        """Number of sets that contain each box; these are `sets[begin : begin + count]`."""
+        """Number of sets that contain each box. The sets of box i are `sets[begins[i] : begins[i] + counts[i]]`."""
         self.by_set = np.argsort(self.sets, kind="stable").astype(np.int32)
         self.places = np.repeat(np.arange(len(begins), dtype=np.int32), self.counts)[self.by_set]
-        """Numbers of the boxes of the first set, then of the second, and so on."""
+        """Numbers of the boxes of the first set, followed by those of the second set, and so on."""
         self.set_ends = np.cumsum(np.bincount(number, minlength=len(near)))
         self.of = held.of
         self.ranks = np.argsort(held.of, kind="stable")
@@ -89,7 +89,11 @@ class Holders:
         return self.places[self.set_ends[s - 1] if s else 0 : self.set_ends[s]]
 
     def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
-        """Return the sender of each box: the receiver itself if it holds the box, else the holder that `turn` picks."""
+        """Return the rank that sends each of some boxes to a receiver. It is the receiver itself if it holds the box.
+
+        boxes: numbers of the boxes. receiver: a rank. turn: number of the receiver, by which the holders of a box take
+        turns in sending it.
+        """
         here = np.zeros(len(self.rows), dtype=bool)
         here[self.of_rank(receiver)] = True
         counts = self.counts[boxes]
@@ -99,7 +103,7 @@ class Holders:
 
 
 class Routes:
-    """The regions that one rank sends, receives, or both holds and needs. Ranks are numbered within the group."""
+    """One rank's plan: the regions that it sends, receives, or both holds and needs. Ranks are numbers in the group."""
 
     def __init__(
         self,
@@ -112,13 +116,13 @@ class Routes:
     ):
         """Compute the plan, without communication.
 
-        held: boxes that ranks hold. If several hold the same box, one of them sends it; different boxes do not overlap.
-        wanted: boxes that ranks need, without overlap within a rank. me: this rank. pieces: int64, for each box that
-        this rank holds, the number of its piece. buckets: int64 [tensors], the bucket of each tensor, in ascending
-        order.
+        held: boxes that ranks hold. If several ranks hold the same box, one of them sends it. Different boxes do not
+        overlap. wanted: boxes that ranks need, without overlap within a rank. me: number of this rank. pieces: int64,
+        the number of the piece for each box that this rank holds. buckets: int64 [tensors], the number of each tensor's
+        bucket, ascending.
 
-        Raises ValueError if no rank holds a part that this rank needs, or if ranks hold it in different boxes that
-        overlap.
+        Raises ValueError if no rank holds a part that this rank needs, or if ranks hold that part in different boxes
+        that overlap.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0
@@ -127,7 +131,7 @@ class Routes:
         near[mine[:, 0]] = near[want[:, 0]] = True
         holders = Holders(held, near)
         # Ranks with equal needs and boxes get consecutive turns, which spreads their requests evenly over the holders.
-        # Their rank numbers would not, as those of the first ranks of engines are multiples of the engine's size.
+        # Rank numbers would not spread them, because the first ranks of engines are multiples of the engine's size.
         self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
         self._receive(holders, want, me, pieces, buckets, count)
         self._send(holders, wanted, me, pieces, buckets, count)
@@ -136,7 +140,7 @@ class Routes:
 
     def _receive(self, holders: Holders, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
         box, source, regions = meet(want, holders.rows)
-        # Overlapping boxes could hide a gap in the sum below, and of two copies of a region a random one would remain.
+        # If boxes overlapped, the sum below could hide a gap, and it would be random which copy of a region remains.
         if (twice := clashing(box, regions)).size:
             ((i, part),) = to_boxes(want[twice[:1]], self.entries)
             raise ValueError(

@@ -24,19 +24,22 @@ from spmdrl.weights.plan import Bucket, Regions, Routes, Sets
 
 ALIGN = 16
 DIGEST = 8
-"""Bytes of a digest."""
+"""Number of bytes of a digest."""
 IN_CACHE = 2 << 20
-"""Largest bucket, in bytes, that is cast, checked and loaded within a CPU's cache."""
+"""Most bytes of a bucket for which a CPU's cache suffices to cast, check and load it."""
 NAMED = 3
-"""Largest number of tensors of a corrupt message that the error names."""
+"""Most tensors of a corrupt message that the error names."""
 
 
 class CorruptWeightsError(RuntimeError):
-    """Received bytes differ from the bytes sent."""
+    """Raised if received bytes differ from the bytes that were sent."""
 
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
-    """List all tensors that ranks of the host-side group hold parts of, the same on every rank. Collective."""
+    """List all tensors of which a rank of the group holds a part. Collective; all ranks return the same list.
+
+    pieces: parts that this rank holds. group: a host-side group.
+    """
     mine = {p.name: [str(p.tensor.dtype).removeprefix("torch.") if p.exact else "", *p.shape] for p in pieces}
     raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     found: dict[str, list] = {}
@@ -48,14 +51,14 @@ def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
 
 
 def _gather_sets(rows: np.ndarray, group: dist.ProcessGroup) -> Sets:
-    """Gather the boxes of every rank. rows: boxes of this rank, sorted and unique. Collective."""
+    """Gather the boxes of every rank. rows: boxes of this rank as sorted, unique rows. Collective."""
     parts, of = all_gather_distinct(torch.from_numpy(rows), group)
     return Sets([part.numpy() for part in parts], np.array(of))
 
 
 @dataclass
 class Flight:
-    """A bucket in transfer."""
+    """A bucket whose transfer was started and is not finished."""
 
     bucket: Bucket
     works: list
@@ -65,7 +68,7 @@ class Flight:
 
 
 class Reshard:
-    """Transfers tensors repeatedly by a plan that is made once."""
+    """Transfers tensors as often as needed, by a plan that is made only once."""
 
     def __init__(
         self,
@@ -81,18 +84,19 @@ class Reshard:
         """Make the plan. Collective.
 
         entries: as `catalogue` returns them. pieces: this rank's parts. If several ranks hold the same box, one of them
-        sends it; different boxes may not overlap. needs: pairs (number of a tensor, box) that this rank needs; they may
-        overlap. host_group: host-side group of all ranks that take part. device: device of the tensors. dtype: type to
-        which tensors are cast before the transfer, unless their entry has a type. bucket_bytes: bytes of whole tensors
-        in a bucket (a larger tensor gets a bucket to itself). over: group of the transfer; None for the default group.
+        sends it; different boxes may not overlap. needs: pairs (index of an entry, box) that this rank needs; these
+        boxes may overlap. host_group: host-side group of all ranks that take part. device: device of the tensors.
+        dtype: type to which tensors are cast before the transfer, unless their entry has a type. bucket_bytes: most
+        bytes of whole tensors in a bucket; a larger tensor is alone in its bucket. over: group of the transfer; None
+        for the default group.
 
-        Raises ValueError if no rank holds a needed part, or if ranks hold it in different boxes that overlap.
+        Raises ValueError if no rank holds a needed part, or if ranks hold that part in different boxes that overlap.
         """
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]
         self.ranks = dist.get_process_group_ranks(host_group)
         if len(self.ranks) == 1 and kind_of(device) == "cpu":
-            bucket_bytes = min(bucket_bytes, IN_CACHE)  # without messages, larger buckets gain nothing
+            bucket_bytes = min(bucket_bytes, IN_CACHE)  # one rank sends no messages, so larger buckets gain nothing
         self.index = {entry.name: i for i, entry in enumerate(entries)}
         places = bucket_places(entries, dtype.itemsize, bucket_bytes)
         self.buckets = 1 + max(places, default=-1)
@@ -112,12 +116,12 @@ class Reshard:
     def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the tensors that this rank needs, bucket by bucket. Collective.
 
-        They have the shape of the whole tensor, with values in the needed boxes only. Every rank yields the same number
-        of buckets, of which some may be empty.
+        A yielded tensor has the shape of the whole tensor, but values only in the needed boxes. Every rank yields the
+        same number of buckets, of which some may be empty.
 
         pieces: the pieces of the plan, with current values. A tensor that this rank holds completely in the right type
         is yielded without a copy, so callers must only read it.
-        Raises CorruptWeightsError, which names the sending rank and tensors, if received bytes differ from those sent.
+        Raises CorruptWeightsError if received bytes differ from those sent; it names the sending rank and the tensors.
         """
         flights: deque[Flight] = deque()
         self.received_bytes = 0
@@ -131,7 +135,7 @@ class Reshard:
     @torch.no_grad()
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
         operations, outbox, inbox = [], [], {}
-        # Read each tensor once for all receivers, because some pieces compute theirs at each access.
+        # Each tensor is read only once for all receivers, because some pieces compute their tensor at every access.
         held = {n: pieces[n].tensor for _, regions in bucket.send for n in dict(regions)}
         for places, regions in bucket.send:
             kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
@@ -190,7 +194,10 @@ class Reshard:
             )
 
     def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
-        """Return the tensor of an entry, allocated at first use. On a CPU, memory is not used until it is written."""
+        """Return the tensor for entry i, which is allocated at the first call.
+
+        On a CPU, the allocation takes no memory for parts that are never written.
+        """
         entry = self.entries[i]
         if entry.name not in whole:
             whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
@@ -198,7 +205,7 @@ class Reshard:
 
 
 def message_bytes(kinds: Iterable[tuple[torch.dtype, Box]]) -> int:
-    """Return the size of a message in bytes: the regions, then their digest."""
+    """Return the size in bytes of a message, which has the regions and then their digest."""
     return DIGEST + sum(_aligned(size(box) * dtype.itemsize) for dtype, box in kinds)
 
 
@@ -222,7 +229,7 @@ def _digest_in(message: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_places(entries: list[Entry], itemsize: int, bucket_bytes: int) -> list[int]:
-    """Assign each tensor to a bucket of consecutive tensors."""
+    """Return the number of each tensor's bucket. A bucket has consecutive tensors of `bucket_bytes` at most."""
     places, bucket, held = [], 0, 0
     for entry in entries:
         nbytes = size(entry.box) * itemsize

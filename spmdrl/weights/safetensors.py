@@ -17,16 +17,17 @@ from spmdrl.weights.shards import local, pieces_of
 from spmdrl.weights.writer import SafetensorsWriter
 
 MASTERS = "masters"
-"""Key of the float32 weights in the optimizer state, which has them if `model/` stores weights in a narrower type."""
+"""Key of the float32 weights in the optimizer state. It has them only if `model/` stores weights in a narrower type."""
 
 BUCKET = 256 << 20
-"""Bytes of whole tensors that rank 0 gathers at a time to write a model; a larger tensor is gathered alone."""
+"""Most bytes of whole tensors that rank 0 gathers at a time to write a model; a larger tensor is gathered alone."""
 
 
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
-    """Return True if the optimizer state in `folder` holds float32 weights. saved: name -> shape of its tensors.
+    """Return True if the optimizer state in `folder` holds float32 weights.
 
-    Raises ValueError if these weights belong to another model.
+    saved: name -> shape of the tensors in the optimizer state. named: pairs (name, parameter) of the model.
+    Raises ValueError if the float32 weights belong to another model.
     """
     if not any(name.startswith(f"{MASTERS}.") for name in saved):
         return False
@@ -39,12 +40,12 @@ def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str,
 def read_into(
     named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout, least: torch.dtype | None = None
 ) -> None:
-    """Read this rank's shards of a Shard(0) model from a HF folder; `least` and errors are those of `fill`."""
+    """Read this rank's shards of a Shard(0) model from a HF folder. For `least` and the errors, see `fill`."""
     fill(pieces_of(named, layout), Tensors(folder), least)
 
 
 def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = None) -> None:
-    """Copy tensors of a HF folder into the tensors of pieces; only their boxes are read.
+    """Fill pieces from a HF folder, reading only the range (box) that each piece holds.
 
     least: the narrowest float type that is accepted; None accepts any.
     Raises ValueError if a tensor is missing in the folder, or has another shape or a narrower type.
@@ -64,7 +65,10 @@ def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = 
 
 
 def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield whole tensors bucket by bucket on rank 0, and empty buckets on others. Collective over this rank's role."""
+    """Yield whole tensors bucket by bucket on rank 0, and empty buckets on other ranks.
+
+    pieces: parts that this rank holds. Collective over the ranks of this rank's role.
+    """
     group = world.role_group
     entries = catalogue(pieces, group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
@@ -89,7 +93,7 @@ def tree_on_host(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(tree_on_host(value) for value in tree)
     if isinstance(tree, DTensor):
-        # `DTensor.from_local` would move the shard to the mesh's device.
+        # The constructor is called, because `DTensor.from_local` would move the shard to the mesh's device.
         return DTensor(local(tree).to("cpu", copy=True), tree._spec, requires_grad=False)  # type: ignore[call-arg]
     return tree.detach().to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
 
@@ -112,8 +116,8 @@ def stored(folder: Path) -> Stored:
 def prediction_heads(folder: Path, config: Any) -> Stored:
     """Find the tensors of a checkpoint's multi-token prediction heads (MTP), which transformers' models lack.
 
-    They belong to layers after the model's last one (DeepSeek-V3), or their names begin with mtp. config: transformers'
-    config. Raises ValueError if there are none.
+    These tensors belong to layers after the model's last layer (DeepSeek-V3), or their names begin with mtp. config:
+    transformers' config of the model. Raises ValueError if the folder has no such tensors.
     """
     layers = config.get_text_config().num_hidden_layers
     found = []
@@ -137,9 +141,9 @@ def save_model(
 ) -> None:
     """Write a HF folder on rank 0; the folder must exist. Collective over the ranks of this rank's role.
 
-    pieces: this rank's parts of the model. dtype: type of the saved weights. fixed: contents of the other files by name
+    pieces: this rank's parts of the model. dtype: type of the saved weights. fixed: name -> content of each other file
     (`policy/model_files.py`). more: tensors of other folders to copy; fp8 weights are dequantised, because the saved
-    model is not quantised. blocks: blocks of the fp8 weights in `more` (as in `weights/folder.py`).
+    model is not quantised. blocks: size of the blocks of fp8 weights in `more`, as in `weights.folder.Tensors`.
     """
     target = folder if world.is_first else None
     if target:

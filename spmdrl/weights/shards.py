@@ -12,13 +12,16 @@ from spmdrl.weights.experts import Layout
 
 
 def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
-    """Return (first row, last row + 1) of one shard of dim 0, as torch.chunk and FSDP2's Shard(0) cut it."""
+    """Return (first row, last row + 1) of one shard of dim 0, as torch.chunk and FSDP2's Shard(0) cut it.
+
+    rows: size of dim 0. shards: number of shards. index: number of the shard, from 0.
+    """
     size = -(-rows // shards)
     return min(index * size, rows), min((index + 1) * size, rows)
 
 
 def shard_box(param: torch.Tensor) -> Box:
-    """Return this rank's box of a Shard(0) parameter; the whole box of a plain tensor."""
+    """Return the range of a parameter that this rank holds: its shard if the parameter is sharded, else all of it."""
     if not isinstance(param, DTensor):
         return full_box(param.shape)
     return _shard_box(param.device_mesh, tuple(param.shape))
@@ -33,14 +36,14 @@ def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
 
 def local(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard, without gradient."""
-    # `to_local()` would add an autograd node.
+    # The attribute is read directly, because `to_local()` would add an autograd node.
     return (param._local_tensor if isinstance(param, DTensor) else param).detach()
 
 
 def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:
     """Return this rank's shards of a Shard(0) model as parts of checkpoint tensors, without empty shards.
 
-    exact: as in `Piece`.
+    named: pairs (name, parameter). exact: as in `Piece`.
     """
     return [
         Piece(slot.name, slot.shape, slot.box, local(param)[slot.index], exact)

@@ -2,8 +2,8 @@
 
 When transformers loads a folder, it renames tensors, adds or drops the prefix of the inner model, packs a layer's
 experts into one parameter, and for a few families splits or transposes tensors. This module applies the same rules
-(`core_model_loading.py`) to names and to the boxes that a rank needs, so that a part of a parameter can be read by
-itself. `experts.py` maps in the opposite direction.
+(`core_model_loading.py`) to names and to the boxes that a rank needs, so that a part of a parameter can be read without
+the rest of the parameter. `experts.py` maps in the opposite direction, from parameters to checkpoint tensors.
 """
 
 import re
@@ -26,7 +26,7 @@ class Converted:
     first: str
     """Name of the first parameter that the conversion returns."""
     converter: Any
-    """transformers' WeightConverter."""
+    """The WeightConverter of transformers that does the conversion."""
     by_pattern: dict[str, list[str]]
     """Pattern of the converter -> names of tensors that match it, in transformers' order."""
 
@@ -35,11 +35,14 @@ class Converted:
         return len(self.converter.target_patterns) == 1 and packs_experts(self.converter)
 
     def projections(self) -> list[list[str]]:
-        """Return for each projection the names of its tensors, one per expert; projections in order along dim 1."""
+        """Return for each projection the names of its tensors, one per expert.
+
+        Projections are in the order in which the parameter has them along dim 1.
+        """
         return [self.by_pattern.get(pattern, []) for pattern in self.converter.source_patterns]
 
     def run(self, hf: Any, tensors: Tensors, meta: bool = False) -> dict[str, torch.Tensor]:
-        """Return the converted parameters by name. meta: return them on the meta device, without reading weights."""
+        """Return the converted parameters by name. meta: whether to return them on the meta device, without values."""
         converter = deepcopy(self.converter)
         for pattern, names in self.by_pattern.items():
             for name in names:
@@ -56,8 +59,8 @@ class Sources:
     def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
         """Match names, without reading weights.
 
-        hf: a transformers model, which may be on the meta device, sharded, or have adapters. shapes: name in the
-        original model -> whole shape, of all parameters and persistent buffers. tensors: the folder.
+        hf: a transformers model, which may be on the meta device, sharded, or have adapters. shapes: whole shape of
+        every parameter and persistent buffer, by its name in the original model. tensors: the folder to read.
         """
         self.hf, self.shapes, self.tensors = hf, dict(shapes), tensors
         self.plain: dict[str, str] = {}
@@ -103,7 +106,7 @@ class Sources:
         try:
             parameters = each.run(self.hf, self.tensors, meta=True)
         except (RuntimeError, ValueError, IndexError):
-            # The tensors do not fit together; `fits` returns False for them.
+            # The tensors do not fit together, so `fits` returns False for their parameters.
             return {}
         return {name: tuple(x.shape) for name, x in parameters.items()}
 
@@ -150,12 +153,15 @@ class Sources:
             self._copy_experts(each.projections(), self.shapes[name], box, into)
             return
         if self.last is None or self.last[0] is not each:
-            # Cached, because the next call probably needs another box, or another parameter, of the same conversion.
+            # The result is cached, because the next call probably needs another box or parameter of this conversion.
             self.last = each, each.run(self.hf, self.tensors)
         into.copy_(inside(self.last[1][name], box))
 
     def _copy_experts(self, projections: list[list[str]], shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
-        """Copy a box of packed experts, whose shape is [experts, projections of an expert end to end, ...]."""
+        """Copy a box of a parameter with packed experts.
+
+        The parameter's shape is [experts, rows of all projections of an expert, ...].
+        """
         (first, last), inner = box[0], box[1:]
         rows = shape[1] // len(projections)
         for expert in range(first, last):

@@ -17,7 +17,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Type -> its name in safetensors."""
+"""Name of each data type in the header of a safetensors file."""
 ALIGN = 8
 FIRST_HEADER = 8 << 10
 
@@ -25,9 +25,9 @@ FIRST_HEADER = 8 << 10
 class SafetensorsWriter:
     """Writes tensors to HF safetensors files of bounded size and their index; only a rank with a folder writes.
 
-    A file begins with a header that lists its tensors and may end in spaces
+    A file begins with a header that lists its tensors, and the header may end in spaces
     (https://github.com/huggingface/safetensors#format). Space for the header is reserved at the start of the file, so
-    that tensors can be written immediately. Only tensors that would misalign later ones are kept in memory
+    that tensors can be written immediately. Only tensors that would misalign the tensors after them are kept in memory
     until their file is complete.
     """
 
@@ -44,7 +44,7 @@ class SafetensorsWriter:
         self.size = self.written = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the tensors of one bucket, in a further file if the current one is full."""
+        """Write the tensors of one bucket. When a file is full, a new one begins."""
         if self.folder is None:
             return
         for name, tensor in tensors.items():
@@ -53,7 +53,7 @@ class SafetensorsWriter:
                 self._end()
             self.size += nbytes
             if nbytes % ALIGN:
-                # The next tensor would be misaligned, so this one is written last in the file.
+                # The next tensor would be misaligned, so this tensor is written at the end of the file.
                 self.late[name] = tensor.detach().to("cpu", copy=True)
             else:
                 self._write(name, tensor)
@@ -84,7 +84,7 @@ class SafetensorsWriter:
             self.file.close()
             self._grow_header(path, reserved, needed)
             self.file, reserved = path.open("r+b"), needed
-            # Later files have about as many tensors, so they reserve as much.
+            # Later files have about as many tensors, so they reserve as much space for their header.
             self.reserved = needed + needed // 4 // ALIGN * ALIGN
         self.file.seek(0)
         self.file.write(reserved.to_bytes(8, "little") + header.ljust(reserved))
@@ -94,7 +94,7 @@ class SafetensorsWriter:
         self._begin()
 
     def _grow_header(self, path: Path, reserved: int, needed: int) -> None:
-        """Move a file's tensors back to make space for a longer header."""
+        """Move the tensors of a file towards the end of the file, to make space for a longer header."""
         moved = path.with_suffix(".moved")
         with path.open("rb") as source, moved.open("wb") as target:
             source.seek(8 + reserved)
