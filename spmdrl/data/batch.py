@@ -1,6 +1,6 @@
 """Many episodes packed end to end: per-token tensors [T], per-sequence tensors [B], no padding.
 
-Row t of a per-token tensor describes the token at t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
+Row t of a per-token tensor describes token t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
 sequence). The first token of a sequence has no logp; its mask is False.
 
 An episode that branches has one sequence for each of its paths. They are adjacent, and the last one is the path on
@@ -155,7 +155,7 @@ class Batch:
         return (high > low)[self.seq["position"]]
 
     def sum_tokens(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum a per-token value over each sequence's loss mask: [T] -> [B], float64."""
+        """Sum a per-token value over the tokens of each sequence whose loss mask is True: [T] -> [B], float64."""
         masked = torch.where(self.token["mask"], x_T, torch.zeros((), dtype=x_T.dtype, device=self.device)).double()
         return torch.zeros(len(self), dtype=torch.float64, device=self.device).index_add_(0, self.seq_index, masked)
 
@@ -164,12 +164,12 @@ class Batch:
         return x_B[self.lasts][self.episode]
 
     def sum_episodes(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum a per-token value over each episode's loss mask; all its sequences get the sum: [T] -> [B], float64."""
+        """Sum `sum_tokens` over each episode; all sequences of an episode get its sum: [T] -> [B], float64."""
         sums = torch.zeros(len(self.firsts), dtype=torch.float64, device=self.device)
         return sums.index_add_(0, self.episode, self.sum_tokens(x_T))[self.episode]
 
     def select(self, index: torch.Tensor) -> "Batch":
-        """Return the sequences `index` (int64 [m]), in that order."""
+        """Return the sequences with the indices `index` (int64 [m]), in the order of `index`."""
         return from_table(select(to_table(self), index))
 
     def to(self, device: torch.device) -> "Batch":
@@ -197,7 +197,7 @@ def from_table(table: Table) -> Batch:
 
 
 def concatenate(first: Batch, second: Batch) -> Batch:
-    """Join two batches with the same columns, the first one's sequences first."""
+    """Join two batches with the same columns; the sequences of the first batch come first."""
     return Batch(
         torch.cat([first.lengths, second.lengths]),
         {k: torch.cat([v, second.token[k]]) for k, v in first.token.items()},

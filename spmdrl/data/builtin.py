@@ -32,7 +32,7 @@ def reverse_pairs(held_out: bool) -> list[dict]:
 
 
 def reverse_steps(held_out: bool) -> list[dict]:
-    """Return the rows of `reverse` with each letter as a step of the response, and labels of the steps.
+    """Return the rows of `reverse` with each letter as a labelled step of the response.
 
     In about half of the rows one letter at a random place is not among the ten letters of prompts; this step and all
     later ones are labelled false.
@@ -83,11 +83,11 @@ BUILTINS = {
     "addition-2": lambda held_out: addition(2, held_out),
 }
 RAW = {"reverse", "reverse-pairs", "reverse-steps"}
-"""Tasks whose prompt is plain text even when the tokenizer has a chat template."""
+"""Tasks whose prompts are plain text even if the tokenizer has a chat template."""
 
 
 def nearest(name: str, names) -> str:
-    """Return `did you mean 'x'? ` if a name is close, then the existing names (for error messages)."""
+    """Return text for an error message: `did you mean 'x'? ` if a name is close, then the existing names."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")

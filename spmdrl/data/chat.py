@@ -68,7 +68,7 @@ def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
 
 
 class Today:
-    """The date that templates show."""
+    """The date that chat templates show if they contain the current date."""
 
     first: date | None = None
     """The day of the run's first start, so that a resume renders the same tokens; None for the day of rendering."""
@@ -99,9 +99,9 @@ def encode(
 ) -> tuple[list[int], str]:
     """Return the tokens of a prompt, and the text that they encode.
 
-    prompt: text, or messages `{"role": ..., "content": ...}`, the last of which is to be answered. system: message that
-    is put first, unless it is empty. prefill: beginning of the reply, appended as text. chat: `on`, `off` or `auto` (on
-    if there is a template). chat_template: a jinja text (`template_text`) that replaces the tokenizer's template.
+    prompt: text, or messages `{"role": ..., "content": ...}`, the last of which the policy answers. system: message
+    that is put first, unless it is empty. prefill: beginning of the reply, appended as text. chat: `on`, `off` or
+    `auto` (on if there is a template). chat_template: jinja text (`template_text`) instead of the tokenizer's template.
     tools: JSON schemas that the template shows. more: variables of the template.
 
     A text rendered by a template contains all special tokens, so none are added. Without a template, the tokenizer adds

@@ -1,8 +1,8 @@
 """Renders the messages of a conversation as tokens between those that a policy sampled, which are never rendered again.
 
 After an assistant's turn the context continues with the text that the chat template puts between the turn and the next
-generation prompt (`turn_tail.py` finds and proves it). This text, from the control token that ends the turn, is
-tokenized separately.
+generation prompt (`turn_tail.py` finds and proves it). This text begins with the control token that ends the turn, and
+is tokenized separately.
 
 Some templates render earlier turns differently once a message follows (Qwen3 and gpt-oss drop their thoughts). With
 history "keep" the context continues as it was sampled. With "branch" the whole prompt is rendered again if the template
@@ -185,7 +185,7 @@ class Conversation:
         return _Marked(messages, tools, self.more, mark)
 
     def _check_shown(self, marked: _Marked) -> None:
-        """Raise TemplateError if the template leaves out a message. Each sequence of roles is checked once."""
+        """Raise TemplateError if the template leaves out a message. Equal sequences of roles are checked only once."""
         messages, tools = marked.messages, marked.tools
         key = (tuple((m["role"], len(m.get("tool_calls") or [])) for m in messages), bool(tools))
         if key in self._shown:
@@ -198,7 +198,7 @@ class Conversation:
         self._shown.add(key)
 
     def _check_tools(self, marked: _Marked) -> None:
-        """Raise ValueError if the prompt leaves out a tool. Each sequence of roles is checked once."""
+        """Raise ValueError if the prompt leaves out a tool. Equal sequences of roles are checked only once."""
         messages, tools = marked.messages, marked.tools or []
         key = (tuple(m["role"] for m in messages), len(tools))
         if key in self._tools_shown:

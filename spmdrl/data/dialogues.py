@@ -57,7 +57,7 @@ class Columns:
 
 @dataclass
 class Example:
-    """One row: a dialogue, or plain text, which may follow a prompt."""
+    """One row of supervised data: a dialogue, or a plain text that may follow a prompt."""
 
     dialogue: Dialogue | None = None
     trained: list[bool | None] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Example:
 def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Example:  # noqa: B008 (frozen)
     """Read one row of supervised data. system: a system message for dialogues that have none.
 
-    Raises RowError if the row has none of the forms, or a field is malformed.
+    Raises RowError if the row has none of the supported forms, or if a field is malformed.
     """
     row = Row(row)
     check_text(row)
@@ -106,7 +106,7 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
 def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     """Return the value of a column; `outer.inner` names a key in a column.
 
-    name: empty for the first of the usual columns that the row has; None is returned if it has none of them.
+    name: the column; if it is empty, the first of the `usual` columns that the row has is returned, or else None.
     Raises RowError if the row has no column of that name.
     """
     if not name:
@@ -145,7 +145,7 @@ def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: s
 
 
 def as_dialogue(example: Example, system: str = "") -> Example:
-    """Return a prompt and its completion as a dialogue, for a template; earlier answers are trained too."""
+    """Return a prompt and its completion as a dialogue that a template can render; earlier answers are trained, too."""
     messages = with_system({}, example.before, system)
     messages = [*messages, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
     return Example(Dialogue(messages, example.tools, example.more), [None] * len(messages))

@@ -1,4 +1,4 @@
-"""Distributes the episodes of a batch over ranks and optimizer steps, and gathers columns of all ranks."""
+"""Distributes the episodes of a batch over ranks and optimizer steps, and gathers rows of all ranks."""
 
 import torch
 
@@ -10,10 +10,10 @@ from spmdrl.spmd.world import World
 
 
 def balance(batch: Batch, world: World) -> Batch:
-    """Give every data position the same amount of work in every optimizer step. Collective over the world.
+    """Give every data position (`World.holders`) equal work in every optimizer step. Collective over the world.
 
-    Every sequence must be in the batch of exactly one rank. The ranks of a data position (`World.holders`) return the
-    same share; ranks without one return an empty batch. All paths of an episode go to the same data position.
+    Every sequence must be in the batch of exactly one rank. The ranks of a data position return the same share of the
+    sequences; ranks without a data position return an empty batch. All paths of an episode go to the same one.
     `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost in that step. Both are
     computed from the data, and only the cost may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64)
     is the part of the work that is done once for all samples of a prompt on a rank. If the batch has `seq["unit"]`, all

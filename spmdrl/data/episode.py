@@ -3,9 +3,9 @@
 An episode is a list of segments: the prompt, and for each turn the tokens that the policy sampled and those that it
 then observed. A response that was cut short and continued a step later has a segment for each version of the weights.
 
-The segments form a tree that only grows: each follows another one, by default the previous one. A turn begins a branch
-if the history that the policy sees was rewritten or shortened; tokens that branches have in common are stored once. A
-path leads from a root to a leaf; an episode that never branches has a single path.
+The segments form a tree that only grows: each segment follows another, by default the previous one. A turn begins a
+branch if the history that the policy sees was rewritten or shortened; tokens that branches have in common are stored
+once. A path leads from a root to a leaf; an episode that never branches has a single path.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ FINISH_REASONS = ("stop", "length", "abort", "turns", "time")
 class Episode:
     """One sample of one prompt: observed and sampled tokens, and their reward.
 
-    The current path is the one that is being continued; it ends with the last segment and has L tokens. The length and
-    the properties per token are those of this path.
+    The current path is the one that is being continued; it ends with the last segment and has L tokens. The episode's
+    length and its per-token properties are those of this path.
     """
 
     prompt: int
     """Index of the prompt in its source. Episodes of one prompt form a group."""
     sample: int
-    """Sample index inside the group."""
+    """Index of the sample in its group."""
     position: int
     """Number of this draw of a prompt among all draws of the run; in the batch of a step, its number among the draws of
     the step, from 0 to prompts_per_step - 1. It distinguishes two draws of the same prompt."""
@@ -63,8 +63,8 @@ class Episode:
     """State of the conversation with the environment (`rl.conversation_state`), on the rank that runs it; None at the
     episode's end."""
     phase: str = ""
-    """Stage of the rollout: `opening` (its environment prepares the prompt), `sampling` (the engine works on it),
-    `answering` (its environment prepares an answer), `grading`, `graded`; empty while it waits for a place."""
+    """Stage of the episode: `opening` (its environment prepares the prompt), `sampling` (the engine samples it),
+    `answering` (its environment prepares an answer), `grading`, `graded`; empty before the engine has room for it."""
     experts: torch.Tensor | None = None
     """int16 [n, W]: the experts, layer by layer, to which each of the first n tokens was routed; -1 if unknown. Tokens
     are those of all segments end to end; the experts of later ones are unknown. W: `hub.routing.Experts.width`."""
@@ -216,7 +216,7 @@ class Episode:
         return shared
 
     def _closest(self, prompt: torch.Tensor) -> tuple[int, int]:
-        """Return the length of the longest beginning that the prompt shares with a path, and the segment it ends in."""
+        """Return the length of the longest beginning that the prompt shares with a path, and its last segment."""
         found, ends = (0, -1), {-1: 0}
         for i, s in enumerate(self.segments):
             start = ends.get(self.before(i))
@@ -229,7 +229,7 @@ class Episode:
         return found
 
     def cut(self, tokens: int, path: list[int] | None = None) -> int:
-        """Return the index of the segment of a path that ends after `tokens` tokens; cut a longer segment in two.
+        """Return the index of the segment of a path that ends after `tokens` tokens; if none does, cut one in two.
 
         The later part keeps the reward. path: None for the current one.
         Raises ValueError if the path is shorter.

@@ -36,7 +36,7 @@ def _epoch_order(n_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def drawn_indices(n_prompts: int, first: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
-    """Return the positions in the prompt list of the draws `first` .. `first + count - 1` of a run.
+    """Return, for the draws `first` .. `first + count - 1` of a run, their positions in the prompt list.
 
     Draws follow the permutations of successive epochs; without `shuffle` they follow the list. If they extend into
     another epoch, they may contain a position twice. Raises ValueError for an empty list or a negative number.
@@ -51,7 +51,7 @@ def drawn_indices(n_prompts: int, first: int, count: int, seed: int, shuffle: bo
 
 @dataclass
 class Drawn:
-    """One drawn row."""
+    """One drawn row; it is read only when `read` is called."""
 
     where: str
     """Place of the row in its source, for messages."""

@@ -52,8 +52,8 @@ class Preference:
 def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:
     """Read one row of preference data. system: a system message for dialogues that have none.
 
-    Raises RowError if the row has none of the forms, if its sides are equal or answer different prompts, or if a part
-    of it is malformed.
+    Raises RowError if the row has neither form, if its sides are equal or answer different prompts, or if a part of it
+    is malformed.
     """
     row = Row(row)
     check_text(row)
@@ -108,7 +108,7 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
 
 
 def _examples(sides: list, read: Callable[[Any], Example]) -> dict[int, Example]:
-    """Read both sides; a RowError names the side."""
+    """Read both sides of a pair. Raises RowError, which names the side that is malformed."""
     out = {}
     for i, (name, side) in enumerate(zip(SIDES, sides, strict=True)):
         try:

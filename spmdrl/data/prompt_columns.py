@@ -51,7 +51,7 @@ OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
 
 
 def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool) -> tuple[Row, dict[str, str]]:
-    """Return a row without the columns that stay out of its prompt, and the reason for each by column name.
+    """Return a row without the columns that stay out of its prompt, and column -> reason why it stays out.
 
     named: columns that settings name; they are left out without a reason. template: True if a chat template renders the
     prompt. begun: True if an environment begins the episodes.
@@ -90,7 +90,7 @@ def with_columns(prompt: str | list, row: Row) -> str | list:
 
 
 def around_prompt(prompt: str | list, row: dict, template: str) -> str | list:
-    """Put the template around a text prompt, or around the user's last message in a prompt of messages."""
+    """Put `--data.template` around a text prompt, or around the user's last message in a prompt of messages."""
     if isinstance(prompt, str):
         return with_values("--data.template", template, {**row, "prompt": prompt})
     for i in reversed(range(len(prompt))):

@@ -27,7 +27,7 @@ FORMS = (
 
 @dataclass
 class Table:
-    """Rows in memory, or behind a memory map."""
+    """Rows in memory, or in files that are mapped into memory."""
 
     name: str
     data: Any

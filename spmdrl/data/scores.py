@@ -32,7 +32,7 @@ def counts_as_right(score: float, parts: dict[str, float]) -> bool:
 
 
 def as_score(value: object) -> tuple[float, dict[str, float]]:
-    """Return a score, which may not be finite, and its finite parts.
+    """Return the score in `value`, which may be nan or infinite, and its finite parts by name.
 
     value: a number, a scalar of numpy or torch, or `{"score": number, name: number, ...}`. Entries that are not finite
     numbers (verl's `pred` texts) are left out. Raises TypeError for another value.

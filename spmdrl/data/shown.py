@@ -142,7 +142,7 @@ def unshown_line(names: Iterable[str]) -> str:
 
 
 def check_read(render: Renderer, more: dict[str, Any]) -> None:
-    """Raise ValueError if a variable of `--data.template-kwargs` changes the rendering of no test dialogue."""
+    """Raise ValueError if a variable of `--data.template-kwargs` does not change the rendering of any test dialogue."""
     probes = [replace(each, more=more) for each in _probes()]
     for name in more:
         if all(_unread(render, each, name) for each in probes):

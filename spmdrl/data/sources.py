@@ -45,7 +45,7 @@ class Source:
     """True if prompts are plain text even if the tokenizer has a chat template."""
     unit: str = "row"
     numbers: list[int] = field(default_factory=list)
-    """Number of each row in its file, for messages; empty if it is the row's index."""
+    """Number of each row in its file, for messages; empty if the numbers are the rows' indices."""
 
     def where(self, index: int) -> str:
         """Describe a row's place in the source, for error messages."""
@@ -55,7 +55,10 @@ class Source:
 
 
 def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 0) -> Source:
-    """Read at most `limit` rows (0: all) of a source in one of the FORMS. Raises ValueError with the flag to change."""
+    """Read at most `limit` rows (0: all) of a source in one of the FORMS.
+
+    Raises ValueError, which names the flag to change.
+    """
     stop = limit or None
     kind, _, rest = spec.partition(":")
     if kind == "builtin":
@@ -102,7 +105,7 @@ def json_row(line: bytes) -> dict:
     """Return the row of a line. Raises ValueError if the line is not a JSON object."""
     try:
         row = json.loads(line.removeprefix(BOM_UTF8))
-    except (ValueError, RecursionError) as e:  # numbers of thousands of digits or thousands of brackets raise one too
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits or very deep nesting raises one, too
         raise ValueError(f"not JSON ({e})") from None
     if not isinstance(row, dict):
         raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")

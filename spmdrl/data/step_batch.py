@@ -20,7 +20,7 @@ from spmdrl.spmd.seeds import generator_for, seed_for, uniform
 from spmdrl.spmd.world import World
 
 RESAMPLE = 0x5046
-"""Key of the random draws of `resample`."""
+"""Part of the key of the random draws for resampling."""
 
 
 class ReplayBuffer:

@@ -41,8 +41,8 @@ def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
     """Tokenize a rendered text, without adding tokens to it.
 
     trained: ranges of characters to train, ascending.
-    Raises TemplateError if a token lies across the border of a range, and the tokens of the text in pieces, cut at the
-    borders, decode to another text.
+    Raises TemplateError if a token lies across the border of a range, and the text that is tokenized in pieces, cut at
+    the borders, decodes to another text.
     """
     offsets = None
     if tokenizer.is_fast:

@@ -99,7 +99,7 @@ def plan_tree(
     begins_B: torch.Tensor | None = None,
     experts_T: torch.Tensor | None = None,
 ) -> Tree | None:
-    """Plan the tree of a pack; None if no sequences share tokens. Arguments as in `shared_tokens`."""
+    """Return the tree of a pack; None if no sequences share tokens. Arguments as in `shared_tokens`."""
     shared = shared_tokens(tokens_T, lengths_B, mask_T, begins_B, experts_T)
     if not any(shared.tokens):
         return None

@@ -41,7 +41,7 @@ def end_of_turn(
 
 
 def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[int], str]) -> tuple[str, bool]:
-    """Return the text up to the control token that ends the turn in message i, and True if there is such a token.
+    """Return the text up to and with the control token that ends turn i, and True if there is such a token.
 
     upto: renders the given number of messages from the beginning of the dialogue.
     """
@@ -64,7 +64,8 @@ def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[
 def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str):
     """Return the result of `end_of_turn` for a dialogue's last turn, the text with the message `after`, and a place.
 
-    written: the text without the message `after`. The place is the index at which its last control tokens begin.
+    written: the text without the message `after`. The place is the index where the last control tokens of `written`
+    begin.
     """
     tail = len(written)
     for found in reversed(list(render.controls.finditer(written))):

@@ -155,7 +155,7 @@ def _cut(
         whole = not with_call and not controls.sub("", after[: end.end()]).strip()
         start = found[0].start() if whole else end.start()
         return Tail(after[start:], end.end() - start, alone[start:])
-    # gpt-oss ends the last turn with another token than earlier turns. A single token before the answer begins it.
+    # gpt-oss ends the last turn with another token than earlier turns. A single token belongs to the answer instead.
     if kind == "last" and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
         return Tail(after[found[0].start() :], len(found[0].group()), alone[other[0].start() :])
     begins = end if kind == "next" and end else found[0]

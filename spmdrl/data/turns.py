@@ -38,7 +38,7 @@ from spmdrl.data.shown import check_turn_shown
 from spmdrl.data.turn_end import turn_with_end
 
 OTHERS = ("Xk" + PROBE, "9w" + PROBE)
-"""Stand-ins for a message's text: what differs between two renderings depends on it. Only their beginnings differ."""
+"""Two stand-ins for the text of a message; parts of a rendering that differ between them depend on the text."""
 
 
 @dataclass(frozen=True)

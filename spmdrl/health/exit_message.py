@@ -102,10 +102,10 @@ def lost_steps() -> str:
 
 
 def failure_line(error: BaseException) -> str:
-    """Return the last line of a failed job."""
+    """Return the last line of a rank that failed: its position, phase, error and advice."""
     text = str(error)
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
-        # C++ errors begin with their place in the sources and end with stack frames.
+        # C++ errors begin with their place in the sources and end with stack frames, which are removed.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
     # The message may have several lines; they are joined by bars, so that the last line is a single line.
     text = " | ".join(line.strip() for line in text.splitlines() if line.strip())[:LONGEST]

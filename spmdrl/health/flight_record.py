@@ -55,7 +55,7 @@ def _entries(frames: bool) -> list[dict]:
 
 
 def _place(frames: list[dict]) -> str:
-    """Return the line that called the collective, skipping this project's helpers, which all calls go through."""
+    """Return the source line that called the collective, skipping helpers that all collectives go through."""
     for frame in frames:
         if is_informative(frame["filename"]) and not frame["filename"].startswith("<"):
             return short(frame["filename"], frame["line"])

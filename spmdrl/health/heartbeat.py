@@ -33,14 +33,14 @@ RETRY = 5.0
 """Seconds until the next try after the store did not answer; doubled after each further failure."""
 LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
-"""Most beats of this rank that it remembers, to compute the age of other ranks' beats."""
+"""Most beats of this rank that are remembered, to compute the age of other ranks' beats."""
 PATIENCE = 3.0
 """Seconds after a collective's time-out before a stuck rank is ended, so that others can report the cause first."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a process; a later one with the same PID has another start time."""
+    """Identifies a process; a later process with the same PID has another start time."""
 
     machine: str
     pid: int
@@ -101,7 +101,7 @@ class Heartbeat(threading.Thread):
         self.store.set(f"who/{rank}", json.dumps(asdict(self.me)))
 
     def run(self) -> None:
-        """Beat until the process ends or `ended` is set."""
+        """Send beats until the process ends or `ended` is set."""
         clock = IdleClock(3 * EVERY)
         since, before, beats = time.monotonic(), "", 0
         while not self.ended.is_set():
@@ -175,7 +175,7 @@ class Heartbeat(threading.Thread):
         return {}
 
     def age(self, beat: dict) -> float:
-        """Return the seconds since a beat of any rank by this rank's clock, as the machines' clocks may differ."""
+        """Return the seconds since a rank's beat, by this rank's clock because the machines' clocks may differ."""
         at = bisect_left(seen := list(self.seen), (beat["count"], 0.0))
         # A beat that is newer than this rank's last one counts as 0 s old.
         return time.monotonic() - seen[at][1] if at < len(seen) else 0.0

@@ -62,7 +62,7 @@ class Overview:
     """The positions of all ranks, as far as an exiting rank can find them."""
 
     def __init__(self, store: dist.Store, read: Callable[[], dict[int, dict]], age: Age):
-        """Start without beats. store: the heartbeat's store, by its own connection. read: returns all ranks' beats."""
+        """Start without beats. store: a second connection to the heartbeat's store. read: returns all ranks' beats."""
         self.store, self.read, self.age = store, read, age
         self.reader: bool | None = None
 
@@ -73,7 +73,7 @@ class Overview:
         return self.read() if self.reader else {}
 
     def places(self) -> list[Place]:
-        """Return the ranks by place, from beats or from a reader's summary; empty if there is no summary."""
+        """Return the ranks grouped by place, from beats or a reader's summary; empty if there are neither."""
         if found := self.beats():
             groups = grouped(found, self.age)
             newest = max(beat["count"] for beat in found.values())

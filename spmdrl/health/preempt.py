@@ -56,7 +56,7 @@ class Request:
 
 
 class Preemption:
-    """The request to leave that this rank has received, if any. A process has one such object."""
+    """The request to leave that this rank has received, if any; one object per process."""
 
     def __init__(self) -> None:
         """Start without a request."""
@@ -111,7 +111,7 @@ class Preemption:
 
     @property
     def sampling_over(self) -> bool:
-        """True once the share of a request's grace period for sampling is over."""
+        """True once the share of the grace period in which a step may sample (SAMPLING) is over."""
         return self.request is not None and time.monotonic() > self.received + SAMPLING * self.request.grace
 
 
@@ -126,7 +126,7 @@ def any_rank(mine: bool, group: dist.ProcessGroup) -> bool:
 
 
 def on_signals(handler: Callable[[int], None]) -> Callable[[], None]:
-    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT; return a function that stops this.
+    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT; return a function that undoes this.
 
     An ignored SIGINT stays ignored, as in a background job of a script. The thread is needed because the main thread
     may wait in a collective, where Python runs no handler. Call this in the main thread only; forked processes get

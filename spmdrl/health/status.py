@@ -30,7 +30,7 @@ class RankStatus:
     phase: Callable[[], str] = lambda: ""
     """Function that returns the phase in progress; empty between phases."""
     step: int = 0
-    """The step in progress, counted from 1; 0 before the first."""
+    """The step in progress, counted from 1; 0 before the first step."""
     keeps_partial: bool = False
     """True if a request to leave is accepted before the first step: an evaluation reports its measurements so far."""
     done: int = 0
@@ -38,7 +38,7 @@ class RankStatus:
     count: int = 0
     """Number of `tick` calls of the main thread."""
     side_count: int = 0
-    """Number of `tick` calls of other threads. While the main thread waits for them, it ticks when this rises."""
+    """Number of `tick` calls of other threads. While the main thread waits for them, it ticks when the number rises."""
     folder: Path | None = None
     """The run folder."""
     saved: Callable[[], int] = lambda: 0
@@ -48,7 +48,7 @@ class RankStatus:
 
     @property
     def name(self) -> str:
-        """The phase in progress, or `start`; `step` between phases."""
+        """The phase in progress; `step` between phases, and `start` before the first step."""
         return self.phase() or ("step" if self.step else "start")
 
 
@@ -77,7 +77,7 @@ def short(path: str, line: int) -> str:
 
 
 def is_informative(path: str) -> bool:
-    """Return True for a file that shows where the program is: none of torch, the standard library or common helpers."""
+    """Return True for a file that shows where the program is: not one of torch, Python or the common helpers."""
     path = path.replace(os.sep, "/")
     return not any(part in path for part in _QUIET) and not path.startswith(_STANDARD)
 

@@ -50,7 +50,7 @@ def rank_ranges(ranks: list[int], most: int = 8) -> str:
 
 
 def value_hash(value: object) -> int:
-    """Return a hash of 62 bits of a JSON-serialisable value."""
+    """Return a 62-bit hash of a JSON-serialisable value."""
     text = json.dumps(value, sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
@@ -62,7 +62,7 @@ class Agreement:
     """
 
     def __init__(self, world: World, timeout: float):
-        """Create a group for the comparison. timeout: seconds that a rank may wait for another."""
+        """Create a group for the comparison. timeout: most seconds that a rank waits for another rank."""
         self.world, self.own = world, world.host_group
         self.groups = groups_of(world)
         self.names = gather_names(self.groups, world.host_group)

@@ -11,7 +11,7 @@ _LANES = 4096
 _ROWS = 4096
 """Number of rows that are summed at a time. torch copies them into a wider type, which takes at most 128 MiB."""
 _BY_ROW = 2 * 0x9E3779B1
-"""Factor of the weights of rows. It is even, so a word's weight, that of its column plus that of its row, is odd."""
+"""Factor of the weights of rows. It is even, and weights of columns are odd, so their sum, a word's weight, is odd."""
 
 
 def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:

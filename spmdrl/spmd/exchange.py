@@ -152,7 +152,7 @@ def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> tor
 
 
 def lexsort(keys_nK: torch.Tensor) -> torch.Tensor:
-    """Return the order of rows by their first column, then the second, and so on: int64 [n]."""
+    """Return the order that sorts rows by their first column, then by the second, and so on: int64 [n]."""
     order = torch.arange(len(keys_nK))
     for column in reversed(range(keys_nK.shape[1])):
         order = order[torch.argsort(keys_nK[order, column], stable=True)]
@@ -172,7 +172,7 @@ def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def select(table: Table, order: torch.Tensor) -> Table:
-    """Return the items `order` (int64 [m]) of a table, in that order."""
+    """Return the items of a table with the indices `order` (int64 [m]), in the order of these indices."""
     # Columns may share a tensor of lengths, as those of a batch do; the positions of their rows are computed once.
     distinct = {id(lengths): lengths for lengths in table.lengths.values()}
     picked = {key: (lengths[order], _places(lengths, order)) for key, lengths in distinct.items()}
@@ -234,7 +234,7 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
         for column, name in enumerate(names):
             ref = like.values[name]
             size = int(mine[:, n_keys + column].sum()) * widths[column]
-            # The copy is aligned, as the view as a wider type requires.
+            # A view as a wider type needs aligned bytes, which the copy has.
             parts[name].append(inbox[at : at + size].clone().view(ref.dtype).view(-1, *ref.shape[1:]))
             at += size
     lengths = {name: rows[:, n_keys + column] for column, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Debug mode: ranks compare each collective before they run it; if it differs, an error lists that of each rank.
+"""Debug mode: ranks compare each collective before they run it; if they differ, an error lists what each rank runs.
 
 A dispatch mode intercepts every c10d operation. Each rank writes (call site, operation, shapes) of its n-th collective
 of a group to the rendezvous store, counts the ranks with the same entry, and waits for the verdict of the rank that
@@ -93,7 +93,7 @@ class Lockstep(TorchDispatchMode):
         alike = f"{here}/alike/{hashlib.blake2b(entry.encode(), digest_size=8).hexdigest()}"
         self.store.add(alike, 1)
         if self.store.add(f"{here}/came", 1) == len(ranks):
-            # Every rank counts its entry before it counts itself as arrived.
+            # Every rank counts its entry before it counts itself as arrived, so the count of entries is complete.
             self.store.set(f"{here}/verdict", "alike" if self.store.add(alike, 0) == len(ranks) else "differ")
         if self._read(f"{here}/verdict", self.timeout) != "alike":
             late = f"did not come within {self.timeout:.0f} s"

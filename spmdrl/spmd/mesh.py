@@ -139,7 +139,7 @@ def world_from_group(
     store = dist.PrefixStore("spmdrl", dist.distributed_c10d._get_default_store())
     meshes = [m for m in (mesh, shard_mesh, rollout) if m.get_coordinate() is not None]
     for group in {g for m in meshes for g in m.get_all_groups()}:
-        # Meshes give their groups the library's default time-out, half an hour on gloo.
+        # Meshes create their groups with torch's default time-out, half an hour on gloo, so the run's is set.
         dist.distributed_c10d._set_pg_timeout(later, group)
     return World(
         *(rank, size, local_rank, device, host, store, roles, rollout_group, training_group, role_group),
@@ -163,7 +163,7 @@ def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> Wo
 
 
 def twin(world: World, wait: timedelta) -> World:
-    """Return a copy of a world on the host, with its own groups, for a background thread. Collective.
+    """Return a copy of a world on the host, with separate groups, for a background thread. Collective.
 
     Its meshes are those of `world`: read positions from them, but do not communicate over them.
     """
@@ -222,7 +222,7 @@ def _make_shard_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -
 
 
 def _make_data_group(mesh: DeviceMesh, wait: timedelta) -> tuple[dist.ProcessGroup | None, torch.Tensor]:
-    """Create `World.data_group` and `World.holders`. Collective."""
+    """Return `World.data_group`, which is created, and `World.holders`. Collective."""
     places = [AXES.index(axis) for axis in ("dp_replicate", "dp_shard", "pp", "sp", "tp")]
     ordered = mesh.mesh.long().permute(places)
     holders = ordered.reshape(ordered.shape[0] * ordered.shape[1], -1)

@@ -13,7 +13,7 @@ class Peers:
     """A group of ranks, and the device of its collectives."""
 
     group: dist.ProcessGroup | None
-    """The process group; None for this rank alone."""
+    """The process group; None if this rank is alone."""
     device: torch.device
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ POLL_EVERY = 0.1
 class PromptQueue:
     """Positions 0..n-1 of one round, each handed out to exactly one engine.
 
-    `queue`: the next caller gets the next positions, so an engine that finishes early takes more.
-    `static`: position i belongs to engine i mod engines, whatever the timing (bit-exact runs).
+    Assignment `queue`: the next caller gets the next positions, so an engine that finishes early takes more.
+    Assignment `static`: position i belongs to engine i mod engines, whatever the timing (bit-exact runs).
     All ranks of an engine call `take` together and get the same positions.
     """
 
@@ -46,17 +46,17 @@ class PromptQueue:
 class Tally:
     """Counts finished work until there is enough; the result is the same on all ranks of an engine.
 
-    `queue`: one atomic counter for all engines, which an engine without finished work reads only every POLL_EVERY
-    seconds, because a thousand engines share one store. `static`: each engine counts its own work (bit-exact runs).
+    Assignment `queue`: all engines share one counter. An engine without finished work reads it only every POLL_EVERY
+    seconds, because a thousand engines share one store. `static`: each engine counts only its work (bit-exact runs).
     """
 
     def __init__(self, world: World, round_name: str, enough: int, assignment: str):
-        """Start at 0. enough: the count to reach; 0 for a tally that is never reached."""
+        """Start at 0. enough: the count at which `reached` returns True; 0 if it never does."""
         self.world, self.enough, self.key = world, enough, f"tally/{round_name}"
         self.static, self.count, self.poll_at = assignment == "static", 0, 0.0
 
     def reached(self, more: int) -> bool:
-        """Add the work since the last call; return True once it is enough. Collective over the ranks of an engine."""
+        """Add `more` finished work; return True once there is enough. Collective over the ranks of an engine."""
         if not self.enough:
             return False
         if self.static:

@@ -23,7 +23,7 @@ disappears with the process. `gone`: nowhere; the content is undefined when the 
 PIECE = 64 << 20
 """Bytes of one host buffer: a power of two, to which torch would round up pinned memory anyway."""
 WORTH_TRIMMING = 32 << 20
-"""Bytes below which freed memory stays with the allocator, which will soon need it again."""
+"""Least bytes of freed memory that are returned to the system; the allocator keeps less, to use it again."""
 
 
 def moves(place: str, device: torch.device) -> bool:
@@ -37,7 +37,7 @@ def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> lis
     for tensor in tensors:
         if tensor is None:
             continue
-        # `to_local()` would add an autograd node, for every tensor in every phase.
+        # `to_local()` would add an autograd node for every tensor in every phase.
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.nbytes() and storage.device.type == device_type:
             found.setdefault(storage._cdata, storage)
@@ -45,7 +45,7 @@ def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> lis
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None], device_type: str) -> int:
-    """Return the bytes that tensors hold on that type of device; parked tensors count 0."""
+    """Return the number of bytes that tensors hold on a type of device; parked tensors count 0."""
     return sum(storage.nbytes() for storage in storages_of(tensors, device_type))
 
 
@@ -110,8 +110,8 @@ def give_back(device: torch.device, size: int) -> None:
     """Make the allocator return `size` bytes that were just freed to the device.
 
     glibc keeps freed blocks (see `environ.keep_freed_memory`): without the trim, 600 MiB in tensors of 1 MiB stay
-    resident; trimming them takes 0.03 s. The page faults when the memory is used again take longer, so a CPU's memory
-    is returned only after parking on disk.
+    resident; trimming them takes 0.03 s. The page faults that follow when the memory is used again take longer, so a
+    CPU's memory is returned only after parking on disk.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

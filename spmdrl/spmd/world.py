@@ -43,7 +43,7 @@ class World:
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
     """int64 [data positions, copies]: the ranks that hold the samples of each data position."""
     is_twin: bool = False
-    """True for a twin of another world (`mesh.twin`), which communicates over its own host-side groups."""
+    """True for a twin of another world (`mesh.twin`), which communicates over separate host-side groups."""
 
     @property
     def is_first(self) -> bool:
@@ -72,7 +72,7 @@ class World:
 
     @property
     def data_peers(self) -> Peers:
-        """Ranks that hold the other data positions."""
+        """The ranks of `data_group`, for collectives over the data positions."""
         return Peers(self.data_group, self.device)
 
     @property
