@@ -1,6 +1,7 @@
 """Checkpoints: written under a temporary name, verified by a manifest, published by one rename.
 
-checkpoints/step_<N>/model/         HF safetensors in the run's type, config, tokenizer; opens in transformers and vLLM
+checkpoints/step_<N>/model/         weights as HF safetensors in `--model.dtype`, config, tokenizer; transformers and
+                                    vLLM load it
 checkpoints/step_<N>/state/         run.json, config.yaml, ranks/, optimizer (torch.distributed.checkpoint: moments, and
                                     the float32 weights of a run in bfloat16)
 checkpoints/step_<N>/<name>/        model/ and state/ of a critic or another model that trains
@@ -8,12 +9,12 @@ checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, la
 checkpoints/latest                  link to the newest checkpoint
 checkpoints/measured.json           metrics of each checkpoint, measured after it was saved (--checkpoint.best)
 
-files.py          names, hashes and flushes of files, free disk space; this module and the next two do not import torch
+files.py          names, hashes and flushes files, checks free disk space; it and the next two do not import torch
 manifest.py       writes and reads manifests, and compares them with the files
 published.py      lists, publishes and removes a run's checkpoints, and finds the best by a metric
 store.py          all ranks together write and read a checkpoint
 treefile.py       plain values and tensors as one safetensors file
-background.py     writes checkpoints in the step, or in a thread while training continues
+background.py     writes a checkpoint before the next step, or in a thread while training continues
 folder.py         the run folder at the start of a run
 lock.py           locks a run folder for one job at a time
 compare.py        lists the differences of two checkpoints

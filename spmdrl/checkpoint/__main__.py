@@ -1,7 +1,7 @@
 """Command that inspects the checkpoints of a run without starting it.
 
-    python -m spmdrl.checkpoint list RUN        prints step, time, size, ranks, layout, metric and damage of each
-    python -m spmdrl.checkpoint verify RUN      compares every file with the manifest; exit code 1 if any is damaged
+    python -m spmdrl.checkpoint list RUN        prints step, time, size, ranks, layout, metric, damage of each checkpoint
+    python -m spmdrl.checkpoint verify RUN      compares all files with their manifests; exit code 1 if any is damaged
     python -m spmdrl.checkpoint diff A [B]      prints settings, versions, state and weights that differ
 
 RUN is a run folder. A and B are checkpoints or run folders; a run folder stands for its newest checkpoint. Without B
@@ -19,7 +19,7 @@ from spmdrl.checkpoint.published import best_step, measured_value, steps_saved
 
 
 def root_of(run: str) -> Path:
-    """Return the folder with the checkpoints of a run. Raises ValueError if there is none."""
+    """Return the folder that holds a run's checkpoints. Raises ValueError if `run` contains no checkpoint."""
     for path in (Path(run) / "checkpoints", Path(run)):
         if steps_saved(path):
             return path
@@ -27,7 +27,7 @@ def root_of(run: str) -> Path:
 
 
 def checkpoint_of(name: str) -> Path:
-    """Return a checkpoint, or the newest one of a run folder. Raises ValueError if `name` is neither."""
+    """Return the checkpoint at `name`, or the newest one of the run folder `name`. Raises ValueError for another name."""
     path = Path(name)
     if (path / "MANIFEST.json").exists():
         return path
@@ -41,10 +41,10 @@ def checkpoint_of(name: str) -> Path:
 
 
 def rows(root: Path) -> list[list[str]]:
-    """Return one row of the table for each checkpoint, oldest first."""
+    """Return the rows of the table that `list` prints: one for each checkpoint, oldest first."""
     steps = steps_saved(root)
     latest = (root / "latest").resolve().name
-    # The value of `--checkpoint.best` with which the newest checkpoint was saved.
+    # The table shows the metric of `--checkpoint.best` with which the newest checkpoint was saved.
     best_by = _best_by(root / f"step_{steps[0]}")
     metric, best = best_by.removeprefix("-"), best_step(root, steps, best_by) if best_by else None
     out = []

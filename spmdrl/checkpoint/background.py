@@ -24,9 +24,10 @@ class Saver:
     """Writes the checkpoints of a run, one at a time. Every rank has a Saver and makes the same calls."""
 
     def __init__(self, cfg: TrainingConfig, root: Path, world: World):
-        """Remove leftovers of a killed job; make groups for the thread of `--checkpoint.background`. Collective.
+        """Remove what a killed job left incomplete. Collective.
 
-        root: the run's `checkpoints/`.
+        With `--checkpoint.background`, also make process groups for the thread that writes. root: the run's
+        `checkpoints/`.
         """
         self.cfg, self.root, self.world = cfg, root, world
         self.keep = Keep(cfg.checkpoint.keep, cfg.checkpoint.keep_every, cfg.checkpoint.best)
@@ -44,15 +45,15 @@ class Saver:
         on_first(lambda: clean(root), world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
-        """Make the files that all checkpoints share, and warn if the disk is too full for one. Collective, at start.
+        """Compute the files that are the same in every checkpoint, and warn if the disk is too full. Collective.
 
-        Raises ValueError if no checkpoint of a model could be saved.
+        Called at the start. Raises ValueError if a model cannot be saved, so that the run does not fail only later.
         """
         saved = store.saved_models(models)
         self.expected_bytes = sum(model.checkpoint_bytes() for model in saved)
         if not (self.cfg.checkpoint.every or self.cfg.checkpoint.at_end):
             return
-        # `fixed` is computed and cached at its first access.
+        # The first access to `fixed` computes and caches these files.
         together(lambda: bool([model.fixed for model in saved]), self.world)
         if self.world.is_first:
             try:
@@ -61,7 +62,10 @@ class Saver:
                 warn(str(error))
 
     def record_metrics(self, done: int, values: Mapping[str, float]) -> None:
-        """Record the metric of `--checkpoint.best` at step `done`, measured with the weights after step `done - 1`."""
+        """Record the metric of `--checkpoint.best` that step `done` logged, for the checkpoint of step `done - 1`.
+
+        The value was measured with the weights after step `done - 1`, which that checkpoint holds.
+        """
         metric = self.keep.metric
         if not metric or metric not in values:
             return
@@ -77,7 +81,7 @@ class Saver:
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
         """Save the state after `step` steps, in the background or before returning. Collective.
 
-        Wait first until the previous checkpoint is written. state, mine: as in `store.Content`.
+        The call first waits until the previous checkpoint is written. state, mine: as in `store.Content`.
 
         Raises DiskFullError if the disk is full; earlier checkpoints stay as they were.
         """
@@ -112,9 +116,9 @@ class Saver:
             self.expected_bytes = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
     def poll(self) -> dict[str, float]:
-        """Return `time/checkpoint_write`, the seconds of a background write, once after it has ended. Not collective.
+        """Return `time/checkpoint_write`, the seconds of a background write, once after the write has ended; else {}.
 
-        Ranks notice the end at different steps. If the write failed, this method raises its error.
+        Not collective: ranks may notice the end at different steps. If the write failed, this raises the error.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
@@ -122,14 +126,14 @@ class Saver:
         return numbers
 
     def finish(self) -> None:
-        """Wait until the started checkpoint is published. If the write failed, raise its error. Collective."""
+        """Wait until the checkpoint in progress is published. If its write failed, raise the error. Collective."""
         if self._thread is None:
             return
         while self._thread.is_alive():
             before = rank_status.side_count
             self._thread.join(1.0)
             if rank_status.side_count != before:
-                # The writer's progress counts as progress of the waiting thread.
+                # The writing thread made progress, so this waiting thread is not stuck either.
                 tick()
         self._thread = None
         error, self._error = self._error, None

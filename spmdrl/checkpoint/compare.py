@@ -13,12 +13,15 @@ from spmdrl.config.fields import flag, shown
 from spmdrl.config.resume import flat
 
 SLICE = 64 << 20
-"""Bytes of a tensor that are compared at a time."""
+"""Bytes of a slice, in float64: tensors are compared slice by slice, to save memory."""
 TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Yield lines to print, each with the value in `one` -> the value in `other`. Both checkpoints must be intact."""
+    """Yield the lines of a report, which show differences as `value in one -> value in other`.
+
+    Both checkpoints must be intact.
+    """
     yield f"{one} -> {other}"
     yield from _changes("settings", _settings(one), _settings(other), flag)
     a, b = read_manifest(one), read_manifest(other)
@@ -34,7 +37,7 @@ def report(one: Path, other: Path) -> Iterator[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings saved with a checkpoint, else those of its run."""
+    """Return the settings saved in a checkpoint; if it has none, those of its run folder."""
     for path in (folder / "state" / "config.yaml", folder.resolve().parents[1] / "config.yaml"):
         if path.is_file():
             return flat(yaml.safe_load(path.read_text()))
@@ -42,7 +45,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> Iterator[str]:
-    """Yield the keys whose values differ, one line each."""
+    """Yield a line with the number of keys whose values differ, then one line for each of them, labelled by `name`."""
     changed = [key for key in [*a, *(k for k in b if k not in a)] if a.get(key) != b.get(key)]
     yield f"{title}: " + (f"{len(changed)} differ" if changed else "equal")
     for key in changed:
@@ -51,13 +54,16 @@ def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> 
 
 
 def _models(folder: Path) -> set[str]:
-    """Return the sub-folders that hold weights as safetensors."""
+    """Return the names of a checkpoint's sub-folders that hold a model's weights."""
     found = {p.parent.relative_to(folder).as_posix() for p in folder.rglob("*.safetensors")}
     return {name for name in found if not name.startswith("state") and "/state" not in name}
 
 
 def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
-    """Yield the largest absolute differences of tensors, one line each, the largest first."""
+    """Yield lines about the tensors of a model that only one checkpoint has, or whose shapes or values differ.
+
+    Of tensors whose values differ, the TOP ones with the largest absolute difference are listed, the largest first.
+    """
     from safetensors import safe_open
 
     files = [_files(folder) for folder in (one, other)]
@@ -86,7 +92,7 @@ def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return tensor name -> file."""
+    """Return the safetensors file that holds each tensor, by the tensor's name."""
     from safetensors import safe_open
 
     found = {}

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: names, hashes and flushes, free disk space, growth as progress. No communication."""
+"""Names, hashes and flushes a checkpoint's files, and checks free disk space, without communication between ranks."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from spmdrl.health.status import rank_status, tick
 FULL_DISK = ("No space left", "Disk quota exceeded", "File too large")
 """Parts of the messages by which libraries report a full disk."""
 MEASURE_EVERY = 3.0
-"""Seconds between two measurements of a growing folder."""
+"""Seconds between two measurements of a folder's size by `growth_is_progress`."""
 
 
 class DiskFullError(ValueError):
@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 def flushed_hash(path: Path) -> str:
     """Hash a file that was just written, flush it to the disk, and return the hash."""
-    # The file is hashed before the flush, so that the hash is of the written bytes and not of what the disk returns.
+    # The hash is taken before the flush, so that it is that of the written bytes and not of what the disk returns.
     found = file_hash(path)
     flush(path)
     return found
@@ -53,7 +53,7 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file completely or not at all, by a rename."""
+    """Write a file under a temporary name and rename it, so that it appears completely or not at all."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     flush(part)
@@ -61,12 +61,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def rank_name(rank: int) -> str:
-    """Return the file name of one rank's own state."""
+    """Return the name of the file that holds one rank's part of a run's state."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """Return the files of the ranks' own state (`checkpoint/treefile.py` reads them), in rank order; may be empty."""
+    """Return the files with each rank's part of the state (`checkpoint/treefile.py` reads them), in rank order."""
     return sorted((folder / "state" / "ranks").glob("rank_*.safetensors"))
 
 
@@ -87,7 +87,7 @@ def explain_full_disk(root: Path, step: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # torch.distributed.checkpoint raises a BaseException.
+        # The error of torch.distributed.checkpoint is a BaseException and not an Exception.
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         words = next((words for words in FULL_DISK if words in str(error)), "")
         if isinstance(error, DiskFullError) or not (full or words):
@@ -115,8 +115,8 @@ def byte_text(n: float) -> str:
 def growth_is_progress(folder: Path) -> Iterator[None]:
     """Count every change in the size of `folder` as progress of this thread.
 
-    Libraries write for minutes without calling `tick`. If the file system hangs, the measurement hangs too, and
-    progress stops.
+    Libraries write for minutes without calling `tick`, and the rank would look stuck. If the file system hangs, the
+    measurement hangs too, so that the rank rightly looks stuck.
     """
     field = "count" if threading.current_thread() is threading.main_thread() else "side_count"
     ended = threading.Event()
@@ -137,7 +137,7 @@ def growth_is_progress(folder: Path) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the total size of the files in a folder, in bytes. Files that appear or vanish meanwhile may count."""
+    """Return the total size of the files in a folder, in bytes. A file that vanishes during the walk counts 0."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -23,15 +23,15 @@ FIRST_DAY = "first_day"
 
 
 def together(act: Callable[[], Any], world: World) -> list[Any]:
-    """Call `act` on each rank and return the values of all ranks, which are JSON-able. Collective.
+    """Call `act` on each rank and return its values on all ranks, in rank order; they must be JSON-able. Collective.
 
-    An error on one rank is raised on all, with the text of the first rank that failed.
+    An error on one rank is raised on all ranks, with the text of the first rank that failed.
     """
     value = error = failure = None
     try:
         value = act()
     except Exception as found:
-        # A user's mistake stays a ValueError, whose message has advice.
+        # A ValueError is a user's mistake with advice, so the other ranks raise a ValueError, too.
         error, failure = found, [isinstance(found, ValueError), str(found)]
     reports = [json.loads(text) for text in all_gather_text(json.dumps([value, failure]), world.host_group)]
     if error is not None:
@@ -44,20 +44,20 @@ def together(act: Callable[[], Any], world: World) -> list[Any]:
 
 
 def on_first(act: Callable[[], Any], world: World) -> Any:
-    """Call `act` on rank 0 and return its value, JSON-able, on all ranks; an error is raised on all. Collective."""
+    """Call `act` on rank 0 and return its JSON-able value, or raise its error, on all ranks. Collective."""
     return together(lambda: act() if world.is_first else None, world)[0]
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
     """Lock the run folder for this job until it ends; return lines for the user. Collective.
 
-    With `--run.fresh` a folder that is not empty is moved aside first; nothing is deleted. A job that was restarted (by
-    torchrun, by SLURM) keeps the folder's content. Called before anything opens a file in the folder.
+    With `--run.fresh` a folder that is not empty is moved aside first; nothing is deleted. A job that torchrun or SLURM
+    restarted keeps the folder's content even then. Call this before anything opens a file in the folder.
 
-    timeout: seconds that the other ranks wait for rank 0. Rank 0 waits for half of that, and no longer than
-    `lock.WAIT`, until a job that is ending has released the folder.
+    timeout: seconds that the other ranks wait for rank 0. A job that is ending may still hold the folder: rank 0 waits
+    for its release for half of that time, and at most `lock.WAIT` seconds.
 
-    Raises ValueError if another job uses the folder, or if it cannot be made or moved.
+    Raises ValueError if another job uses the folder, or if the folder cannot be made or moved.
     """
     agents = set(gather_names([lock.launcher()], world.host_group)) - {""}
 
@@ -92,7 +92,7 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
 
 
 def _move_aside(folder: Path) -> str:
-    """Move a run folder, or the target of a link, aside and make an empty one; return a line for the user."""
+    """Rename a run folder (of a link: its target) and make an empty one in its place; return a line for the user."""
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise ValueError(
@@ -116,7 +116,7 @@ def _move_aside(folder: Path) -> str:
 def check_still_owned(world: World) -> None:
     """Raise TakenError on every rank if another job has taken the run folder. Collective.
 
-    After that, this job writes nothing to the folder.
+    After the error, this job writes nothing more to the folder.
     """
     if problem := on_first(lock.problem, world):
         rank_status.folder = None
@@ -124,7 +124,7 @@ def check_still_owned(world: World) -> None:
 
 
 def check_evaluation(folder: Path, world: World) -> None:
-    """Raise ValueError if an evaluation's folder is that of a run, from which it would resume. Collective."""
+    """Raise ValueError if an evaluation's folder holds checkpoints, from which it would resume. Collective."""
     if on_first(lambda: steps_saved(folder / "checkpoints"), world):
         raise ValueError(
             f"{folder} holds the checkpoints of a run, and an evaluation needs a separate folder, usually "
@@ -144,7 +144,7 @@ def check_settings(
     given, kinds: as in `differences`.
 
     Raises ValueError if the folder belongs to another entry point, or if settings that change results differ without
-    `--run.allow-changes`; the message lists each of them.
+    `--run.allow-changes`; the message lists each of these settings.
     """
     return on_first(lambda: _compared_settings(recorded_settings(folder), folder, cfg, given, kinds), world)
 
@@ -168,7 +168,7 @@ def _compared_settings(path: Path, folder: Path, cfg: TrainingConfig, given: Col
 
 
 def write_config(folder: Path, cfg: TrainingConfig) -> None:
-    """Write `config.yaml`, completely or not at all."""
+    """Write the run's settings to `config.yaml` in the run folder, completely or not at all."""
     write_text(folder / "config.yaml", to_yaml(settings_to_record(cfg)))
 
 
@@ -188,5 +188,5 @@ def first_day(folder: Path, world: World) -> date:
 
 
 def write_first_day(folder: Path, day: date) -> None:
-    """Write the day of the first start, for later starts."""
+    """Record the day of the run's first start, which `first_day` returns at later starts."""
     write_text(folder / FIRST_DAY, f"{day.isoformat()}\n")

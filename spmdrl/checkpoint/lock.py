@@ -2,8 +2,8 @@
 
 The lock is POSIX's (`fcntl`), not BSD's: it belongs to the process and not to the open file, so a forked child that
 outlives a killed rank does not keep it, and on NFS it works between machines. The kernel releases it whenever the
-process ends. On a file system without locks a job still notices by the file's content that another one has taken the
-folder. No communication.
+process ends. On a file system without locks a job still notices, from the file's content, that another job has taken
+the folder. The module does not communicate between ranks.
 """
 
 import errno
@@ -21,10 +21,10 @@ from pathlib import Path
 
 NAME = ".lock"
 WAIT = 10.0
-"""Seconds for which a job that is ending may still hold the lock of its folder."""
+"""Most seconds to wait for a lock, because a job that is ending may still hold it."""
 HELD = (errno.EACCES, errno.EAGAIN)
 LONGEST = 1 << 20
-"""Largest number of bytes read from the file."""
+"""Most bytes that are read from a lock file."""
 
 
 class InUseError(ValueError):
@@ -41,14 +41,14 @@ class Lock:
 
     folder: Path
     handle: int
-    """The only open handle of this process on the lock file: closing a second one would release the lock."""
+    """Handle of the open lock file. If this process closes any other handle of the file, the lock is released."""
     warning: str = ""
-    """Reason why the folder is not locked; empty if it is."""
+    """Reason why the folder is not locked; empty if it is locked."""
     record: dict = field(default_factory=dict)
-    """Content of the file: the previous owner's until `sign`, then this job's."""
+    """Content of the lock file: before `sign` it describes the previous owner, and after it this job."""
 
     def sign(self, agents: Collection[str]) -> None:
-        """Write this job into the file as the owner. agents: `launcher()` of all ranks and earlier attempts."""
+        """Write this job into the file as the owner. agents: values of `launcher()` on all ranks, in all attempts."""
         self.record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -63,7 +63,7 @@ class Lock:
         os.fsync(self.handle)
 
     def problem(self) -> str:
-        """Return the reason why this job must not write to the folder any more; empty without a known reason."""
+        """Return the reason why this job must not write to the folder any more; empty if none is known."""
         path = self.folder / NAME
         try:
             mine, there = os.fstat(self.handle), os.stat(path)
@@ -91,11 +91,11 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock by closing its file."""
         os.close(self.handle)
 
     def _lock(self) -> bool:
-        """Take the lock on an open file; return False if another process has it."""
+        """Lock the open file; return False if another process holds the lock. Without locks, set `warning` instead."""
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -109,13 +109,13 @@ class Lock:
 
 
 held: list[Lock] = []
-"""Locks that this process holds: empty until its run folder is taken, then one."""
+"""Locks that this process holds: none until it has taken its run folder, then that folder's lock."""
 
 
 def take(folder: Path, wait: float = WAIT) -> Lock:
     """Lock an existing run folder.
 
-    wait: seconds to wait for another process that holds it.
+    wait: most seconds to wait until another process releases the lock.
 
     Raises:
         InUseError: another process still holds the lock; the message names it and gives advice.
@@ -126,7 +126,7 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
         lock = Lock(folder, os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         locked, lock.record = lock._lock(), _read(lock.handle)
         with suppress(FileNotFoundError):
-            # The job that had the lock may have moved the folder away, or removed the file.
+            # The previous job may have moved or removed the file, so the lock counts only if the file is still there.
             there = os.stat(folder / NAME)
             if locked and there.st_ino == os.fstat(lock.handle).st_ino:
                 return lock
@@ -141,12 +141,12 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
 
 
 def problem() -> str:
-    """Return `Lock.problem` of the lock that this process holds."""
+    """Return `Lock.problem` of the lock that this process holds; empty if it holds none."""
     return held[0].problem() if held else ""
 
 
 def owner_name(record: dict) -> str:
-    """Return the owner that a lock file names, as text: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
+    """Return the job that owns a lock file, as text: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
     with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
         since = datetime.fromtimestamp(record["since"]).isoformat(" ", "seconds")
         return f"process {record['pid']} on {record['host']} (since {since})"
@@ -154,7 +154,7 @@ def owner_name(record: dict) -> str:
 
 
 def _read(handle: int) -> dict:
-    """Return the content of the lock file; a file that `sign` did not write counts as empty."""
+    """Return the content of the lock file; {} if `sign` did not write it."""
     with suppress(OSError, ValueError, RecursionError):
         record = json.loads(os.pread(handle, LONGEST, 0))
         return record if isinstance(record, dict) else {}
@@ -165,16 +165,17 @@ def _read(handle: int) -> dict:
 
 
 def launcher() -> str:
-    """Return a unique name of the torchrun that started this process; empty without torchrun.
+    """Return a unique name of the torchrun process that started this one; empty without torchrun.
 
-    torchrun survives restarts of its ranks. Its environment variables do not identify it: a run id may be any number,
-    or "none", in every job, and the restart count does not change on a node where no rank failed.
+    A torchrun process survives restarts of its ranks, so the name identifies a restarted job. The variables that
+    torchrun sets do not: several jobs may have the same run id, for example "none", and the restart count does not
+    change on a node where no rank failed.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     pid, started = os.getppid(), ""
     with suppress(OSError, ValueError, IndexError):
-        # A script may run between torchrun and this process; torchrun itself was started without that variable.
+        # A script may run between torchrun and this process: the first ancestor without the variable is torchrun.
         above = pid
         while above and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{above}/environ").read_bytes():
             above = int(_stat(above)[1])
@@ -185,7 +186,7 @@ def launcher() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name: state, parent, ..., start time (the 20th)."""
+    """Return the fields of /proc/PID/stat that follow the process's name: state, parent, ..., start time (the 20th)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -197,6 +198,6 @@ def same_job(record: dict, agents: Collection[str]) -> bool:
 
 
 def agents_of(record: dict) -> set[str]:
-    """Return `launcher()` of all ranks of the job that wrote the file."""
+    """Return the values of `launcher()` on all ranks of the job that wrote `record`."""
     agents = record.get("agents")
     return {agent for agent in agents if isinstance(agent, str)} if isinstance(agents, list) else set()

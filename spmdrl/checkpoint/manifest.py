@@ -1,4 +1,4 @@
-"""Writes and reads the manifest of a checkpoint, and compares it with the files. No communication."""
+"""Writes and reads the manifest of a checkpoint, and compares it with the files, without communication of ranks."""
 
 import datetime
 import json
@@ -14,9 +14,9 @@ from spmdrl.checkpoint.files import file_hash, flush, flushed_hash, rank_name
 
 MANIFEST = "MANIFEST.json"
 NEEDED = ("state/run.json", "model/config.json")
-"""Files that every checkpoint must have."""
+"""Files that every checkpoint must have, by their paths in it."""
 UNSIGNED = "0" * 32
-"""Placeholder for the manifest's own hash while it is computed."""
+"""Placeholder in the manifest's text for the hash of this text, while the hash is computed."""
 
 
 class DamagedError(ValueError):
@@ -24,7 +24,7 @@ class DamagedError(ValueError):
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Return name (with `/`) -> bytes of all files in a folder but the manifest; -1 for a link or special file."""
+    """Return path -> size in bytes of all files in a folder but the manifest; -1 for a link or a special file."""
     found = {}
     for where, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
@@ -42,7 +42,7 @@ def write_manifest(
     """Write the manifest, which lists all files of a checkpoint with size and hash.
 
     step: finished steps. world: number of ranks that wrote it. facts: further entries (layout, config_hash, versions,
-    metric). hashes: of all files, which are flushed already; None to hash and flush them here.
+    metric). hashes: path -> hash of all files, if they were hashed and flushed before; None to do this here.
     """
     files = {}
     for name, size in contents(folder).items():
@@ -64,14 +64,14 @@ def write_manifest(
 
 
 def _signed(text: str, own: str) -> str:
-    """Return the manifest's text with the hash `own` as the last entry; with `UNSIGNED`, the text that is hashed."""
+    """Return the manifest's text with `own` as its last entry: its hash, or `UNSIGNED` for the text that is hashed."""
     return re.sub(r'("xxh3_128": )"[0-9a-f]{32}"(\n\})$', rf'\g<1>"{own}"\g<2>', text)
 
 
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint, checked against its own hash.
 
-    Raises ValueError if it is missing or damaged, or lists names outside of the checkpoint.
+    Raises ValueError if the manifest is missing or damaged, or lists files outside of the checkpoint.
     """
     try:
         text = (folder / MANIFEST).read_bytes().decode()
@@ -99,12 +99,12 @@ def read_manifest(folder: Path) -> dict:
 
 
 def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]:
-    """Return the problems of a checkpoint; an empty list if it is intact. No content of the folder raises an error.
+    """Return the problems of a checkpoint; an empty list if it is intact. Damage is returned and never raised.
 
     A checkpoint is intact if it has exactly the files that the manifest lists, with their sizes and hashes, if the
-    folder's name has the manifest's step, and if rank files, where there are any, exist for every rank.
+    folder's name contains the manifest's step, and if every folder of rank files has one for each rank.
 
-    hashes: name -> hash of all files, if they were read before; None to read them here.
+    hashes: path -> hash of all files, if they were hashed before; None to hash them here.
     """
     try:
         manifest = read_manifest(folder)
@@ -125,7 +125,7 @@ def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]
 
 
 def _other_problems(folder: Path, manifest: dict) -> list[str]:
-    """Return problems with the step in the folder's name and with the files of ranks."""
+    """Return problems with the step in the folder's name, and with missing or surplus rank files."""
     found, world = [], manifest["world_size"]
     named = re.search(r"step_(\d+)$", folder.resolve().name)
     if named and int(named[1]) != manifest["step"]:

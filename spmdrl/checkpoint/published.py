@@ -1,4 +1,4 @@
-"""Lists, publishes and removes the checkpoints of a run on the disk, and finds the best. No communication."""
+"""Lists, publishes and removes a run's checkpoints, and finds the best, without communication between ranks."""
 
 import json
 import os
@@ -15,17 +15,18 @@ from spmdrl.health.status import tick
 
 @dataclass(frozen=True)
 class Keep:
-    """Settings `--checkpoint.keep`, `--checkpoint.keep-every` and `--checkpoint.best`."""
+    """Checkpoints to keep: the settings `--checkpoint.keep`, `--checkpoint.keep-every` and `--checkpoint.best`."""
 
     newest: int = 2
     every: int = 0
-    """Checkpoints of steps that are a multiple of this number are kept. 0: none."""
+    """Every checkpoint whose step is a multiple of this number is kept, too. 0: off."""
     best: str = ""
-    """Metric whose best checkpoint is kept; `-name`: the lowest is best. Empty: none."""
+    """Metric whose best checkpoint is kept, too: `name` if the highest value is best, `-name` if the lowest is.
+    Empty: off."""
 
     @property
     def metric(self) -> str:
-        """Name of the metric in `best`."""
+        """Name of the metric in `best`, without the sign; empty if there is none."""
         return self.best.removeprefix("-")
 
 
@@ -36,7 +37,7 @@ def steps_saved(root: Path) -> list[int]:
 
 
 def clean(root: Path) -> None:
-    """Remove folders that a killed job left incomplete, and put back those that it was about to replace."""
+    """Remove checkpoints that a killed job left incomplete, and put back one that it had moved away to replace it."""
     for path in root.glob(".replaced-step_*") if root.is_dir() else ():
         final = root / path.name.removeprefix(".replaced-")
         if final.exists():
@@ -48,7 +49,7 @@ def clean(root: Path) -> None:
 
 
 def publish(temporary: Path, root: Path, step: int) -> None:
-    """Rename a complete folder to `root/step_<step>`, and point `latest` at it."""
+    """Rename the folder of a complete checkpoint to `root/step_<step>`, and point the link `latest` at it."""
     final, before = root / f"step_{step}", root / f".replaced-step_{step}"
     if final.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -63,14 +64,14 @@ def publish(temporary: Path, root: Path, step: int) -> None:
 
 
 def measured_value(root: Path, step: int, metric: str) -> float | None:
-    """Return the value of a metric that was measured on a checkpoint's weights; None if it was not."""
+    """Return the value of a metric that was measured with a checkpoint's weights; None if it was not measured."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return float(json.loads((root / "measured.json").read_text())[str(step)][metric])
     return None
 
 
 def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
-    """Record the metrics of a step's checkpoint, and drop those of later steps, which remain from before a resume."""
+    """Record metrics of the checkpoint of `step`, and drop those of later steps, which a run before a resume left."""
     content: dict = {}
     with suppress(OSError, ValueError):
         content = json.loads((root / "measured.json").read_text())
@@ -79,7 +80,7 @@ def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
 
 
 def best_step(root: Path, steps: list[int], best: str) -> int | None:
-    """Return the step whose checkpoint has the best value, the earliest of equal ones; None if none has one."""
+    """Return the step whose checkpoint has the best value (of equal ones the earliest); None if none was measured."""
     sign, metric = (-1.0 if best.startswith("-") else 1.0), best.removeprefix("-")
     known = [(sign * v, -s) for s in steps if (v := measured_value(root, s, metric)) is not None and v == v]
     return -max(known)[1] if known else None
@@ -88,13 +89,13 @@ def best_step(root: Path, steps: list[int], best: str) -> int | None:
 def prune(root: Path, step: int, keep: Keep) -> None:
     """Remove checkpoints older than the verified one of `step`, except those that `keep` selects.
 
-    Newer folders stay: a resume skipped them as damaged, and the run will write them again.
+    Checkpoints newer than `step` stay: a resume skipped them as damaged, and the run will write them again.
     """
     older = [s for s in steps_saved(root) if s < step]
     stay = set(older[: max(keep.newest, 1) - 1])
     stay |= {s for s in older if keep.every and s % keep.every == 0}
     if keep.best:
-        # The checkpoint of `step` is not measured yet, and is kept anyway.
+        # If no older checkpoint was measured, nothing is added: the checkpoint of `step` is kept anyway.
         stay |= {best_step(root, older, keep.best) or step}
     for old in [s for s in older if s not in stay]:
         # The folder is renamed first, so that a partly removed one is not mistaken for a damaged checkpoint.

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints, collectively over all ranks."""
+"""Writes, verifies and reads checkpoints; all ranks call these functions together."""
 
 import importlib.metadata
 import json
@@ -36,16 +36,16 @@ class Content:
 
     step: int
     writers: dict[str, Write]
-    """Sub-folder ('' for the policy) -> function that writes the model in it; only on ranks that hold the model."""
+    """Sub-folder of a model ('' for the policy) -> function that writes the model; a rank has those that it holds."""
     state: dict | None
-    """State of the run, JSON-serialisable; rank 0's is written."""
+    """State of the run, JSON-serialisable; only rank 0's value is written."""
     mine: Any = None
-    """State of this rank, a tree (`checkpoint/treefile.py`); None on all ranks or on none."""
+    """This rank's part of the state, as a tree (`checkpoint/treefile.py`); None on all ranks or on none."""
     config: TrainingConfig | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Further entries of the manifest."""
     expected_bytes: int = 0
-    """Estimated size of the checkpoint."""
+    """Estimated size of the checkpoint, which must be free on the disk before it is written."""
 
 
 def content_of(
@@ -53,7 +53,7 @@ def content_of(
 ) -> Content:
     """Collect the current content of a checkpoint. Collective over the ranks that train.
 
-    copy: copy the values, so that training may continue while they are written.
+    copy: True to copy the values, so that training may continue while they are written.
     """
     writers = {"": models.policy.saving(copy)} if models.policy else {}
     writers |= {name: model.saving(copy) for name, model in models.saved().items()}
@@ -65,7 +65,7 @@ def content_of(
 def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
     """Write `root/step_<step>`, point `latest` at it and remove older checkpoints that `keep` does not select.
 
-    Collective over the groups of `world`, which may be a twin's.
+    Collective over the process groups of `world`; a background write has separate groups (`mesh.twin`).
 
     Raises:
         DiskFullError: the disk is full; earlier checkpoints stay as they were.
@@ -84,7 +84,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
             hashes = divided_hashes(temporary, world, files.flushed_hash)
             facts = content.facts | manifest_facts(content.config, world)
             on_first(lambda: manifest.write_manifest(temporary, step, world.size, facts, hashes), world)
-            # The files are read back from the disk.
+            # The flush removed the files from the page cache, so this reads them back from the disk.
             wrong = verify(temporary, world)
             check_still_owned(world)
             if wrong:
@@ -94,7 +94,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
             on_first(lambda: published.publish(temporary, root, step), world)
     except BaseException as error:
         if world.is_first:
-            # Another job may have taken the folder and caused the error: report that instead.
+            # If another job has taken the folder, it probably caused the error, so this is reported instead.
             if taken := lock.problem():
                 raise lock.TakenError(taken) from error
             shutil.rmtree(temporary, ignore_errors=True)
@@ -104,7 +104,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
 
 
 def _begin(root: Path, temporary: Path, content: Content) -> None:
-    """Make an empty folder and write rank 0's part into it."""
+    """Make the empty folder of a checkpoint and write the run's state and settings into it; rank 0 calls this."""
     with files.explain_full_disk(root, content.step):
         shutil.rmtree(temporary, ignore_errors=True)
         files.check_free_space(root, content.expected_bytes)
@@ -117,16 +117,16 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 
 
 def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = files.file_hash) -> dict[str, str]:
-    """Return the hash of every file, or `!` and an error; each file is read by one rank. Collective.
+    """Return path -> hash of every file; `!` and the error for a file that cannot be read. Collective.
 
-    read: function that hashes a file. A rank reads the same files in every call.
+    Each file is read by one rank, which is the same in every call. read: function that hashes a file.
     """
 
     def listed() -> dict[str, int]:
         try:
             return manifest.contents(folder)
         except OSError:
-            return {}  # `problems` reports the error
+            return {}  # `manifest.problems` later reports this error
 
     def hashed(name: str) -> str:
         try:
@@ -144,13 +144,13 @@ def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = fil
 
 
 def verify(folder: Path, world: World) -> list[str]:
-    """Return `manifest.problems`, the same list on all ranks, which divide the files among them. Collective."""
+    """Return `manifest.problems` of a checkpoint on all ranks, which divide its files among them. Collective."""
     hashes = divided_hashes(folder, world)
     return on_first(lambda: manifest.problems(folder, hashes), world)
 
 
 def find_resume(root: Path, world: World) -> Path | None:
-    """Return the newest intact checkpoint, None if there are no checkpoints; warn of damaged ones. Collective.
+    """Return the newest intact checkpoint, None if there are no checkpoints; warn of newer damaged ones. Collective.
 
     Raises ValueError if all checkpoints are damaged.
     """
@@ -206,5 +206,5 @@ def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any
 
 
 def saved_models(models: Models) -> list[Policy]:
-    """Return the models of this rank that a checkpoint holds; may be empty."""
+    """Return the models that this rank holds and that a checkpoint saves; may be empty."""
     return [*([models.policy] if models.policy else []), *models.saved().values()]

@@ -1,7 +1,7 @@
 """Writes and reads a tree of plain values and tensors as one safetensors file, exactly and without pickle.
 
-Leaves are None, bool, int, float, str and torch tensors; branches are dicts with str keys, lists and tuples. The
-tensors are the file's tensors; the tree around them is JSON in its metadata.
+Leaves are None, bool, int, float, str and torch tensors; branches are dicts with str keys, lists and tuples. The file's
+tensors are those of the tree; its metadata holds the tree around them as JSON.
 """
 
 import json
@@ -22,19 +22,19 @@ KEY = "spmdrl_tree"
 def write(path: Path, tree: Any) -> None:
     """Write `tree` to `path`. The file appears complete or not at all.
 
-    Tensors may be on any device. They are read back on the CPU, without gradient, and without memory shared between
-    two. Raises TypeError if a value in the tree has another type; the message names its place.
+    Tensors may be on any device. `read` returns them on the CPU, without gradient; no two of them share memory. Raises
+    TypeError if a value in the tree has another type; the message says where in the tree it is.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_packed(tree, tensors, "tree"), separators=(",", ":"))
     partial = path.with_name(f".partial-{path.name}")
-    # The metadata has a single entry, because safetensors does not order entries and equal trees must give equal bytes.
+    # The metadata has a single entry: safetensors does not order entries, and equal trees must give equal bytes.
     save_file(tensors, partial, {KEY: text})
     os.replace(partial, path)
 
 
 def read(path: Path) -> Any:
-    """Read the tree in `path`; its tensors are on the CPU and do not depend on the file.
+    """Read the tree in `path`; its tensors are copies on the CPU, which stay valid when the file changes.
 
     Raises ValueError, which names the path, if the file is missing or was not written by `write`.
     """
@@ -53,11 +53,11 @@ def read(path: Path) -> Any:
 
 
 def _packed(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Convert `value` to JSON; types that JSON does not distinguish become a dict of one entry, the type's name."""
+    """Convert `value` to JSON and add its tensors to `tensors`; a type that JSON lacks becomes {type name: content}."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if isinstance(value, float):
-        # numpy's double is a float too, and is read back as a plain float.
+        # numpy's float64 is a subclass of float; it is read back as a plain float.
         return {"float": struct.pack(">d", value).hex()}
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
@@ -78,7 +78,7 @@ def _packed(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def _unpacked(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Convert JSON back to a value: the inverse of `_packed`; removes the tensors it uses from `tensors`."""
+    """Convert JSON back to a value, as the inverse of `_packed`; tensors that it uses are removed from `tensors`."""
     if isinstance(value, list):
         return [_unpacked(x, tensors) for x in value]
     if not isinstance(value, dict):

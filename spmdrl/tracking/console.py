@@ -34,7 +34,7 @@ LABELS = {
     "calibration/error": "calib",
     "rewards/margin": "margin",
 }
-"""Metric -> its label, for those whose label is not the first part of their name."""
+"""Metric -> its label on the console; the label of other metrics is the part of their name before the first `/`."""
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -53,9 +53,9 @@ class Console:
     ) -> None:
         """Show a run of `total_steps` steps on a stream, by default stdout.
 
-        kind: `live`, `plain`, or `auto`: live when the stream is a terminal. first_step: steps finished before, in a
-        resumed run. columns: the metrics to show; those of an evaluation are shown once measured. phases: the phases of
-        a step, in order; other phases are shown after them.
+        kind: `live`, `plain`, or `auto`: live when the stream is a terminal. first_step: steps finished before a
+        resume. columns: the metrics to show; those of an evaluation appear after the first evaluation. phases: the
+        phases of a step, in order; other phases are shown after them.
         """
         if kind not in ("auto", "live", "plain"):
             raise ValueError(f"--tracking.console {kind}: must be auto, live or plain")
@@ -95,7 +95,7 @@ class Console:
             self.close()
             plain = self._breakpointhook is sys.__breakpointhook__
             if plain and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace"):
-                # pdb stops in the frame that calls it, which would be this function and not the user's.
+                # By default pdb would stop in this function, so it gets the frame of the user's breakpoint.
                 return pdb.Pdb().set_trace(sys._getframe(1))
             return self._breakpointhook(*args, **kwargs)
 
@@ -107,11 +107,11 @@ class Console:
         return self._live is not None
 
     def phase(self, name: str) -> None:
-        """Show the phase in progress, "" between phases, in the panel."""
+        """Show `name` as the phase in progress in the panel; "" if no phase is in progress."""
         self._phase, self._phase_since = name, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Show a finished step; steps count from 1. Missing metrics are shown as `-`.
+        """Show a finished step; steps count from 1. A metric without a value is shown as `-`.
 
         samples: dicts with `prompt`, `completion` and `reward`.
         """
@@ -191,14 +191,14 @@ class Console:
 
 
 def label(metric: str) -> str:
-    """Return the label of a metric."""
+    """Return the short name of a metric for the console."""
     return LABELS.get(metric, metric.partition("/")[0])
 
 
 def plain_line(
     step: int, total_steps: int, metrics: Mapping[str, float], columns: Sequence[str], phases: Sequence[str]
 ) -> str:
-    """Return an aligned line: `step 12/60 reward 0.61 kl 0.0012 ... time 0.8s (rollout .3 logp .0 update .4)`."""
+    """Return a step as a line: `step 12/60 reward 0.61 kl 0.0012 ... time 0.8s (rollout .3 logp .0 update .4)`."""
     words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for name in columns:
         if name.startswith("eval/") and name not in metrics:
@@ -215,14 +215,14 @@ def plain_line(
 
 
 def phase_times(metrics: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:
-    """Return phase -> seconds, with `phases` first and in their order, and without the time of the complete step."""
+    """Return phase -> seconds: first `phases` in their order, then other phases. The complete step is left out."""
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     times.pop("step", None)
     return {name: times[name] for name in [*phases, *times] if name in times}
 
 
 def number(value: float | None, name: str = "") -> str:
-    """Format a number with three significant digits; rates as whole numbers, None as `-`."""
+    """Format a metric with three significant digits; a rate (`name` ends in `/s`) as a whole number, None as `-`."""
     if value is None:
         return "-"
     return f"{value:.0f}" if name.endswith("/s") else f"{value:.3g}"
@@ -245,7 +245,7 @@ def sparkline(values: Sequence[float] | deque[float], width: int = 40) -> str:
 def clean(text: Any, width: int) -> str:
     """Return model text on one line of at most `width` characters: newlines as ⏎, control characters as ·."""
     text = str(text)
-    # Cut before cleaning: a completion may have thousands of tokens, and only its ends are shown.
+    # The text is cut before it is cleaned, because a completion may be long and only its ends are shown.
     if len(text) > width:
         head = (width - 1) * 2 // 3
         text = text[:head] + "…" + text[len(text) - (width - 1 - head) :]

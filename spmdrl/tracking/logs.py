@@ -1,4 +1,4 @@
-"""Sets up one log file for each rank. Only rank 0 writes to the console, as lines of many ranks would mix."""
+"""Sets up one log file for each rank. Only rank 0 writes to the console, because lines of several ranks would mix."""
 
 import logging
 import os
@@ -13,9 +13,9 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
     """Send logging and Python warnings of this rank to `<run_dir>/logs/rank_<rank>.log`; return the `spmdrl` logger.
 
-    The file has messages of the `spmdrl` logger from INFO on and of all others from WARNING on. Rank 0 also shows
-    warnings of `spmdrl` on stderr; other ranks show nothing but uncaught exceptions. May be called again, for another
-    folder.
+    The file gets messages of the `spmdrl` logger of level INFO or higher, and of all other loggers of level WARNING or
+    higher. Rank 0 also shows warnings of `spmdrl` on stderr; other ranks show only uncaught exceptions. May be called
+    again, for another folder.
     """
     path = Path(run_dir) / "logs" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,14 +40,14 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
     ours.propagate = warnings_logger.propagate = False
     logging.captureWarnings(True)
     if rank != 0:
-        # These two libraries write to stderr by their own handlers, made at import.
+        # Both libraries make handlers for stderr when they are imported; these variables set the handlers' level.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return ours
 
 
 class _Redacting(logging.Formatter):
-    """Formatter that removes secrets, also from tracebacks, which may show a URL with its password."""
+    """Formatter that removes secrets from messages and from tracebacks, which may show a URL with its password."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact_text(super().format(record))

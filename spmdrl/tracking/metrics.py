@@ -1,6 +1,6 @@
-"""Metrics of one step, accumulated on every rank and reduced by two collectives, and a timer of its phases.
+"""Metrics of one step, accumulated on every rank and reduced by two collectives, and a timer of the step's phases.
 
-The module knows no process group: `Metrics.reduce` takes the all-reduce to use.
+The module knows no process group: `Metrics.reduce` takes the function that does the all-reduce.
 """
 
 import hashlib
@@ -12,18 +12,18 @@ from contextlib import contextmanager
 import torch
 
 MOST_MAXIMA = 62
-"""Largest number of maxima: they are all-reduced in a tensor of fixed size, together with the digest of the names."""
+"""Most maxima of a step: they are all-reduced in a tensor of fixed size, together with a digest of the names."""
 
 AllReduce = Callable[[torch.Tensor, str], object]
-"""`all_reduce(tensor, op)`, op "sum" or "max", in place; its return value is not used."""
+"""Function `all_reduce(tensor, op)` that reduces in place over ranks; `op` is "sum" or "max"."""
 
 
 class Metrics:
     """Weighted means, sums and maxima of named numbers.
 
-    Every rank must add the same names between two calls of `reduce`; a rank without a value adds with weight 0 (or a
-    sum of 0, or a maximum of -inf). Values are floats or 0-d tensors; tensors are read only in `reduce`, so adding does
-    not wait for the device.
+    Every rank must add the same names between two calls of `reduce`; a rank without a value adds one with weight 0 (to
+    a sum it adds 0, to a maximum -inf). Values are floats or 0-d tensors; tensors are read only in `reduce`, so adding
+    one does not wait for the device.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Metrics:
         self._entries: dict[str, tuple[str, float | torch.Tensor, float | torch.Tensor]] = {}
 
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
-        """Add to a weighted mean: sum(value * weight) / sum(weight) over all calls and ranks."""
+        """Add a value to the weighted mean `name`: sum(value * weight) / sum(weight) over all calls and ranks."""
         value, weight = _double(value), _double(weight)
         # A value of weight 0 may be nan (the mean of no numbers), and 0 * nan is nan.
         if isinstance(weight, torch.Tensor):
@@ -42,12 +42,15 @@ class Metrics:
         self._entries[name] = ("mean", total + product, total_weight + weight)
 
     def add_sum(self, name: str, value: float | torch.Tensor) -> None:
-        """Add to a sum over all calls and ranks."""
+        """Add a value to the sum `name` over all calls and ranks."""
         _, total, _ = self._entry(name, "sum", 0.0)
         self._entries[name] = ("sum", total + _double(value), 0.0)
 
     def add_max(self, name: str, value: float | torch.Tensor) -> None:
-        """Add to a maximum over all calls and ranks. A nan counts as inf, because a maximum over ranks may drop nan."""
+        """Add a value to the maximum `name` over all calls and ranks.
+
+        A nan counts as inf, because the all-reduce with "max" may ignore nan.
+        """
         _, most, _ = self._entry(name, "max", -math.inf)
         value = _double(value)
         if isinstance(value, torch.Tensor) or isinstance(most, torch.Tensor):
@@ -70,11 +73,11 @@ class Metrics:
                 self._entries[name] = (kind, mine + total, my_weight + weight)
 
     def dump(self) -> list[tuple[str, str, float, float]]:
-        """Return (name, kind, total, weight) of all entries for `load`; waits for the device."""
+        """Return all entries as rows (name, kind, total, weight), which `load` reads. Waits for the device."""
         return [(name, kind, float(total), float(weight)) for name, (kind, total, weight) in self._entries.items()]
 
     def load(self, rows: list[tuple[str, str, float, float]]) -> None:
-        """Merge entries of `dump`."""
+        """Add the entries that `dump` of another accumulator returned."""
         other = Metrics()
         other._entries = {name: (kind, total, weight) for name, kind, total, weight in rows}
         self.merge(other)
@@ -86,7 +89,7 @@ class Metrics:
             self._entries[name] = ("sum", total * factor, 0.0)
 
     def prefixed(self, prefix: str) -> "Metrics":
-        """Return the same entries with `prefix` in front of their names."""
+        """Return an accumulator of the same entries with `prefix` in front of their names."""
         out = Metrics()
         out._entries = {prefix + name: entry for name, entry in self._entries.items()}
         return out
@@ -104,8 +107,8 @@ class Metrics:
         depends on the names and runs only if the digests agree, so that ranks with different names fail instead of
         adding unrelated numbers. Means without weight and maxima without values are left out.
 
-        device: device of the all-reduced tensors. Raises ValueError on every rank if ranks added different names, or
-        for more than MOST_MAXIMA maxima.
+        device: device of the tensors that are all-reduced. Raises ValueError on every rank if ranks added different
+        names, or more than MOST_MAXIMA maxima.
         """
         entries, self._entries = self._entries, {}
         names = sorted(entries)
@@ -153,13 +156,14 @@ def _double(value: float | torch.Tensor) -> float | torch.Tensor:
 
 
 class Timer:
-    """Seconds spent in named phases: `with timer("rollout"): ...`. Phases may nest; each counts its full time.
+    """Seconds spent in named phases: `with timer("rollout"): ...`.
 
-    After an exception `phase` still names the phase that failed, for the last line of a failing rank.
+    Phases may nest; the time of an outer phase includes that of inner ones. After an exception `phase` still names the
+    phase that failed, which the last line of a failing rank shows.
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Start empty. on_phase: called with the phase in progress whenever it changes, "" for none."""
+        """Start without times. on_phase: called with the phase in progress, or "", whenever it changes."""
         self.phase = ""
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
@@ -167,7 +171,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to the phase `name`."""
+        """Add the seconds that the `with` block takes to the phase `name`."""
         outer = self.phase if self._open else ""
         self._open += 1
         self._enter(name)
@@ -185,6 +189,6 @@ class Timer:
             self._on_phase(name)
 
     def flush(self) -> dict[str, float]:
-        """Return `{"time/<phase>": seconds}` of the phases since the last flush, in the order of their first end."""
+        """Return `{"time/<phase>": seconds}` since the last flush, in the order in which phases first ended."""
         seconds, self._seconds = self._seconds, {}
         return {f"time/{name}": value for name, value in seconds.items()}

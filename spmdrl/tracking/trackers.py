@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Interface of a tracker."""
+    """What a run calls on every tracker."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
@@ -23,9 +23,9 @@ class Tracker(Protocol):
 
 
 def cut_lines(path: Path, resume_step: int) -> list[str]:
-    """Keep the lines of a JSONL file whose `step` is before resume_step, and return them.
+    """Remove all lines of a JSONL file but those whose `step` is before resume_step; return the lines that stay.
 
-    A file without an earlier line is renamed to `<name>.old`, or `.old-1`, `.old-2`, ... if that name is taken.
+    If no line stays, the file is renamed to `<name>.old`, or `.old-1`, `.old-2`, ... if that name is taken.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -37,7 +37,7 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
     if not kept:
         set_aside(path)
         return kept
-    # Replaced by a rename, so that a kill in between leaves the old file and not half of it.
+    # The file is replaced by a rename, so that a kill leaves the old or the new file, and never a part of one.
     part = Path(f"{path}.part")
     part.write_text("".join(kept), encoding="utf-8")
     os.replace(part, path)
@@ -62,23 +62,23 @@ class JsonlTracker:
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open for appending, and make the folder.
+        """Open the file for appending; its folder is made if it is missing.
 
-        resume_step: first step that will be logged. Lines from that step on and incomplete lines are dropped. A file
-        without other lines belongs to an older run and is renamed by `set_aside`.
+        resume_step: first step that will be logged. Lines of that step or later ones and incomplete lines are dropped.
+        A file in which no line stays belongs to an older run and is renamed by `set_aside`.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._last: dict[str, Any] = {}
         self._last_at = 0
         if self.path.exists() and self.path.stat().st_size and (kept := cut_lines(self.path, resume_step)):
-            # A finished run that is started again evaluates again, and adds the result to its last line.
+            # A finished run that is started again evaluates again, and adds the result to the last line of the file.
             self._last = json.loads(kept[-1])
             self._last_at = self.path.stat().st_size - len(kept[-1].encode())
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line, or add to the last line if that belongs to this step."""
+        """Append a line for the step, or add the metrics to the last line if that line belongs to the step."""
         line = {"step": step} | {name: plain(value) for name, value in metrics.items() if name != "step"}
         if self._last.get("step") == step:
             line = self._last | line
@@ -96,7 +96,10 @@ class TensorBoardTracker:
     """Writes event files into `<run_dir>/tensorboard`."""
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open, and drop the steps from `resume_step` on. Raises ValueError if tensorboard is not installed."""
+        """Open an event file, in which TensorBoard drops earlier records of steps from `resume_step` on.
+
+        Raises ValueError if tensorboard is not installed.
+        """
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -137,11 +140,11 @@ class WandbTracker:
     def __init__(
         self, run_dir: str | os.PathLike[str], project: str, name: str, config: Mapping[str, Any], resume_step: int = 0
     ) -> None:
-        """Open a run, or continue the run whose id is in `<run_dir>/wandb/spmdrl_id`; WANDB_MODE sets the mode.
+        """Open a run, or continue the run whose id is in `<run_dir>/wandb/spmdrl_id`; WANDB_MODE sets wandb's mode.
 
-        config: settings without secrets (`dump.to_dict`). resume_step: first step that will be logged; above 1 the run
-        is continued. wandb keeps the first value of each step, so repeated steps show the values from before the stop.
-        Raises ValueError if wandb is not installed.
+        config: settings without secrets (`dump.to_dict`). resume_step: first step that will be logged; if it is above
+        1, the recorded run continues. wandb keeps the first value of each step, so a step that is repeated after a
+        resume shows the value from before the stop. Raises ValueError if wandb is not installed.
         """
         try:
             import wandb
@@ -182,8 +185,8 @@ def open_trackers(
     """Open trackers by name, in the order given. Call on rank 0 only.
 
     names: any of `jsonl`, `tensorboard`, `wandb`. project: wandb's project. name: the run's name. config_dict: settings
-    without secrets (`dump.to_dict`). resume_step: first step that will be logged, 0 or 1 for a new run; recorded steps
-    from there on are dropped. Raises ValueError for an unknown name, or a package that is not installed.
+    without secrets (`dump.to_dict`). resume_step: first step that will be logged, 0 or 1 for a new run; records of this
+    step and later ones are dropped. Raises ValueError for an unknown name, or a package that is not installed.
     """
     opened: list[Tracker] = []
     for kind in dict.fromkeys(names):
@@ -199,7 +202,7 @@ def open_trackers(
 
 
 def plain(value: Any) -> Any:
-    """Return a value for JSON: None in place of nan and infinity, which JSON does not have."""
+    """Return the value, but None in place of nan and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
