@@ -1,6 +1,6 @@
 """Command that inspects the checkpoints of a run without starting it.
 
-    python -m spmdrl.checkpoint list RUN        prints step, time, size, ranks, layout, metric, damage of each checkpoint
+    python -m spmdrl.checkpoint list RUN        prints a table: step, time, size, ranks, layout, metric and damage
     python -m spmdrl.checkpoint verify RUN      compares all files with their manifests; exit code 1 if any is damaged
     python -m spmdrl.checkpoint diff A [B]      prints settings, versions, state and weights that differ
 
@@ -27,7 +27,7 @@ def root_of(run: str) -> Path:
 
 
 def checkpoint_of(name: str) -> Path:
-    """Return the checkpoint at `name`, or the newest one of the run folder `name`. Raises ValueError for another name."""
+    """Return the checkpoint `name`, or the newest one of the run folder `name`. Raises ValueError for another name."""
     path = Path(name)
     if (path / "MANIFEST.json").exists():
         return path

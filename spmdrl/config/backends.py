@@ -24,12 +24,12 @@ OF_FSDP = {
     "policy.attention": "needs --policy.backend fsdp; leave it out",
     "lora.rank": "adapters need --policy.backend fsdp; take 0",
 }
-"""Setting that must keep its default under the other backend -> advice. `OF_MEGATRON` lists Megatron's."""
+"""Setting that only one backend reads (`OF_MEGATRON`: Megatron) -> advice if another backend is chosen."""
 NO_DTYPE = {
     "float64": "Megatron's optimizer does not support it; take float32",
     "float16": "only the fsdp backend has a loss scale; take bfloat16",
 }
-"""Type that Megatron does not support -> advice."""
+"""Number type of the model that Megatron does not support -> advice."""
 
 
 def axis_product(config: Config) -> int:
@@ -39,7 +39,7 @@ def axis_product(config: Config) -> int:
 
 
 def backend_problems(config: Config, world_size: int) -> list[str]:
-    """Return a line for each setting to change. world_size: ranks that train."""
+    """Return a line for each setting that the backend refuses. world_size: number of ranks that train."""
     axes, problems, default = config.parallel, Problems(config), type(config)()
     of_other = OF_MEGATRON if config.policy.backend == "fsdp" else OF_FSDP
     for name, advice in of_other.items():
@@ -70,7 +70,7 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _check_megatron(problems: Problems, world_size: int) -> None:
-    """Check what Megatron supports; `policy/megatron/layout.py` checks that it can divide the model."""
+    """Add settings that Megatron refuses for any model; `policy/megatron/layout.py` checks that it can divide one."""
     config = problems.config
     axes = config.parallel
     if importlib.util.find_spec("megatron") is None:

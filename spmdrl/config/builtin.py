@@ -12,13 +12,13 @@ class BuiltIn:
 
     module: str
     pooled: bool = False
-    """True if it may take long and so runs in the pool: `load(name, settings)` of the module returns the function."""
+    """True if it may take long and runs in the pool of processes; the module's `load(name, settings)` makes it."""
     runs_programs: bool = False
-    """True if it may run programs in the sandbox."""
+    """True if the reward may run programs, which needs the sandbox."""
     has_clocks: bool = False
-    """True if it limits its own time, so that a grading never takes too long."""
+    """True if the reward limits its time itself, so that a grading never takes too long."""
     documented: str = ""
-    """Name in the module whose docstring describes the score; empty: the reward's name."""
+    """Name of the class or function in the module whose docstring describes the score; empty: the reward's name."""
 
 
 REWARDS: dict[str, BuiltIn] = {

@@ -19,10 +19,10 @@ TRACKERS = ("jsonl", "tensorboard", "wandb")
 
 
 def check(config: Config, world_size: int, here: bool = True) -> None:
-    """Check all values together, reading only the files that settings name. Raises ConfigError with every problem.
+    """Check all settings together; the only files read are those that settings name. Raises ConfigError.
 
-    Each problem is one line: the flag to change, its value and the valid values. The arguments are those of
-    `run_problems`.
+    The error has a line for every problem: the flag to change, its value and the valid values. The arguments are those
+    of `run_problems`.
     """
     refuse(run_problems(config, world_size, here))
 
@@ -33,11 +33,11 @@ def run_problems(config: Config, world_size: int, here: bool = True) -> list[str
     Args:
         config: a run's settings, with or without its preset filled in.
         world_size: ranks of the job.
-        here: True if the job runs on this machine; False if it is only planned on it, without its engine installed.
+        here: True if the job runs on this machine; False if it is only planned here, so that its engine may be missing.
     """
     problems = rule_problems(config)
     bad = {problem.split(" ", 1)[0] for problem in problems}
-    # Rules between settings apply only to settings whose own values are valid, so that one mistake gives one line.
+    # Rules between settings are reported only for settings whose values are valid, so that one mistake gives one line.
     roles = role_problems(config, world_size)
     if not any(name.startswith("--parallel.") for name in bad):
         problems += roles or backend_problems(config, trainers(config, world_size))

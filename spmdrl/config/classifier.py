@@ -15,20 +15,22 @@ class ClassifierConfig:
     """A Hugging Face classifier that scores responses, as a file describes it (docs/rewards.md)."""
 
     path: str = ""
-    """The model, as `--model.path`."""
+    """The model, in a form that `--model.path` takes."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Label -> factor on its score; labels that are not listed count 0. Empty: factor 1, for a model with one label."""
+    """Label -> factor on its score; a label that is not listed has factor 0. Empty: factor 1, for a model with one
+    label."""
     tokenizer: Literal["auto", "own"] = "auto"
-    """`auto`: the model reads the policy's tokens if both tokenizers number them equally, else the text in the model's
-    tokens. `own`: always the model's tokens."""
+    """`auto`: the model reads the policy's tokens if both tokenizers give them the same numbers, else the text in the
+    model's tokens. `own`: always the text in the model's tokens."""
     steps: str = ""
-    """Separator of reasoning steps; every step is scored at its end. Empty: only the response is scored, at its end."""
+    """Text that separates reasoning steps, each of which is scored at its end. Empty: only the end of the response is
+    scored."""
     reduce: Literal["min", "mean", "last", "product"] = "min"
-    """Reduction of the scores of steps to the score of the response: `min`, `mean`, `last` or `product`."""
+    """How the scores of steps become the score of the response: `min`, `mean`, `last` or `product`."""
 
 
 def is_classifier(value: str) -> bool:
-    """Return True if `--reward.model` names a file instead of a model."""
+    """Return True if `value`, of `--reward.model`, names a YAML file instead of a model."""
     return value.endswith(SUFFIXES)
 
 
@@ -71,5 +73,5 @@ def _problems(found: ClassifierConfig, given: Collection[str]) -> list[str]:
 
 
 def scored_by(file: str) -> str:
-    """Return a text that changes with a file's settings. Raises ValueError as `read_classifier` does."""
+    """Return a text that changes with a file's settings, to notice changes at a resume. Raises as `read_classifier`."""
     return repr(read_classifier(file))

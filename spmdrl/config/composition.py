@@ -1,6 +1,6 @@
-"""Facts of a method that follow from its settings: its functions, the inputs that these need, and values of `auto`.
+"""Facts that follow from the settings of a method: its functions, the inputs that they need, and the meaning of `auto`.
 
-Tables of functions need torch, so they are imported late, and `--help` works without torch.
+Tables of functions need torch, so they are imported only where they are read, and `--help` works without torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def advantage_of(cfg: Any) -> "Advantage":
-    """Return the table row of `--algo.advantage`. Raises ValueError as `load_function` does."""
+    """Return the description of `--algo.advantage` in the table of advantages. Raises ValueError as `load_function`."""
     from spmdrl.algos.estimators import ADVANTAGES, own_advantage
 
     name = cfg.algo.advantage
@@ -22,7 +22,7 @@ def advantage_of(cfg: Any) -> "Advantage":
 
 
 def loss_of(cfg: Any) -> "Loss":
-    """Return the table row of `--algo.loss`. Raises ValueError as `load_function` does."""
+    """Return the description of `--algo.loss` in the table of losses. Raises ValueError as `load_function` does."""
     from spmdrl.algos.losses import LOSSES, own_loss
 
     name = cfg.algo.loss
@@ -30,10 +30,10 @@ def loss_of(cfg: Any) -> "Loss":
 
 
 def advantage_alone(cfg: Any) -> bool:
-    """Return True if a sequence with zero advantage contributes nothing to an update.
+    """Return True if a sequence with zero advantage contributes nothing to an update, so that it may be left out.
 
-    A user's loss may have terms that the advantage does not multiply; the auxiliary loss and the router bias that
-    balance experts depend on all tokens.
+    This is False for a loss of a user, which may have terms that the advantage does not multiply, and with an auxiliary
+    loss or a router bias that balances experts, which depend on all tokens.
     """
     algo, policy = cfg.algo, cfg.policy
     more = algo.kl_coef or algo.entropy_coef or algo.positive_coef or policy.moe_aux_loss or policy.moe_bias_rate
@@ -41,13 +41,16 @@ def advantage_alone(cfg: Any) -> bool:
 
 
 def aggregation(cfg: Any) -> str:
-    """Return the aggregation of per-token losses: `--algo.aggregation`, or that of the loss's paper."""
+    """Return the aggregation of per-token losses: `--algo.aggregation`, or if it is empty that of the loss's paper."""
     loss = loss_of(cfg)
     return loss.aggregation if loss.scope == "one per sequence" else cfg.algo.aggregation or loss.aggregation
 
 
 def needs(cfg: Any) -> frozenset[str]:
-    """Return the inputs of a step other than the samples. Raises ValueError for a field that nothing fills."""
+    """Return the inputs that a step needs in addition to samples, such as `critic`.
+
+    Raises ValueError if the advantage reads a field that no part of a step fills.
+    """
     from spmdrl.algos.estimators import ADVANTAGES
 
     algo, safety, advantage = cfg.algo, cfg.safety, advantage_of(cfg)
@@ -78,7 +81,10 @@ def needs(cfg: Any) -> frozenset[str]:
 
 
 def old_logp(cfg: Any) -> str:
-    """Return the source of old_logp: `update`, `policy` or `rollout`. Raises ValueError as `needs` does."""
+    """Return the source of old_logp: `update` (the update's forward), `policy` (a separate one) or `rollout` (engine).
+
+    Raises ValueError as `needs` does.
+    """
     algo = cfg.algo
     if algo.old_logp != "auto":
         return algo.old_logp
@@ -91,10 +97,10 @@ def old_logp(cfg: Any) -> str:
 
 
 def correction(cfg: Any) -> str:
-    """Return `--correction.kind`; `auto` depends on whether samples may come from other weights than the trainer's."""
+    """Return `--correction.kind`; `auto` corrects only if samples may come from other weights than the trainer's."""
     if cfg.correction.kind != "auto":
         return cfg.correction.kind
     rollout = cfg.rollout
     other = rollout.staleness or rollout.partial_steps or rollout.quantization != "none"
-    # If old_logp is the engine's, the ratio in the loss already corrects the difference.
+    # If old_logp is the engine's, the ratio in the loss already corrects the difference between engine and trainer.
     return "tis_token" if other and old_logp(cfg) != "rollout" else "none"

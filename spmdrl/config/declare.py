@@ -1,7 +1,7 @@
-"""Declarations of settings: default, valid values, the jobs that read one, and whether a resume may change it.
+"""Declarations of settings: default, valid values, the jobs that read the setting, and whether a resume may change it.
 
-A setting without such a declaration takes every value of its type, every job that has its section reads it, and a
-resume must keep it.
+A setting that is a plain field, without `setting`, takes every value of its type; every job that has its section reads
+it, and a resume must keep it.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ class Free:
 
 
 class Job:
-    """Jobs whose sections hide some settings that they inherit."""
+    """Jobs that do not read some settings of the sections that they share with other jobs."""
 
     EVALUATE, DISTILL, ONLINE = "evaluate", "distill", "online_preference"
     PREFERENCE, REWARD_MODEL = "preference", "reward_model"
     SUPERVISED = "supervised"
-    """All jobs on given rows."""
+    """All jobs that train on given rows."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Rule:
     """The valid values of one setting, independent of other settings; None is valid if the type includes it."""
 
     valid: Callable[[Any], bool]
-    """Function that returns True for a valid value; False for NaN."""
+    """Function that returns True for a valid value. NaN is never valid."""
     says: str
     """Description of the valid values, for the error message."""
 
@@ -55,7 +55,7 @@ FINITE = Rule(math.isfinite, "must be a finite number")
 
 
 def at_least(least: float) -> Rule:
-    """Return the rule for finite numbers of at least `least`."""
+    """Return the rule that a value is a finite number of at least `least`."""
     return Rule(lambda x: least <= x < math.inf, f"must be at least {least:g}")
 
 
@@ -66,12 +66,12 @@ def setting(
     only_with: Callable[[Any], Any] | None = None,
     unread_by: tuple[str, ...] = (),
 ) -> Any:
-    """Return the field of a setting.
+    """Return the dataclass field of a setting.
 
     rule: its valid values. free: the reason why a resume may change the setting; empty if a resume must keep it. A
-    section whose settings all may change gives the reason once, as `FREE`. only_with: function of a job's settings that
-    returns True if the job reads this one; None if every job does (`use.py`). unread_by: jobs that have no flag for the
-    setting (`hides`).
+    section of which a resume may change every setting gives the reason once, as `FREE`. only_with: function of a job's
+    settings that returns True if the job reads this one; None if every job reads it (`use.py`). unread_by: jobs that
+    have no flag for the setting (`hides`).
     """
     return dataclasses.field(
         default=default, metadata={"rule": rule, "free": free, "only_with": only_with, "unread_by": unread_by}
@@ -79,16 +79,15 @@ def setting(
 
 
 def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **defaults: Any) -> Any:
-    """Return the field of a section. unread_by: as in `setting`. defaults: values that replace its own."""
+    """Return the dataclass field of a section. unread_by: as in `setting`. defaults: they replace those of `kind`."""
     make = functools.partial(kind, **defaults) if defaults else kind
     return dataclasses.field(default_factory=make, metadata={"unread_by": unread_by})
 
 
 def hides(job: str) -> Callable[[C], C]:
-    """Return a class decorator that removes the flags of fields that declare `unread_by` this job, also in a base
-    class.
+    """Return a class decorator that removes the flags of fields whose `unread_by` contains this job.
 
-    YAML files of other jobs may still contain these settings (`load.py`).
+    Fields of base classes are included. YAML files of other jobs may still contain these settings (`load.py`).
     """
 
     def hide(cls: C) -> C:

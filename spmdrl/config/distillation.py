@@ -21,10 +21,11 @@ class TeacherConfig(ReferenceConfig):
     """The teacher: a frozen model."""
 
     path: str = ""
-    """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
+    """The teacher, in a form that `--model.path` takes. It reads the student's tokens; its vocabulary may be padded to
+    another length."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.reference.refresh_every)
-    """Share of the student in the teacher at each `--reference.refresh-every`: below 1 the teacher is a moving average
-    of the student's weights (SDFT, https://arxiv.org/abs/2601.19897); 1 takes the student's weights."""
+    """Share of the student's weights in the teacher after each refresh (`--reference.refresh-every`). Below 1 the
+    teacher is a moving average of the student (SDFT, https://arxiv.org/abs/2601.19897); 1 copies the student."""
 
 
 @dataclass
@@ -32,24 +33,25 @@ class DistillSection(DivergenceConfig):
     """The divergence between student and teachers, further teachers, and the text that each model reads."""
 
     more_teachers: tuple[str, ...] = ()
-    """Further teachers. `path=weight`: the divergences of all such teachers and of the first one, which has weight 1,
-    are averaged. `path@source`: the only teacher of rows with this `data_source`."""
+    """Teachers in addition to `--reference.path`. `path=weight`: the loss is the weighted mean of the divergences from
+    these teachers and from the first teacher, whose weight is 1. `path@source`: this teacher alone teaches the rows
+    with this `data_source`."""
     given_per_step: int = setting(0, at_least(0))
-    """Prompts of a step with a response from the data set instead of the student, in addition to
-    `--rollout.prompts-per-step`. GKD's lambda, the share of the student's responses, is P x S / (P x S + N) with P
-    prompts of S samples each and N such prompts."""
+    """Number N of prompts in a step whose response comes from the data set and not from the student. They are in
+    addition to `--rollout.prompts-per-step`. With P prompts of S samples, the share of the student's responses (GKD's
+    lambda) is P x S / (P x S + N)."""
     given_column: str = setting("", only_with=lambda c: c.distill.given_per_step)
     """Column with the text of the responses from the data set. Empty: `--data.answer-column`."""
     teacher_template: str = ""
     """Template of the prompt that the teacher reads, in place of `--data.template`; `{column}` inserts a column that
     only the teacher reads (SDFT, https://arxiv.org/abs/2601.19897). Empty: the teacher reads the student's prompt."""
     on_engine: bool = False
-    """Run the teachers in the run's engine: after a step is sampled, their weights replace the student's there, so the
-    trainer's memory holds no teacher. Teachers must have the student's architecture."""
+    """Run the teachers in the run's engine, so that the trainer's memory holds no teacher: after a step is sampled, a
+    teacher's weights replace the student's in the engine. Teachers must have the student's architecture."""
     align: Literal["off", "uld", "gold"] = "off"
-    """Loss for a teacher with another tokenizer, which reads the student's text. `uld`: distance between sorted
-    probabilities over spans of text (https://arxiv.org/abs/2402.12030). `gold`: the divergence for tokens that both
-    models have, `uld` for the others. `off`: both models have the same tokens."""
+    """Loss for a teacher with another tokenizer, which reads the student's text. `uld`: distance between the sorted
+    probabilities of both models over spans of text (https://arxiv.org/abs/2402.12030). `gold`: the divergence for
+    tokens that both models have, and `uld` for other tokens. `off`: both models have the same tokens."""
     merge: Literal["first", "last"] = setting("first", only_with=lambda c: c.distill.align != "off")
     """Distribution of a span of several tokens. `first`: the distribution at its first token times the probabilities of
     the later tokens. `last`: the distribution at its last token times the probabilities of the earlier tokens."""
@@ -61,10 +63,10 @@ class FurtherTeacher:
 
     path: str
     weight: float
-    """Weight of its divergence; the first teacher has weight 1."""
+    """Weight of this teacher's divergence in the loss; the first teacher has weight 1."""
     source: str
-    """The `data_source` of rows that only this teacher teaches; empty: it teaches all other rows together with the
-    others."""
+    """The `data_source` of rows that only this teacher teaches. Empty: it is one of the teachers of the rows that no
+    teacher has alone."""
 
 
 def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
@@ -111,14 +113,14 @@ class DistillationConfig(Config):
         return read_teachers(self.distill.more_teachers)
 
     def engine_teachers(self) -> dict[str, str]:
-        """Return name -> path of the teachers in the engine. Implements `Config.engine_teachers`."""
+        """Return name -> path of the teachers that run in the engine; empty without `--distill.on-engine`."""
         if not self.distill.on_engine:
             return {}
         return {"reference": self.reference.path} | {name: t.path for name, t in self.further_teachers().items()}
 
 
 def check_distillation(config: DistillationConfig, world_size: int, here: bool = True) -> None:
-    """Check all values together. here: as in `run_problems`. Raises ConfigError with every problem."""
+    """Check all settings together. here: as in `run_problems`. Raises ConfigError with a line for every problem."""
     refuse(_problems(config) + run_problems(config, world_size, here))
 
 
@@ -185,7 +187,7 @@ def _align_problems(config: DistillationConfig) -> list[str]:
 
 
 def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
-    """Return the lines of the plan, printed at the start and by `--dry-run`."""
+    """Return the lines of a distillation's plan, which are printed at the start and by `--dry-run`."""
     distill = config.distill
     temperature = config.rollout.temperature
     words = divergence_words(distill, temperature)

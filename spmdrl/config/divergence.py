@@ -15,14 +15,15 @@ class DivergenceConfig:
     """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
     divergence of GKD (https://arxiv.org/abs/2306.13649)."""
     top_k: int = setting(0, at_least(0), only_with=lambda c: c.has_teacher)
-    """Compare only the teacher's K most likely tokens at each position. 0: all tokens of the vocabulary."""
+    """Number K of the teacher's most likely tokens at each position that are compared. 0: all tokens of the
+    vocabulary."""
     tail: Literal["bucket", "renormalize"] = setting("bucket", only_with=lambda c: c.has_teacher)
-    """Treatment of the tokens outside the K most likely: `bucket` counts them as one token; `renormalize` leaves them
-    out and renormalises both distributions over the K tokens."""
+    """Treatment of tokens that are not among the K most likely ones (`top_k`): `bucket` counts them as one token;
+    `renormalize` leaves them out and renormalises both distributions over the K tokens."""
 
 
 def divergence_problems(config: Any, section: str) -> list[str]:
-    """Return a line for each setting to change. config: settings of a job. section: its section with the divergence."""
+    """Return a line for each setting that is in conflict with the divergence in the section `section` of `config`."""
     chosen, problems = getattr(config, section), Problems(config)
     if config.model.dtype == "float16":
         problems.add("model.dtype", "a divergence from a teacher has no loss scale; take bfloat16 or float32")

@@ -11,11 +11,11 @@ from spmdrl.config.fields import get, leaves
 
 REDACTED = "<redacted>"
 RESOLVED = "# Every setting of a run, as it was resolved: what the run does not use may stand here, too."
-"""First line of the text of `to_yaml`."""
-# Whole words of a name, so that max_new_tokens is not a secret.
+"""First line of the text of `to_yaml`, by which `is_resolved` recognises such files."""
+# Only complete words of a name match, so that max_new_tokens is not a secret.
 _SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|credential|credentials|key|apikey)$", re.IGNORECASE)
-# Hugging Face, OpenAI, GitHub, GitLab, AWS, NVIDIA, Slack, Google, Groq, xAI, wandb (the whole value 40 hex digits),
-# bearer headers, the login in a URL, and values in its query whose name says that they are secret.
+# The pattern matches keys of Hugging Face, OpenAI, GitHub, GitLab, AWS, NVIDIA, Slack, Google, Groq, xAI and wandb (a
+# value of exactly 40 hex digits), bearer headers, and the login in a URL. `_SECRET_QUERY` matches secrets in its query.
 _SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|A[KS]IA[A-Z0-9]{12,}|nvapi-[\w-]{16,}|xox[abcdeprs]-[\w-]{10,}|xapp-[\w-]{10,}|AIza[\w-]{30,}|gsk_[A-Za-z0-9]{16,}"
@@ -30,12 +30,14 @@ _SECRET_VARIABLE = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|SECRET)KEY|(^|_)KEY(_ID)?|(^|_)PAT)$", re.IGNORECASE
 )
 LEAST = 8
-"""Shortest value of an environment variable, in characters, that is removed from text; shorter ones may be plain
-words."""
+"""Least characters of an environment variable's value that is removed from text; shorter values may be plain words."""
 
 
 def redact(name: str, value: Any) -> Any:
-    """Return the value without everything that looks like a credential. Values other than text are not changed."""
+    """Return the value of a setting without credentials, which are recognised by their form or by the setting's name.
+
+    Values other than text are not changed.
+    """
     if isinstance(value, tuple | list):
         return [redact(name, item) for item in value]
     if not isinstance(value, str) or not value:
@@ -46,7 +48,7 @@ def redact(name: str, value: Any) -> Any:
 
 
 def _redact_json(text: str) -> str:
-    """Return a JSON object without the values of keys whose names are those of secrets."""
+    """Return a JSON text without credentials, including the values of keys whose names say that they are secret."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -84,7 +86,10 @@ def to_yaml(config: Any) -> str:
 
 
 def diff(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
-    """Return dotted name -> (value in a, value in b) for the differences of two configs of one schema, redacted."""
+    """Return dotted name -> (value in a, value in b) of settings that differ between two configs of one schema.
+
+    Values are redacted.
+    """
     pairs = ((name, get(a, name), get(b, name)) for name in leaves(type(a)))
     return {name: (redact(name, left), redact(name, right)) for name, left, right in pairs if left != right}
 

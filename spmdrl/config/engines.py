@@ -1,4 +1,4 @@
-"""Facts of the engines and the rules for them, adapters included."""
+"""Facts about the engines and about adapters, and the rules for them."""
 
 import importlib.util
 import sys
@@ -15,7 +15,9 @@ VLLM_RANK = 512
 
 
 def engine_name(config: Config) -> str:
-    """Return the engine; `auto` is vllm if it is installed for the device and supports the model's type, else hf."""
+    """Return the engine's name; `auto` means vllm if it is installed for the device and supports `--model.dtype`, else
+    hf.
+    """
     if config.rollout.engine != "auto":
         return config.rollout.engine
     usable = importlib.util.find_spec("vllm") is not None and config.model.dtype != "float64"
@@ -45,7 +47,10 @@ def on_cpu(config: Config) -> bool:
 
 
 def sleep_level(config: Config, on_cpu: bool) -> int:
-    """Return the sleep level; `auto` is 2 if a push overwrites the weights that level 1 would copy to the host."""
+    """Return the sleep level; `auto` means 2, unless the run uses a CPU or pushes only adapters.
+
+    Every push then overwrites the weights, so that a copy of them on the host (level 1) would be useless.
+    """
     if config.rollout.sleep_level != "auto":
         return config.rollout.sleep_level
     adapters = config.lora.rank > 0 and config.lora.push == "adapter"
@@ -53,15 +58,18 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
 
 
 def starts_empty(config: Config) -> bool:
-    """Return True if vLLM or SGLang start without weights, which the first push then brings. The hf engine always does.
+    """Return True if vLLM or SGLang start without weights and get them by the first push, as the hf engine always does.
 
-    With 8-bit weights they read the model's folder, because they quantise while reading.
+    With 8-bit weights both engines read the model's folder, because they quantise while reading.
     """
     return config.rollout.quantization == "none"
 
 
 def sglang_python() -> Path | None:
-    """Return a Python that has SGLang: that of `launch/install.sh --sglang`, or the current one; None without one."""
+    """Return a Python interpreter that has SGLang: that of `launch/install.sh --sglang`, or the current one.
+
+    None if neither has it.
+    """
     python = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
     # The installer writes this file last, so a partial installation does not count.
     if (python.parents[1] / ".spmdrl" / "sglang").is_file():
@@ -70,9 +78,9 @@ def sglang_python() -> Path | None:
 
 
 def engine_problems(config: Config, world_size: int, here: bool = True) -> list[str]:
-    """Return a line for each setting to change.
+    """Return a line for each setting that the engine refuses or that conflicts with its settings.
 
-    world_size: ranks that sample, 0 if not known. here: as in `checks.run_problems`.
+    world_size: number of ranks that sample, 0 if not known. here: as in `checks.run_problems`.
     """
     rollout, problems = config.rollout, Problems(config, layout_problems(config, world_size))
     if here and rollout.engine == "sglang" and sglang_python() is None:
@@ -107,7 +115,7 @@ def engine_problems(config: Config, world_size: int, here: bool = True) -> list[
 
 
 def layout_problems(config: Config, world_size: int) -> list[str]:
-    """Return a line for each setting of an engine's own layout to change. world_size: as in `engine_problems`."""
+    """Return a line for each invalid size of an engine (tp, dp, ep). world_size: as in `engine_problems`."""
     rollout, problems, engine = config.rollout, Problems(config), engine_name(config)
     ranks = config.engine_ranks
     if rollout.dp > 1 and world_size % ranks:
@@ -139,7 +147,7 @@ def layout_problems(config: Config, world_size: int) -> list[str]:
 
 
 def adapter_problems(config: Config) -> list[str]:
-    """Return a line for each setting of adapters, or in conflict with them, to change."""
+    """Return a line for each setting of adapters that is invalid, and for each setting that conflicts with them."""
     lora, engine, problems = config.lora, engine_name(config), Problems(config)
     if not lora.rank:
         return problems
@@ -168,5 +176,5 @@ Part = Literal["model", "base", "adapter"]
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """Return the parts of the policy that engines hold; if there are several, only the last changes between pushes."""
+    """Return the parts of the policy that are pushed to engines; of two parts, only the last changes between pushes."""
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

@@ -14,10 +14,10 @@ from spmdrl.config.schema import Config, RewardConfig
 from spmdrl.config.yaml_file import SUFFIXES, read_settings, read_text
 
 ROWS = "rows"
-"""`--env rows`: each row of the data names its environment, in its column `env`."""
+"""Value of `--env` with which each row of the data names its environment, in its column `env`."""
 COLUMN = "env"
 OWN_REWARD = "environment"
-"""`--reward.function environment`: the sum of the environment's own rewards is the reward of an episode."""
+"""Value of `--reward.function` with which the reward of an episode is the sum of the rewards of its environment."""
 
 
 @dataclass
@@ -25,42 +25,47 @@ class EnvironmentConfig:
     """An environment and its limits, as a file for `--env` describes them (docs/agents.md)."""
 
     environment: str = ""
-    """`file.py:Class`, `package.module:Class`, `builtin:NAME`, a list of tool functions as `file.py:TOOLS`, or `rows`,
-    if every row names its own in the column `env`."""
+    """`file.py:Class`, `package.module:Class`, `builtin:NAME`, a list of tool functions as `file.py:TOOLS`, or `rows`
+    if every row of the data names its environment in the column `env`."""
     settings: dict = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
     max_turns: int = setting(16, COUNT)
-    """Largest number of responses in an episode. After the last one the environment answers once more, and the episode
-    ends."""
+    """Most responses in an episode. After the last response the environment answers once more, and the episode ends."""
     turn_tokens: int = setting(0, NOT_NEGATIVE)
-    """Most tokens of a response, which is cut there and passed to the environment; 0: all that the episode has left."""
+    """Most tokens of one response; a longer one is cut and passed to the environment. 0: no limit but that of the
+    episode's tokens."""
     max_seconds: float = setting(0.0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Seconds that an episode may take, in the environment and in the engine; 0: no limit. A run that reaches this
-    limit is not exactly repeatable."""
+    """Most seconds that an episode may take in the environment and in the engine together; 0: no limit. A run that
+    reaches this limit is not exactly repeatable."""
     timeout: float = setting(30.0, POSITIVE, free=Free.LIMIT)
-    """Seconds that a call of the environment may take, unless the environment has an attribute `timeout_s`."""
+    """Most seconds that one call of the environment may take. An attribute `timeout_s` of the environment replaces this
+    limit."""
     reward_timeout: float = setting(60.0, POSITIVE, free=Free.LIMIT)
-    """Seconds that the final reward may take."""
+    """Most seconds that the environment may take to compute the final reward of an episode."""
     on_timeout: Literal["tell", "end"] = "tell"
-    """After a call that took too long, the model reads a message about it (`tell`), or the episode ends (`end`)."""
+    """What follows a call that took too long: the model reads a message about it (`tell`), or the episode ends
+    (`end`)."""
     longest_answer: int = setting(10_000, COUNT)
     """Most characters of a tool's answer that the model reads. A longer answer is cut, with a mark at the cut."""
     cut: Literal["head", "tail", "middle"] = "middle"
-    """The part of a longer answer that is kept; `middle`: its beginning and its end."""
+    """Part of a tool's answer that is kept if the answer is longer than `longest_answer`: its beginning (`head`), its
+    end (`tail`), or both without the middle (`middle`)."""
     calls: str = "auto"
-    """The form in which the model writes tool calls (docs/conversations.md). `auto`: that of the chat template."""
+    """The form in which the model writes tool calls (docs/conversations.md). `auto`: the form that the chat template
+    uses."""
     history: Literal["keep", "branch"] = "keep"
-    """For a chat template that renders earlier turns differently after later ones: `keep` continues with the sampled
-    tokens, `branch` starts a branch of the episode with the new rendering."""
+    """What happens if a chat template renders earlier turns differently once later turns follow: `keep` continues with
+    the sampled tokens, and `branch` starts a branch of the episode with the new rendering."""
     max_open: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Most episodes of an engine that are open at a time, in complete groups; 0: the engine's share of all episodes."""
+    """Most episodes of an engine that are open at the same time, counted in complete groups. 0: all episodes of the
+    engine."""
     workers: int = setting(1, COUNT, free=Free.LIMIT)
     """Number of processes per engine that run environments."""
     memory_mb: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
-    """MiB of memory that a process of environments may use; 0: no limit."""
+    """Most memory in MiB that each process that runs environments may use; 0: no limit."""
     python: str = setting("", free=Free.LIMIT)
-    """Python interpreter of the processes of environments, for packages that conflict with the run's. It needs PyYAML
-    and the environment's packages. Empty: the run's interpreter."""
+    """Python interpreter of the processes that run environments, for environments whose packages conflict with the
+    run's. It needs PyYAML and the environment's packages. Empty: the run's interpreter."""
 
 
 DECIDE = tuple(each.name for each in fields(EnvironmentConfig) if not each.metadata.get("free"))
@@ -70,10 +75,10 @@ DECIDE = tuple(each.name for each in fields(EnvironmentConfig) if not each.metad
 def read_environment(env: str) -> EnvironmentConfig:
     """Return the environment that a value of `--env` names, with its limits.
 
-    A YAML file with verl's keys `tools` or `interaction` is an environment itself, with the default limits.
+    A YAML file with verl's keys `tools` or `interaction` is itself an environment, which gets the default limits.
 
     Raises:
-        ValueError: the file cannot be read, or its settings are invalid: one line for each.
+        ValueError: the file cannot be read, or its settings are invalid; the message has a line for each problem.
     """
     verl = ("tools:", "interaction:")
     if not env.endswith(SUFFIXES) or any(line.startswith(verl) for line in read_text("--env", env).splitlines()):
@@ -93,7 +98,7 @@ def _file_problems(found: EnvironmentConfig, given: Collection[str]) -> list[str
 
 
 def environment_problems(cfg: Config) -> list[str]:
-    """Return a line for each setting that conflicts with `--env`, or with its absence."""
+    """Return a line for each setting that conflicts with `--env`, or that needs `--env` if it is not set."""
     if not cfg.env:
         if any(function == OWN_REWARD for function, _ in _weights(cfg.reward)):
             flag = "--reward.function" if cfg.reward.function == OWN_REWARD else "--reward.more"
@@ -113,7 +118,7 @@ def environment_problems(cfg: Config) -> list[str]:
         problems.add("rollout.routing_replay", "does not work with --env; leave one of the two out")
     policy, rollout = cfg.policy, cfg.rollout
     if found.history == "branch" and not (policy.share_prompts and policy.backend == "fsdp"):
-        # Each branch may repeat all tokens before it, and an episode is not divided over micro-batches.
+        # Each branch may repeat all tokens before it, and all branches of an episode must be in one micro-batch.
         longest = found.max_turns * (rollout.max_prompt_tokens + rollout.max_new_tokens)
         if policy.max_tokens_per_microbatch < longest:
             problems.add(
@@ -128,7 +133,7 @@ def environment_problems(cfg: Config) -> list[str]:
 
 
 def weight_of(reward: RewardConfig) -> float:
-    """Return the weight of the environment's own rewards; 0 if the settings do not name them as a reward."""
+    """Return the weight of the environment's rewards in the score; 0 if the settings do not name them as a reward."""
     return next((weight for function, weight in _weights(reward) if function == OWN_REWARD), 0.0)
 
 
@@ -139,7 +144,7 @@ def _weights(reward: RewardConfig) -> list[tuple[str, float]]:
 def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
     """Refuse an environment if the user names no reward, because the default reward grades only the last response.
 
-    given: settings that the user gave, without those of a run's own config.yaml. Raises ConfigError with the choices.
+    given: settings that the user gave, without those in a config.yaml that a run wrote. Raises ConfigError with advice.
     """
     chosen = "env" not in given or "reward.function" in given or cfg.reward.function != RewardConfig.function
     if cfg.env and not chosen:
@@ -150,15 +155,15 @@ def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
 
 
 def acts_by(env: str) -> str:
-    """Return a text that changes with every setting and file of an environment that changes the content of episodes.
+    """Return a text that changes when a setting or a file that determines the content of episodes changes.
 
-    Time limits do not change the text. Raises ValueError as `read_environment` does.
+    A resume compares it. Time limits do not change the text. Raises ValueError as `read_environment` does.
     """
     found = read_environment(env)
     name, _, attribute = found.environment.rpartition(":")
     file, shown = (name, attribute) if name.endswith(".py") else (found.environment, found.environment)
     files = [_digest(file), _digest(str(found.settings.get("interaction_config_path") or ""))]
-    # The file's name is left out, so that a moved file counts as the same environment.
+    # The file's content stands for its name, so that a moved file counts as the same environment.
     names = "" if files[0] and shown == file else shown
     return repr(([getattr(found, each) for each in DECIDE if each != "environment"], names, files))
 

@@ -1,4 +1,4 @@
-"""Settings of an evaluation, its plan, and the run that evaluates.
+"""Settings of an evaluation, its plan, and their conversion to the settings of a run that only evaluates.
 
 Shared sections declare the settings that an evaluation does not read (`unread_by`); YAML files may still contain them.
 """
@@ -23,12 +23,12 @@ class EvaluationRunConfig(schema.RunConfig):
 
 @hides(Job.EVALUATE)
 class EvaluationRolloutConfig(schema.RolloutConfig):
-    """The engine."""
+    """The engine that samples."""
 
 
 @dataclass
 class BadSampleConfig:
-    """Samples that cannot be graded."""
+    """What happens to samples that cannot be graded."""
 
     bad_sample: Literal["stop", "skip"] = FilterConfig.bad_sample
     """If a reward or an engine's logp is not a number, `stop` ends the job and names the sample, and `skip` leaves the
@@ -37,12 +37,12 @@ class BadSampleConfig:
 
 @hides(Job.EVALUATE)
 class EvaluationDataConfig(schema.DataConfig):
-    """Prompts."""
+    """Where prompts come from and how they are rendered."""
 
 
 @hides(Job.EVALUATE)
 class EvaluationEvalConfig(schema.EvalConfig):
-    """Prompts, and how they are sampled."""
+    """Number of prompts and samples, and how responses are sampled."""
 
 
 @hides(Job.EVALUATE)
@@ -62,7 +62,8 @@ class EvaluationConfig:
     filter: BadSampleConfig = section(BadSampleConfig)
     data: EvaluationDataConfig = section(EvaluationDataConfig)
     env: str = schema.Config.env
-    """The environment of the samples, as in a training."""
+    """The environment in which samples act over several turns, in a form that `--env` of a training takes. Empty: a
+    sample is one response."""
     reward: schema.RewardConfig = section(schema.RewardConfig)
     sandbox: schema.SandboxConfig = section(schema.SandboxConfig)
     eval: EvaluationEvalConfig = section(EvaluationEvalConfig, prompts=0)
@@ -73,7 +74,7 @@ class EvaluationConfig:
 def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config:
     """Return the settings of a run that only evaluates, without training prompts, other models or checkpoints.
 
-    prompts: as `--eval.prompts`. steps: training steps; 0 for a run in which no model trains.
+    prompts: as `--eval.prompts`. steps: training steps; 0 because no model trains, or 1 where checks need a step.
     """
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
     names = ("model", "parallel", "policy", "rollout", "env", "reward", "sandbox", "tracking")
@@ -89,14 +90,14 @@ def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config
 
 
 def check_config(cfg: EvaluationConfig, world_size: int) -> None:
-    """Check all values together. Raises ConfigError with every problem."""
+    """Check all settings together. Raises ConfigError with a line for every problem."""
     if not cfg.data.eval:
         raise ConfigError("--data.eval '': name the prompts to evaluate on")
     check(as_run(cfg, cfg.eval.prompts, steps=1), world_size)
 
 
 def evaluation_lines(cfg: schema.Config, world_size: int) -> list[str]:
-    """Return the lines of the plan of an evaluation. cfg: as `as_run` returns it."""
+    """Return the lines of an evaluation's plan, printed at its start. cfg: what `as_run` returned."""
     of, longest = cfg.engine_ranks, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"
     engines = f"{count(samplers(cfg, world_size) // of, 'engine')} of {count(of, 'rank')}"

@@ -1,4 +1,4 @@
-"""The settings of a schema as flat dotted names, and `ConfigError`, the exception for mistakes in settings."""
+"""Dotted names of the settings of a schema, and `ConfigError`, the exception for mistakes in settings."""
 
 import dataclasses
 import difflib
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
-    """A user's mistake in a setting. The message is complete: the given value, its origin, and the valid values."""
+    """A user's mistake in a setting. The message names the given value, its origin, and the valid values."""
 
 
 @functools.cache
@@ -32,41 +32,41 @@ def leaves(schema: type) -> dict[str, Any]:
 
 
 def get(config: Any, name: str) -> Any:
-    """Return the value of a dotted name."""
+    """Return the value of the setting with a dotted name such as `run.steps`."""
     return functools.reduce(getattr, name.split("."), config)
 
 
 def flag(name: str) -> str:
-    """Return the flag of a dotted name: `rollout.max_new_tokens` -> `--rollout.max-new-tokens`."""
+    """Return the flag of a setting: `rollout.max_new_tokens` -> `--rollout.max-new-tokens`."""
     return "--" + name.replace("_", "-")
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is written on a command line."""
+    """Return a setting's value as text, in the form in which a user writes it on a command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else repr(value) if value == "" else str(value)
 
 
 def is_optional(hint: Any) -> bool:
-    """Return True if None is a valid value of the type."""
+    """Return True if None is a valid value of a setting of this type."""
     return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
 
 
 def is_tuple(hint: Any) -> bool:
-    """Return True if a setting of the type takes several values."""
+    """Return True if a setting of this type takes several values."""
     return get_origin(hint) is tuple
 
 
 def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
     """Return at most `count` valid names that a user may have meant, best first; empty if none is near.
 
-    A name whose last part is right comes before one of similar spelling: `steps` means `run.steps`.
+    Names with the same last part come before names of similar spelling: `steps` means `run.steps`.
     """
     valid = list(valid)
     last = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in valid if candidate.rpartition(".")[2] == last]
     same_leaf.sort(key=lambda candidate: -difflib.SequenceMatcher(None, name, candidate).ratio())
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(valid)}
-    # A shared section makes long names similar, so the last parts must be similar, too.
+    # Two names in one section are similar because of the section, so their last parts must be similar, too.
     alike = [
         candidate
         for candidate in difflib.get_close_matches(name, valid, n=5, cutoff=0.6)
@@ -77,7 +77,7 @@ def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
 
 
 class Problems(list[str]):
-    """A list of lines, each about a setting of `config` to change."""
+    """Lines about the settings of `config` that the user must change, one line for each."""
 
     def __init__(self, config: Any, lines: Iterable[str] = ()):
         super().__init__(lines)

@@ -1,4 +1,4 @@
-"""Settings of judges, models that grade responses, and the rules for them. No message holds a login or a key."""
+"""Settings of judges (models that grade responses), and the rules for them. Messages never show a login or a key."""
 
 import re
 from collections.abc import Collection
@@ -18,41 +18,46 @@ class JudgeConfig:
     """A model that grades responses, as a file describes it (docs/judge.md): behind a URL, or on the run's engine."""
 
     url: str = ""
-    """Server of chat completions, as `http://host:8000/v1`. Its requests hold prompts, responses and truths."""
+    """Server of chat completions, such as `http://host:8000/v1`. Requests to it contain prompts, responses and ground
+    truths."""
     model: str = ""
-    """Name of the judge at that server."""
+    """Name of the judge's model at the server `url`."""
     engine: str = ""
-    """Model on the run's own engine, in place of a URL: `policy` for the policy's weights, or a frozen model of the
-    policy's architecture, as `--model.path`."""
+    """The judge's model if it runs in the run's engine and not behind a URL: `policy` for the policy itself, or a
+    frozen model of the policy's architecture, in a form that `--model.path` takes."""
     max_prompt_tokens: int = setting(4096, COUNT)
-    """Longest question to the engine, in tokens. A response whose question is longer gets no score."""
+    """Most tokens of a question to a judge in the engine. A response whose question is longer gets no score."""
     max_new_tokens: int = setting(512, COUNT)
-    """Longest verdict of the engine, in tokens."""
+    """Most tokens of an answer of a judge in the engine."""
     rubric: str = ""
-    """Text that describes what earns which grade. Empty: a rubric for correctness, then completeness and clarity."""
+    """Text that tells the judge what earns which grade. Empty: a rubric that asks for correctness first, then for
+    completeness and clarity."""
     compare: int = setting(0, NOT_NEGATIVE)
-    """0: a response is graded by itself. N: it is compared with up to N others of its group, in both orders."""
+    """Most other responses of its group that a response is compared with, each in both orders. 0: every response is
+    graded by itself."""
     votes: int = setting(1, COUNT)
-    """Number of answers to each question; their grades are averaged."""
+    """Number of answers (votes) that the judge gives to each question; their grades are averaged."""
     scale: int = setting(10, COUNT)
-    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]. Comparisons do not use it."""
+    """Highest grade. The score is the mean grade divided by this number, so it lies in [0, 1]. Comparisons do not use
+    it."""
     temperature: float = setting(0.0, NOT_NEGATIVE)
     """Sampling temperature of the judge."""
     max_chars: int = setting(20000, COUNT)
     """Most characters of a response that the judge reads; a longer one is cut, with a mark at the cut."""
     timeout: float = setting(120.0, POSITIVE)
-    """Seconds of a request, to its last byte."""
+    """Most seconds of a request, from its start to the last byte of the answer."""
     retries: int = setting(4, NOT_NEGATIVE)
-    """Further attempts for a vote after a rate limit, a failure or an answer without a verdict. If all of them fail,
-    the sample gets no score (`--reward.max-ungraded`)."""
+    """Most further attempts for a vote after a rate limit, a failure or an answer without a verdict. If all attempts
+    fail, the sample gets no score (`--reward.max-ungraded`)."""
     concurrency: int = setting(16, COUNT)
-    """Most requests in flight at a time, on each rank."""
+    """Most requests that each rank has in flight at the same time."""
     budget: int = setting(0, NOT_NEGATIVE)
-    """Most requests of each rank between start and end of the job, after which the job ends. 0: no limit."""
+    """Most requests that each rank may send during the job; a rank that needs more ends the job. 0: no limit."""
     cache: str = ""
-    """Folder that stores answers, so that no question is sent twice; ranks and jobs may share it. Empty: none."""
+    """Folder that stores answers, so that no question is sent twice; ranks and jobs may share it. Empty: answers are
+    not stored."""
     key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the API key. If the variable is not set, requests have no key."""
+    """Name of the environment variable that holds the API key. If it is not set, requests are sent without a key."""
 
 
 OF_URL = ("model", "timeout", "concurrency", "budget", "cache", "key_env")
@@ -60,46 +65,46 @@ OF_URL = ("model", "timeout", "concurrency", "budget", "cache", "key_env")
 OF_ENGINE = ("max_prompt_tokens", "max_new_tokens")
 """Settings that only a judge on the run's engine reads."""
 POLICY = "policy"
-"""Value of `engine` for the policy itself."""
+"""Value of `engine` if the policy itself is the judge."""
 
 
 def is_judge(function: str) -> bool:
-    """Return True if a reward is the file of a judge."""
+    """Return True if `function`, the name of a reward, is the path of a judge's YAML file."""
     return function.endswith(SUFFIXES)
 
 
 def read_judge(file: str) -> JudgeConfig:
     """Return the settings of a judge's YAML file. Raises ValueError with a line for each problem."""
-    # --reward.more may name a judge as well, so lines about its settings name the file and no flag.
+    # --reward.function or --reward.more may name the judge, so lines about its settings name the file and no flag.
     what = "a judge (docs/judge.md)"
     return read_settings("--reward.function", file, JudgeConfig, what, _file_problems, ("key_env",), prefix="")
 
 
 def judges(reward: RewardConfig) -> list[tuple[str, JudgeConfig]]:
-    """Return files and settings of all judges among the rewards. Errors as in `read_judge` and `weighted`."""
+    """Return (file, settings) of every judge among the rewards. Raises ValueError as `read_judge` and `weighted` do."""
     return [(each, read_judge(each)) for each in functions(reward) if is_judge(each)]
 
 
 def engine_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
-    """Return files and settings of the judges on the run's engine. Raises ValueError as `judges` does."""
+    """Return (file, settings) of the judges that run in the run's engine. Raises ValueError as `judges` does."""
     return [(file, judge) for file, judge in judges(config.reward) if judge.engine]
 
 
 def frozen_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
-    """Return files and settings of the judges on the run's engine that are not the policy itself."""
+    """Return (file, settings) of the judges that run in the run's engine and are not the policy itself."""
     return [(file, judge) for file, judge in engine_judges(config) if judge.engine != POLICY]
 
 
 def judged_tokens(config: Config) -> int:
-    """Return the most tokens of a question and its verdict in the engine; 0 if no judge is on the engine."""
+    """Return the most tokens of a question and its answer in the engine; 0 if no judge runs in the engine."""
     return max((j.max_prompt_tokens + j.max_new_tokens for _, j in engine_judges(config)), default=0)
 
 
 def graded_by(file: str) -> str:
-    """Return a text that changes with the settings that affect a judge's grades. Errors as in `read_judge`."""
+    """Return a text that changes with the settings that affect a judge's grades. Raises ValueError as `read_judge`."""
     judge = read_judge(file)
     decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
-    # These settings are added only if they are set, so that files without them keep their hash.
+    # The text has these settings only if they are set, so that judges without them keep the text of older versions.
     more = {"compare": judge.compare} if judge.compare else {}
     if judge.engine:
         more |= {name: getattr(judge, name) for name in ("engine", *OF_ENGINE, "retries")}
@@ -147,9 +152,9 @@ def _url_problem(url: str) -> str:
 
 
 def judge_problems(config: Config) -> list[str]:
-    """Return a line for each setting of a judge that is invalid, or that conflicts with others of the run."""
+    """Return a line for each setting of a judge that is invalid or conflicts with another setting of the run."""
     problems = judge_file_problems(config.reward)
-    # `reward_problems` reports a `--reward.more` that cannot be read.
+    # A `--reward.more` that cannot be read raises ValueError here; `reward_problems` reports it.
     with suppress(ValueError):
         return problems or _conflicts(config, judges(config.reward))
     return problems
@@ -198,9 +203,9 @@ def _conflicts(config: Config, found: list[tuple[str, JudgeConfig]]) -> list[str
 
 
 def _group_problems(config: Config, file: str) -> list[str]:
-    """Return lines about groups of one sample, for a judge that compares."""
+    """Return a line for each setting that gives a judge that compares responses only one response to a prompt."""
     algo, problems = config.algo, []
-    # The judge also compares the greedy response that remax samples. Advantages in files may need one, too.
+    # remax samples a greedy response, with which the judge compares; an advantage in a user's file may do so, too.
     alone = algo.advantage != "remax" and ".py" not in algo.advantage
     for flag, samples, compared in (
         ("--rollout.samples-per-prompt", config.rollout.samples_per_prompt, alone),

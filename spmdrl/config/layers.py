@@ -1,10 +1,10 @@
-"""Layers of settings that files and flags override.
+"""Layers of values that files and flags override.
 
-From the lowest priority: defaults of runs other than the demo, values of a preset, and settings that another setting
-implies. The demo trains the model that comes with spmdrl on a built-in task. This model keeps the demo's learning rate
-and response length on any rows; built-in tasks keep the demo's response length and evaluation with any model. A run
-that continues in its folder keeps the values of these layers that the folder records, even if the defaults of this
-version differ.
+The layers, from the lowest priority: defaults of runs other than the demo, values of a preset, and values that another
+setting implies. The demo trains the model that comes with spmdrl on a built-in task. This model keeps the demo's
+learning rate and response length on any rows; built-in tasks keep the demo's response length and evaluation with any
+model. A run that continues in its folder keeps the values that the folder records for these layers, even if the
+defaults of this version differ.
 """
 
 import json
@@ -23,16 +23,17 @@ Entry = tuple[str, Given]
 METHOD = ("algo.preset", "algo.loss", "algo.advantage")
 """Settings that determine which other settings a preset sets."""
 SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
-"""SimPO compares means over tokens, which are small: beta 2 to 2.5, gamma half of it (https://arxiv.org/abs/2405.14734)."""
+"""SimPO's defaults. Its log p are means over tokens and so small: beta is 2 to 2.5 and gamma half of beta
+(https://arxiv.org/abs/2405.14734)."""
 ORIGIN = "a run of your own"
 DEMO_LR = OptimizerConfig.lr
 LR, LORA_FACTOR = 1e-6, 10
-"""Learning rate of reinforcement learning if all weights train, and its factor for adapters, which need about ten times
-as much (https://thinkingmachines.ai/blog/lora)."""
+"""Default learning rate of reinforcement learning if all weights train, and the factor by which it is higher for
+adapters (https://thinkingmachines.ai/blog/lora)."""
 NEW_TOKENS = 1024
 MANY = 1 << 30
 CRITIC_LR = "1e-05"
-"""Learning rate of a critic, about ten times the policy's, as in verl's examples
+"""Default learning rate of a critic: about ten times the policy's, as in verl's examples
 (https://github.com/volcengine/verl)."""
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json"
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
@@ -40,18 +41,21 @@ SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 @dataclass
 class Begun:
-    """Settings with which the run of a folder was started; no entries if no run continues."""
+    """Settings with which the run in a folder was started; empty if the job does not continue a run."""
 
     path: str = ""
     entries: dict[str, Given] = field(default_factory=dict)
 
     def instead_of(self, layer: Entries) -> Entries:
-        """Return a layer with the folder's values; settings that the folder lacks are left out."""
+        """Return a layer with the values of the continued run; settings that its folder lacks are left out.
+
+        Without a continued run, the layer is returned unchanged.
+        """
         return [(name, self.entries[name]) for name, _ in layer if name in self.entries] if self.entries else layer
 
 
 def begun_with(given: Entries, schema: type) -> Begun:
-    """Return the settings of the run folder in which a run continues. given: entries of all files and flags."""
+    """Return the recorded settings of the run that a job continues. given: entries of all files and flags."""
     names, last = leaves(schema), {name: "".join((found.values or [])[-1:]) for name, found in given}
     if not {"run.dir", "run.name", "data.train"} <= names.keys():
         return Begun()
@@ -62,15 +66,14 @@ def begun_with(given: Entries, schema: type) -> Begun:
         path = recorded_settings(Path(folder))
         return Begun(str(path), dict(read_yaml(str(path), []))) if path.is_file() else Begun()
     except (OSError, ValueError):
-        # The session later refuses a folder that cannot be read.
+        # The start of the job later refuses a folder that cannot be read.
         return Begun()
 
 
 def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tuple[str, ...]]:
-    """Return the defaults of a run that is not the demo, and at most one line for the user about them.
+    """Return the defaults of a run that is not the demo, and at most one line that tells the user about them.
 
-    given: entries of all files and flags; the settings that they name get no default. begun: settings of the run
-    folder.
+    given: entries of all files and flags; settings that they name get no default. begun: settings of the continued run.
     """
     names, last = leaves(schema), {name: found.values or [] for name, found in given}
     data = last.get("data.train" if "data.train" in names else "data.eval", [])
@@ -112,7 +115,7 @@ def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
 
 
 def context_of(path: str) -> int:
-    """Return the longest sequence that a model's config.json allows, in tokens; MANY if it cannot be read."""
+    """Return the most tokens of a sequence that a model's config.json allows; MANY if the file cannot be read."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config") or config
@@ -134,7 +137,7 @@ def is_shipped(path: str) -> bool:
 
 
 def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
-    """Return the settings of the preset that was named last, as text."""
+    """Return the settings of the preset that is named last, or of grpo if none is named; values are text."""
     if "algo.preset" not in leaves(schema):
         return []
     name, origin = _last(given, "algo.preset") or "grpo", dict(given).get("algo.preset", Given([], COMMAND_LINE)).origin
@@ -149,10 +152,10 @@ def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
 
 
 def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry, str]]:
-    """Return the entries that the preset of a later layer replaces, each with a line for the user, or "" without one.
+    """Return the entries that a preset in a later layer replaces, each with a line for the user, which may be empty.
 
-    If earlier layers name the loss, the advantage or another setting that the preset sets, the preset replaces it, and
-    also all settings that only the replaced functions read. Other entries of the preset's own layer override it.
+    A preset replaces the loss, the advantage and all other settings that it sets if earlier layers name them, and also
+    settings that only a replaced loss or advantage reads. Entries of the layer that names the preset override it.
 
     layers: the entries of each file, then those of the command line.
     """
@@ -163,7 +166,7 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
         name = _last(layer, "algo.preset")
         if name not in PRESETS:
             continue
-        # A setting that this layer or a later one names gets that value, so the user needs no line about it.
+        # A setting that this layer or a later one names gets the value named there, so the user needs no line about it.
         named_again = {leaf for left in layers[place:] for leaf, _ in left}
         earlier = [entry for left in without(layers[:place], [entry for entry, _ in out]) for entry in left]
         own = PRESETS[name].settings
@@ -188,10 +191,9 @@ def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
 
 
 def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
-    """Return the entries of a resolved file that repeat values of its preset, if flags or other files choose another
-    method.
+    """Return the entries of a file written by a run that only repeat its preset, if another method is now chosen.
 
-    found: the file's entries. every: the entries of all files and flags.
+    These entries must not override the new method. found: the file's entries. every: those of all files and flags.
     """
     theirs, chosen = ([_last(given, name) for name in METHOD] for given in (found, every))
     if "algo.preset" not in leaves(schema) or theirs == chosen or not all(theirs) or theirs[0] not in PRESETS:
@@ -223,14 +225,14 @@ def _has_value(given: Given, value: Any) -> bool:
 
 
 def _last(given: Entries, name: str) -> str:
-    """Return the last word given for a setting, or ""."""
+    """Return the value that was given last for a setting (its first word); "" if none was given."""
     return next((found.values[0] for leaf, found in given[::-1] if leaf == name and found.values), "")
 
 
 def implied_layer(given: Entries, schema: type, begun: Begun) -> Entries:
-    """Return settings that others imply: a static assignment for `--run.deterministic`, and the scale of SimPO.
+    """Return values that other settings imply: a static assignment for `--run.deterministic`, and SimPO's defaults.
 
-    begun: settings of the run folder.
+    given: entries of all files and flags. begun: settings of the continued run.
     """
     on, names = False, leaves(schema)
     for name, found in given:

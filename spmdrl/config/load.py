@@ -1,12 +1,12 @@
 """Makes one Config from files and flags.
 
-YAML is flattened to flags and parsed by tyro like the command line, so a mistake in a file is reported like one in a
-flag. The type of a field decides how its text is read, never YAML's guess: `lr: 1e-5` is a float (a string in YAML 1.1)
-and `enabled: off` is the word `off` (false in YAML 1.1).
+The entries of YAML files are turned into flags, and tyro parses them like the command line, so a mistake in a file is
+reported like one in a flag. The type of a field decides how its text is read, not the type that YAML finds: `lr: 1e-5`
+is a float (for YAML 1.1 a string), and `enabled: off` is the word `off` (for YAML 1.1 false).
 
-Files apply in the order given, then flags; later values override earlier ones, so a flag overrides every file, wherever
-it is on the command line. A preset overrides earlier files, and the other entries of the file or command line that
-names it override the preset.
+Files apply in the order given, and flags after all files; later values override earlier ones, so a flag overrides every
+file, wherever it is on the command line. A preset overrides earlier files; the other entries of the file or command
+line that names the preset override it.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from spmdrl.config.use import check_use
 C = TypeVar("C")
 NEGATED = dict.fromkeys(TRUE, "false") | dict.fromkeys(FALSE, "true")
 ALIASES = {"deterministic": "run.deterministic", "no_deterministic": "run.no_deterministic"}
-"""Shorter names of settings."""
+"""Short name of a flag -> the setting that it sets."""
 PRINTING = 20.0
-"""Seconds that other ranks wait before they exit, so that rank 0 can print; torchrun ends all ranks when one has
-exited."""
-# The settings that belong to the command line and not to a run.
+"""Seconds that other ranks wait before they exit, so that rank 0 can print first: torchrun ends all ranks when one
+exits."""
+# Flags that belong to the command line and are not settings of a run.
 _FILES = Annotated[tuple[str, ...], tyro.conf.arg(help="YAML file with settings; may be given again, later wins.")]
 _DRY_RUN = Annotated[bool, tyro.conf.arg(help="Print the resolved config and the plan, and stop.")]
 _EXTRA = [
@@ -55,10 +55,10 @@ def from_command_line(
         argv: words after the program name; None takes sys.argv.
         prog: name shown by `--help`.
         schema: a dataclass of dataclasses: the sections that the entry point reads.
-        also: schemas of other entry points, whose files are accepted too; settings that `schema` lacks are ignored.
+        also: schemas of other entry points, whose files are accepted, too; settings that `schema` lacks are ignored.
 
     Raises:
-        ConfigError: unknown names (all of them together), a value of the wrong type, or a file that cannot be read.
+        ConfigError: there are unknown names (the message lists all), values of a wrong type, or unreadable files.
         SystemExit: with code 0 after `--help` (printed on rank 0).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -94,8 +94,8 @@ def _layered(
     """Put the entries of all layers in order, without those that a method chosen later replaces.
 
     Returns:
-        The entries, of which a later one overrides an earlier one; the origins written by a person, so not a run's own
-        file; lines about replacements and defaults.
+        The entries, of which a later one overrides an earlier one; the origins (files, command line) that a user wrote,
+        without files that a run wrote; lines that tell the user about replacements and defaults.
     """
     read = [raw.read_yaml(path, problems) for path in files]
     given, by_hand = [*read, from_flags], {COMMAND_LINE}
@@ -118,7 +118,7 @@ def _layered(
 def _tokens(
     entries: Entries, schema: type, passed_over: set[str], prog: str, problems: list[str]
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return each setting's words for tyro, and all its origins. passed_over: names in files that are ignored."""
+    """Return the words for tyro and the origins of each setting. passed_over: names that are ignored in files."""
     hints = leaves(schema) | {"dry_run": bool}
     passed_over -= hints.keys()
     tokens: dict[str, list[str]] = {}
@@ -128,7 +128,7 @@ def _tokens(
         if name not in hints and hints.get(positive) is bool and is_flag:
             name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
         if given.values is None and any(leaf.startswith(name + ".") for leaf in (*hints, *passed_over)):
-            continue  # an empty section
+            continue  # an empty section has no settings
         if is_flag and not passed_over.isdisjoint((name, positive)):
             problems.append(f"{flag(name)}: {prog} does not read it; leave it out")
         elif name in passed_over:
@@ -154,7 +154,7 @@ def load_or_exit(
     """Read and check the settings of an entry point; a mistake ends all ranks with one message and exit code 2.
 
     The world size is torchrun's WORLD_SIZE, 1 without it. Every rank reads the same arguments, so all ranks exit.
-    Settings that the job would not read are refused as well (`use.py`).
+    Settings that the job would not read are refused, too (`use.py`).
     """
     try:
         loaded = from_command_line(argv, prog, schema, also)

@@ -1,4 +1,4 @@
-"""Rules for the settings of a method together: advantage, loss, correction, filters, critic."""
+"""Rules that check whether the settings of a method fit together: advantage, loss, correction, filters, critic."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def method_problems(config: Config) -> list[str]:
-    """Return a line for each setting to change."""
-    # Imported late: these modules need torch, and `--help` must work without it.
+    """Return a line for each setting of the method that is invalid or conflicts with another one."""
+    # These modules are imported late because they need torch, and `--help` must work without torch.
     from spmdrl.algos.aggregate import AGGREGATIONS
     from spmdrl.algos.estimators import ADVANTAGES, own_advantage
     from spmdrl.algos.filters import FILTERS
@@ -42,7 +42,7 @@ def _not_run(*_: Any) -> Any:
 
 
 def _check_step(problems: Problems, advantage: "Advantage") -> None:
-    """Check groups, updates and sampling of a step."""
+    """Check the size of groups, the number of updates, and the sampling of a step."""
     config: Config = problems.config
     algo, rollout = config.algo, config.rollout
     if advantage.compares and rollout.samples_per_prompt < 2:
@@ -65,7 +65,7 @@ def _check_step(problems: Problems, advantage: "Advantage") -> None:
 
 
 def _check_loss(problems: Problems, loss: "Loss") -> None:
-    """Check KL, aggregation of the loss, lambda, and models that the method needs or does not support."""
+    """Check the KL, the aggregation of the loss, lambda, and the models that a method needs or does not support."""
     config: Config = problems.config
     algo = config.algo
     if algo.kl_coef and config.reference.enabled == "off":
@@ -105,13 +105,13 @@ def _check_advantage(problems: Problems, advantage: "Advantage") -> None:
 
 
 def _shaped(config: Config) -> list[str]:
-    """Return the settings that change rewards before advantages are computed."""
+    """Return the settings of `shaping` that change rewards in this run."""
     rest = type(config.shaping)(mask_cut=config.shaping.mask_cut)
     return [f"shaping.{name}" for name, value in vars(config.shaping).items() if value != getattr(rest, name)]
 
 
 def _check_old_logp(problems: Problems, loss: "Loss", advantage: "Advantage") -> None:
-    """Check settings that need old_logp from the policy, or from the engine."""
+    """Check settings that need old_logp from one source: the policy, or the engine."""
     config: Config = problems.config
     algo, replay = config.algo, config.filter.replay_steps
     old_logp = "rollout" if replay and algo.old_logp == "auto" else algo.old_logp
@@ -135,7 +135,7 @@ def _check_old_logp(problems: Problems, loss: "Loss", advantage: "Advantage") ->
 
 
 def _check_rewards(problems: Problems, loss: "Loss", advantage: "Advantage") -> None:
-    """Check reward model, filters and replay."""
+    """Check the reward model, filters, and the replay of earlier steps."""
     config: Config = problems.config
     algo, chosen = config.algo, config.filter
     if config.reward.model and "baseline" in advantage.fields:
@@ -161,7 +161,7 @@ def _check_rewards(problems: Problems, loss: "Loss", advantage: "Advantage") -> 
 
 
 def _check_overlooked(problems: Problems, advantage: "Advantage") -> None:
-    """Check settings that would ignore a term that another setting adds to the reward or to the update."""
+    """Check for settings that would ignore a term that another setting adds to the reward or to the update."""
     config: Config = problems.config
     algo = config.algo
     named = [spec.partition("=")[0] for spec in algo.part_weights]
@@ -180,7 +180,7 @@ def _check_overlooked(problems: Problems, advantage: "Advantage") -> None:
 
 
 def _check_ranges(problems: Problems) -> None:
-    """Check bounds that are given in pairs."""
+    """Check that lower bounds are not above their upper bounds, and that the chosen method reads a bound."""
     config: Config = problems.config
     correction, algo = config.correction, config.algo
     for low, high in (

@@ -11,7 +11,7 @@ from spmdrl.config.user_code import function_of
 
 
 def name_problems(name: str, value: str, valid: Collection[str], file_allowed: bool) -> list[str]:
-    """Return a line if `value` is neither a valid name nor, where that is allowed, a function in a file."""
+    """Return a line if `value` is neither one of the `valid` names nor, with `file_allowed`, a function in a file."""
     if not value or value in valid:
         return []
     if file_allowed and ".py" in value:
@@ -23,7 +23,10 @@ def name_problems(name: str, value: str, valid: Collection[str], file_allowed: b
 
 
 def file_problems(name: str, value: str, default: str) -> list[str]:
-    """Return a line unless `value` names a top-level function of an existing file. The file is parsed and not run."""
+    """Return a line unless `value` names a top-level function of an existing file, which is parsed but not run.
+
+    name: the setting. default: function that a path without a function means; empty if it must name one.
+    """
     path, _, function = value.rpartition(":") if not value.endswith(".py") else (value, "", default)
     if not function:
         return [f"{flag(name)} {value}: name the function too, as in {value.rstrip(':')}:my_function"]
@@ -48,8 +51,8 @@ def file_problems(name: str, value: str, default: str) -> list[str]:
 
 
 def function_tables() -> dict[str, Mapping[str, Any]]:
-    """Return setting -> table of the functions that it chooses from."""
-    # Imported late: algos/ needs torch, and `--help` must work without it.
+    """Return the table of functions that each setting chooses from, by the setting's dotted name."""
+    # These modules are imported late because algos/ needs torch, and `--help` must work without torch.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.filters import FILTERS
     from spmdrl.algos.losses import LOSSES
@@ -64,9 +67,9 @@ def function_tables() -> dict[str, Mapping[str, Any]]:
 
 
 def load_function(spec: str, table: Mapping[str, Any]) -> Any:
-    """Return an entry of the table by name, or a user's function by `path/to/file.py:function`.
+    """Return the entry of the table that `spec` names, or the user's function if it is `path/to/file.py:function`.
 
-    Raises ValueError for an unknown name, file or function, and for a file that fails when it is run.
+    Raises ValueError for an unknown name, file or function, and for a file that raises an error when it is imported.
     """
     if spec in table:
         return table[spec]
@@ -79,8 +82,8 @@ def load_function(spec: str, table: Mapping[str, Any]) -> Any:
 def name_weight(spec: str, form: str, positive: bool = True) -> tuple[str, float | None]:
     """Return both sides of `name=weight`; the weight is None without a `=`, or if the `=` belongs to a path.
 
-    positive: weights must be above 0. Raises ValueError with the message `form` for an invalid weight, or without a
-    name.
+    positive: True if weights must be above 0. Raises ValueError with the message `form` for an invalid weight or a
+    missing name.
     """
     name, equals, weight = spec.rpartition("=")
     if not equals or "/" in weight or ":" in weight or ".py" in weight:

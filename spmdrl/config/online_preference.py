@@ -1,4 +1,4 @@
-"""Settings of preference learning on the policy's own samples, and the rules for them."""
+"""Settings of preference learning on samples of the policy, and the rules for them."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -25,9 +25,9 @@ class OnlineReferenceConfig(ReferenceConfig):
     """The frozen reference model."""
 
     path: str = setting("", only_with=lambda c: c.has_reference)
-    """The model, as `--model.path`. Empty: the starting model."""
+    """The reference model, in a form that `--model.path` takes. Empty: the starting model."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Share of the policy's weights in the reference after a refresh (`refresh_every`); 1 copies them."""
+    """Share of the policy's weights in the reference after each refresh (`refresh_every`); 1 copies the policy."""
 
 
 @hides(Job.ONLINE)
@@ -36,7 +36,7 @@ class OnlineMethod(PreferenceMethod):
     """The loss, and the samples that it compares: the best and the worst of each prompt."""
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "apo", "sppo", "raft"] = "dpo"
-    """Published method, which sets the losses; `--preference.loss` replaces them."""
+    """Published method, which determines the losses; `--preference.loss` replaces them."""
     gap: float = setting(0.0, NOT_NEGATIVE)
     """A prompt is left out unless the rewards of its best and its worst sample differ by more than this."""
     least_reward: float | None = setting(None, FINITE)
@@ -52,7 +52,7 @@ class OnlinePreferenceConfig(Config):
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
     reference: OnlineReferenceConfig = section(OnlineReferenceConfig)
     preference: OnlineMethod = section(OnlineMethod)
-    # No advantage is computed. `reinforce` sets no conditions on groups.
+    # No advantage is computed; `reinforce` is chosen because its rules accept groups of any size.
     algo: AlgoConfig = section(AlgoConfig, advantage="reinforce")
     has_advantages: ClassVar[bool] = False
 
@@ -63,12 +63,12 @@ class OnlinePreferenceConfig(Config):
 
 
 def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
-    """Return True if the policy only trains on the best sample of each prompt (RAFT, best of n)."""
+    """Return True if the policy trains only on the best sample of each prompt (RAFT, best of n)."""
     return losses_of(config.preference).keys() == {"sft"}
 
 
 def check_online_preference(config: OnlinePreferenceConfig, world_size: int, here: bool = True) -> None:
-    """Check all values together. here: as in `run_problems`. Raises ConfigError with every problem."""
+    """Check all settings together. here: as in `run_problems`. Raises ConfigError with a line for every problem."""
     try:
         losses = losses_of(config.preference)
     except ValueError as error:
@@ -98,7 +98,7 @@ def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[
 
 
 def online_lines(config: OnlinePreferenceConfig, world_size: int) -> list[str]:
-    """Return the lines of the plan, printed at the start and by `--dry-run`."""
+    """Return the lines of the job's plan, which are printed at the start and by `--dry-run`."""
     losses, count = losses_of(config.preference), config.rollout.samples_per_prompt
     alone, prompts = takes_best_alone(config), config.rollout.prompts_per_step
     weighted = ", ".join(f"{name} x {weight:g}" for name, weight in losses.items())

@@ -1,4 +1,4 @@
-"""Settings of a method that fill parameters of a loss or an advantage by name, in algos/ or in a user's file."""
+"""Finds the settings that fill the parameters of a loss or an advantage, in algos/ or in a user's file, by name."""
 
 import functools
 import inspect
@@ -20,26 +20,26 @@ NAMED = {
     "process_coef": "process_reward.process_coef",
     "outcome_coef": "process_reward.outcome_coef",
 }
-"""Parameter -> the setting that fills it, if that is not `algo.` and its name."""
+"""Parameter -> the setting that fills it; any other parameter is filled by the setting of the same name in `algo`."""
 
 
 def parameters_of(function: Callable) -> dict[str, str]:
-    """Return parameter -> the setting that fills it, for the parameters of a loss or an advantage."""
+    """Return parameter -> setting, for the parameters of a loss or an advantage that a setting fills."""
     known = leaves(Config)
     names = {name: NAMED.get(name, f"algo.{name}") for name in inspect.signature(function).parameters}
     return {name: setting for name, setting in names.items() if setting in known}
 
 
 def read_by(row: "Loss | Advantage") -> frozenset[str]:
-    """Return the settings that a loss or an advantage reads."""
+    """Return the settings that the loss or advantage `row` reads, by dotted name."""
     aggregated = () if getattr(row, "scope", "one per sequence") == "one per sequence" else ("algo.aggregation",)
     return frozenset({*parameters_of(row.function).values(), *aggregated})
 
 
 @functools.cache
 def read_by_any(kind: Kind) -> frozenset[str]:
-    """Return the settings that only the functions of a kind read."""
-    # Imported late: algos/ needs torch, and `--help` must work without it.
+    """Return the settings that at least one of the built-in losses or advantages (`kind`) reads."""
+    # These modules are imported late because algos/ needs torch, and `--help` must work without torch.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.losses import LOSSES
 
@@ -48,5 +48,8 @@ def read_by_any(kind: Kind) -> frozenset[str]:
 
 
 def only_of(kind: Kind) -> frozenset[str]:
-    """Return the settings of `algo` that only functions of a kind read; a preset's values go with its function."""
+    """Return the settings in `algo` that losses or advantages (`kind`) read.
+
+    If a user replaces the function of a preset, the preset's values of these settings are dropped.
+    """
     return frozenset(setting for setting in read_by_any(kind) if setting.startswith("algo."))

@@ -1,4 +1,4 @@
-"""Paths that a run may write to: they are inside its folder, also after links are followed."""
+"""Paths that a run may write to: they must be inside its folder, also after links are followed."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +14,7 @@ WRITTEN = (
     ".config.yaml.part",
     "metrics.jsonl",
     "samples.jsonl",
-    # `.part` while the file is shortened; `.old`, `.old-1`, ... for files that an older run left.
+    # A file ends in `.part` while it is shortened, and in `.old`, `.old-1`, ... if an older run left it.
     "metrics.jsonl.*",
     "samples.jsonl.*",
 )
@@ -22,12 +22,12 @@ WRITTEN = (
 
 
 def run_folder(cfg: TrainingConfig) -> Path:
-    """Return `--run.dir`, or `runs/<name>`."""
+    """Return the run folder: `--run.dir`, or `runs/<name>` if it is empty."""
     return Path(cfg.run.dir or Path("runs") / cfg.run.name)
 
 
 def recorded_settings(folder: Path) -> Path:
-    """Return the path of the settings with which the run of a folder was started; the file may be missing."""
+    """Return the path of the config.yaml that a run wrote into its folder; the file may be missing."""
     path = folder / "config.yaml"
     return path if path.exists() else folder / "checkpoints" / "latest" / "state" / "config.yaml"
 
@@ -44,10 +44,10 @@ def inside(folder: Path, *names: str) -> Path:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Refuse a run folder where a file that the run writes, or removes to make room, is a link out of the folder.
+    """Refuse a run folder in which a file that the run writes, or removes to make room, is a link out of the folder.
 
-    The folder itself may be a link, so that a run can be on another disk; `checkpoints/latest` is replaced and never
-    followed. Raises ValueError naming the link.
+    The folder itself may be a link, so that a run can be on another disk; the link `checkpoints/latest` is replaced and
+    never followed. Raises ValueError with the path of the link.
     """
     written = [place for place in _listed(folder) if any(fnmatchcase(place.name, name) for name in WRITTEN)]
     for name in FOLDERS:

@@ -20,20 +20,23 @@ def samplers(config: Config, world_size: int) -> int:
 
 
 def shown(config: Config, count: int, verb: str) -> str:
-    """Return a number of ranks in words: `the 4 ranks of the job`, or `the 2 ranks that train`."""
+    """Return a number of ranks in words, for messages: `the 4 ranks of the job`, or `the 2 ranks that train`."""
     of = "of the job" if config.parallel.placement == "colocated" else f"that {verb}"
     return f"the {count} ranks {of}{how_to_have_more(count)}"
 
 
 def how_to_have_more(count: int) -> str:
-    """Return a hint on starting more ranks than one, unless a launcher has set their number."""
+    """Return a hint on how to start more ranks than one; empty if a launcher has set their number."""
     if count > 1 or "WORLD_SIZE" in os.environ:
         return ""
     return " (torchrun starts more; for a dry run of N set WORLD_SIZE=N)"
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
-    """Return lines about roles without ranks, and ranks without roles. With such lines, axes cannot be checked."""
+    """Return a line for each role without ranks, and for settings of a role that no rank has.
+
+    If there is a line, the number of ranks that train is wrong, so that the axes of the mesh cannot be checked.
+    """
     parallel, problems = config.parallel, Problems(config)
     if parallel.placement == "colocated":
         for name in ("parallel.rollout_ranks", "parallel.scoring_ranks", "rollout.staleness"):
@@ -56,7 +59,7 @@ def role_problems(config: Config, world_size: int) -> list[str]:
 
 
 def placement_problems(config: Config) -> list[str]:
-    """Return lines about settings that have no meaning if ranks have different roles."""
+    """Return a line for each setting that does not work if ranks have different roles (`split`)."""
     problems = Problems(config)
     if config.parallel.placement == "colocated":
         return problems
@@ -76,7 +79,7 @@ def placement_problems(config: Config) -> list[str]:
 
 
 def ranks_line(config: Config, world_size: int, mesh: str) -> str:
-    """Return a line on the ranks and their roles: `4 = ...` with the mesh of those that train."""
+    """Return the ranks and their roles for the plan: `4 = ...`. mesh: text for the mesh of the ranks that train."""
     parallel = config.parallel
     if parallel.placement == "colocated":
         return f"{world_size} = {mesh}"

@@ -1,4 +1,4 @@
-"""The plan of a run as text: ranks, sequences, tokens and updates, computed from its settings."""
+"""The plan of a run as text: numbers of ranks, sequences, tokens and updates, computed from its settings."""
 
 import math
 
@@ -10,10 +10,9 @@ from spmdrl.config.schema import Config
 
 
 def plan_lines(config: Config, world_size: int) -> list[str]:
-    """Return the lines of the plan, printed at the start and by `--dry-run`.
+    """Return the lines of the plan, which are printed at the start and by `--dry-run`.
 
-    Token counts are upper bounds, for sequences of full length. The number of micro-batches is that of packing such
-    sequences on one rank; shorter sequences need fewer.
+    Numbers of tokens and of micro-batches are upper bounds: they are those of sequences of full length.
     """
     rollout, axes, updates = config.rollout, config.parallel, config.algo.updates_per_step
     engines = samplers(config, world_size) // config.engine_ranks
@@ -61,13 +60,13 @@ def scorer_lines(config: Config) -> list[str]:
 
 
 def shards(config: Config, world_size: int) -> int:
-    """Return the size of the dp_shard axis."""
+    """Return the size of the dp_shard axis; -1 in the settings means all ranks that the other axes leave."""
     given = config.parallel.dp_shard
     return given if given != -1 else trainers(config, world_size) // axis_product(config)
 
 
 def ranks(config: Config, world_size: int) -> str:
-    """Return, as text, the ranks by their roles and the mesh of the ranks that train."""
+    """Return text for the plan: the number of ranks in each role, and the mesh of the ranks that train."""
     axes = config.parallel
     sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shards(config, world_size)}
     sizes |= {"sp": axes.sp, "cp": axes.cp, "tp": axes.tp}
@@ -76,6 +75,6 @@ def ranks(config: Config, world_size: int) -> str:
 
 
 def count(n: float, one: str, many: str = "") -> str:
-    """Return a number and its noun: `1 rank`, `2 ranks`."""
+    """Return a number with its noun: `1 rank`, `2 ranks`. many: the plural, if it is not `one` with an s."""
     shown = f"{n:,}" if isinstance(n, int) else f"{n:,.4g}"
     return f"{shown} {one if n == 1 else many or one + 's'}"

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Published:
-    """One published method of preference learning."""
+    """A published method of preference learning."""
 
     losses: tuple[str, ...]
-    """Its losses, each in the form of `--preference.loss`."""
+    """Losses of the method, each in the form of `--preference.loss`."""
     paper: str
     """URL of the paper."""
 
@@ -52,14 +52,15 @@ PAIRS = ("builtin:reverse-pairs",)
 @hides(Job.PREFERENCE)
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
-    """Rows: pairs of responses, or responses with a label."""
+    """Where rows come from: pairs of responses, or responses with a label."""
 
     chosen_column: str = setting("chosen", only_with=lambda c: c.reads_pairs)
-    """Column with the better response, text or messages; if no column holds the prompt, the complete dialogue."""
+    """Column with the better response, as text or messages. If no column holds the prompt, it contains the complete
+    dialogue."""
     rejected_column: str = setting("rejected", only_with=lambda c: c.reads_pairs)
     """Column with the worse response."""
     label_column: str = setting("label", unread_by=(Job.REWARD_MODEL,))
-    """Column with the label of a completion without a counterpart: true if it is wanted, else false (kto, bco)."""
+    """Column that says whether the completion of a row is wanted (true) or not (false), for the losses kto and bco."""
 
 
 @dataclass
@@ -67,18 +68,19 @@ class FixedModelConfig:
     """The frozen reference model."""
 
     path: str = setting("", only_with=lambda c: c.has_reference)
-    """The model, as `--model.path`. Empty: the starting model."""
+    """The reference model, in a form that `--model.path` takes. Empty: the starting model."""
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
-    """Move the reference to the policy every N steps (TR-DPO, https://arxiv.org/abs/2404.09656). 0: never."""
+    """Number of steps between moves of the reference to the policy (TR-DPO, https://arxiv.org/abs/2404.09656). 0: the
+    reference never moves."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Share of the policy's weights in the reference after a move (`refresh_every`); 1 copies them."""
+    """Share of the policy's weights in the reference after each move (`refresh_every`); 1 copies the policy."""
     precompute: bool = setting(False, only_with=lambda c: c.has_reference)
-    """Compute the reference's log-probabilities of all rows before the first step, and store them in the run folder, so
-    that training needs no reference in memory."""
+    """Compute the reference's log-probabilities of all rows before the first step and store them in the run folder, so
+    that no reference is in memory while the policy trains."""
 
 
 def read_as(name: str) -> Callable[[Any], bool]:
-    """Return a condition on a job's settings: one of its losses reads the setting `name`."""
+    """Return a function of a job's settings that is true if one of the job's losses reads the setting `name`."""
     return lambda c: any(name in loss.reads for loss in rows_of(c.preference))
 
 
@@ -87,37 +89,37 @@ class PreferenceMethod:
     """The loss and its settings."""
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "kto", "bco", "apo", "sppo"] = "dpo"
-    """Published method, which sets the losses; `--preference.loss` replaces them."""
+    """Published method, which determines the losses; `--preference.loss` replaces them."""
     loss: tuple[str, ...] = ()
-    """Losses that are summed, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: the
-    losses of the method."""
+    """Losses whose weighted sum is trained on, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2
+    sft=1`. Empty: the losses of `method`."""
     beta: float = setting(0.1, POSITIVE, only_with=read_as("beta"))
-    """Strength of the penalty that keeps the policy near the reference; tau of IPO; scale of the margin in SimPO and
-    CPO. The default is 2 if simpo is the only loss."""
+    """Strength of the penalty that keeps the policy near the reference. For IPO this is its tau, and for SimPO and CPO
+    the scale of the margin. The default is 2 if simpo is the only loss."""
     label_smoothing: float = setting(
         0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"), only_with=read_as("label_smoothing")
     )
-    """Share of pairs whose label is assumed to be wrong (cDPO; robust and exo_pair need it)."""
+    """Share of pairs whose label is assumed to be wrong (cDPO). The losses robust and exo_pair need a value above 0."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = setting(
         "reverse_kl", only_with=read_as("divergence")
     )
     """Divergence from the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
     alpha: float = setting(0.5, only_with=lambda c: read_as("alpha")(c) and c.preference.divergence == "alpha")
-    """Exponent of the alpha divergence."""
+    """Exponent of the divergence `alpha`."""
     tau: float = setting(0.05, POSITIVE, only_with=read_as("tau"))
-    """Temperature of discopop."""
+    """Temperature of the loss discopop."""
     margin: float = setting(0.5, only_with=read_as("margin"))
-    """simpo's gamma: target margin between the two responses' beta times mean log p. The default is 1 if simpo is the
-    only loss."""
+    """Gamma of the loss simpo: the margin to reach between beta times the mean log p of the better and of the worse
+    response. The default is 1 if simpo is the only loss."""
     tail: float = setting(1.0, UNIT, only_with=read_as("tail"))
-    """Weight of log p of tokens beyond the length of the shorter response (LD-DPO,
+    """Weight of the log p of those tokens of the longer response that lie beyond the length of the shorter one (LD-DPO,
     https://arxiv.org/abs/2409.06411)."""
     weighted: bool = setting(False, only_with=read_as("weighted"))
     """Weight each pair by its probability under the policy (WPO, https://arxiv.org/abs/2406.11827)."""
     wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(Job.ONLINE,), only_with=read_as("wanted_weight"))
-    """kto, bco: weight of responses that are wanted."""
+    """Weight of wanted responses in the losses kto and bco."""
     unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(Job.ONLINE,), only_with=read_as("unwanted_weight"))
-    """kto, bco: weight of responses that are not wanted."""
+    """Weight of unwanted responses in the losses kto and bco."""
 
 
 @dataclass
@@ -138,8 +140,10 @@ class PreferenceConfig(SupervisedConfig):
 
 
 def losses_of(method: PreferenceMethod) -> dict[str, float]:
-    """Return name in `algos.preference` -> weight. Raises ValueError for a wrong name or weight."""
-    # Imported late, here and below: the module needs torch, and `--help` must work without it.
+    """Return the losses of a method: name in `algos.preference` -> weight. Raises ValueError for a wrong name or
+    weight.
+    """
+    # This is imported late, here and below, because the module needs torch, and `--help` must work without torch.
     from spmdrl.algos.preference import LOSSES, SFT
 
     found = {}
@@ -155,14 +159,14 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
 
 
 def rows_of(method: PreferenceMethod) -> "list[PreferenceLoss]":
-    """Return the table rows of all losses but `sft`. Raises ValueError as `losses_of` does."""
+    """Return the descriptions of a method's losses but `sft`, which has none. Raises ValueError as `losses_of` does."""
     from spmdrl.algos.preference import LOSSES, SFT
 
     return [LOSSES[name] for name in losses_of(method) if name != SFT]
 
 
 def has_pairs(method: PreferenceMethod) -> bool:
-    """Return True if the losses compare two responses."""
+    """Return True if the losses compare the two responses of a pair; False if they read labels."""
     return not any(loss.labelled for loss in rows_of(method))
 
 
@@ -172,7 +176,7 @@ def has_reference(method: PreferenceMethod) -> bool:
 
 
 def check_preference(config: PreferenceConfig, world_size: int) -> None:
-    """Check all values together. Raises ConfigError with every problem."""
+    """Check all settings together. Raises ConfigError with a line for every problem."""
     chosen, data = config.preference, config.data
     try:
         losses = losses_of(chosen)
@@ -190,7 +194,7 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
 
 
 def reference_problems(config: Any) -> list[str]:
-    """Return a line for each problem of a reference that may move."""
+    """Return a line for each setting that does not work with a reference that moves (`refresh_every`)."""
     reference, problems = config.reference, []
     if is_average(reference) and (config.policy.backend, config.model.dtype) == ("megatron", "bfloat16"):
         problems.append(
@@ -205,7 +209,7 @@ def reference_problems(config: Any) -> list[str]:
 
 
 def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
-    """Return a line for each problem of the losses together with their settings. losses: as `losses_of` returns."""
+    """Return a line for each loss or setting of a loss that does not fit the others. losses: as `losses_of` returns."""
     from spmdrl.algos.preference import LOSSES
 
     rows, problems = {name: LOSSES[name] for name in losses if name in LOSSES}, []

@@ -1,7 +1,7 @@
-"""Published methods by name, as settings that YAML files and flags override.
+"""Presets: published methods by name, each as values of settings that YAML files and flags override.
 
 A preset has only the settings that differ from the defaults of `schema.py`; a method's constants (clip ranges,
-temperatures) are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets (docs/generate.py).
+temperatures) are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets.
 """
 
 import dataclasses
@@ -14,25 +14,25 @@ from spmdrl.config.schema import Config
 
 @dataclass(frozen=True)
 class Preset:
-    """One published method."""
+    """A published method as values of settings."""
 
     title: str
     """Name of the method or of its paper."""
     paper: str
-    """URL."""
+    """URL of the paper."""
     settings: dict[str, Any]
     """Dotted name of a setting -> its value."""
 
 
 def _preset(title: str, paper: str, advantage: str, loss: str, aggregation: str, **settings: Any) -> Preset:
-    """Return a preset. paper: an arXiv number or a URL. settings: `x` for `algo.x`, `section__x` for others."""
+    """Return a preset. paper: an arXiv number or a URL. settings: `x` means `algo.x`, `section__x` `section.x`."""
     url = paper if paper.startswith("https:") else f"https://arxiv.org/abs/{paper}"
     named = {"advantage": advantage, "loss": loss, "aggregation": aggregation} | settings
     return Preset(title, url, {(k.replace("__", ".") if "__" in k else f"algo.{k}"): v for k, v in named.items()})
 
 
 PRESETS: dict[str, Preset] = {
-    # The paper adds a k3 penalty of 0.04 to the loss, which needs a reference model: turn it on with --algo.kl-coef.
+    # The paper also adds 0.04 times the KL (k3), which needs a reference model; --algo.kl-coef 0.04 turns it on.
     "grpo": _preset("DeepSeekMath", "2402.03300", "grpo", "ppo", "seq-mean-token-mean"),
     "dr_grpo": _preset("Dr. GRPO", "2503.20783", "dr_grpo", "ppo", "seq-mean-token-sum-norm"),
     "rloo": _preset("RLOO", "2402.14740", "rloo", "reinforce", "seq-mean-token-sum"),
@@ -118,10 +118,11 @@ PRESETS: dict[str, Preset] = {
 
 
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
-    """Return dotted name -> value of a preset's settings, with another loss or advantage if they are given.
+    """Return dotted name -> value of a preset's settings, if the loss or advantage is another one than the preset's.
 
-    Values that only a replaced loss or advantage reads are dropped, so that the chosen function has its own defaults.
-    With a loss from a user's file the preset's aggregation stays. Raises KeyError for an unknown preset.
+    Values that losses (or advantages) read are dropped if a user replaces the preset's, so that the chosen function
+    keeps its defaults. With a loss from a user's file the preset's aggregation stays. Raises KeyError for an unknown
+    preset.
     """
     settings = dict(PRESETS[name].settings)
     gone: set[str] = set()
@@ -135,7 +136,7 @@ def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[s
 
 
 def with_preset(config: Config, name: str) -> Config:
-    """Return a config with a preset's values, for programs without files. Raises KeyError for an unknown one."""
+    """Return a config with a preset's values, for programs that read no files. Raises KeyError for an unknown name."""
     sections: dict[str, dict[str, Any]] = {"algo": {"preset": name}}
     for dotted, value in PRESETS[name].settings.items():
         section, _, leaf = dotted.partition(".")

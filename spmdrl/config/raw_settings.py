@@ -1,4 +1,4 @@
-"""The text of settings: words of the command line and entries of YAML files, checked by type and parsed by tyro."""
+"""Reads the text of settings from the command line and YAML files, checks it by type, and parses it with tyro."""
 
 import contextlib
 import io
@@ -18,14 +18,14 @@ COMMAND_LINE = "command line"
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 MOST_NODES, MOST_LEVELS = 10_000, 8
-"""Most entries and levels of a file of settings, counted with aliases expanded."""
+"""Most entries and most nested sections of a YAML file; entries that an alias repeats count again."""
 RESAMPLE, POWER = "filter.resample", "filter.resample_power"
-"""The setting of the resampling method, and the key of its power in files of other versions."""
+"""The setting of the resampling method, and the key under which files of other versions hold its power."""
 CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.1"
-"""The key of the KL controller in files of other versions, the setting that replaces it, and its value if it is
-missing."""
+"""The key of the KL controller in files of other versions, the setting that replaces the key, and the value of this
+setting if a file lacks it."""
 MERGED = {"policy.recompute": "policy.activation_checkpointing", CONTROLLER: TARGET, POWER: RESAMPLE}
-"""Name in files and commands of other versions -> the setting that replaces it."""
+"""Name of a setting in other versions -> the setting that replaces it, for hints about unknown names."""
 
 C = TypeVar("C")
 E = TypeVar("E")
@@ -33,35 +33,35 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """Settings and options of a command line."""
+    """What a command line and its files give: the settings, and where they come from."""
 
     config: C
     dry_run: bool = False
-    """Print the resolved config and the plan, and stop."""
+    """True if the job only prints the resolved config and the plan."""
     files: tuple[str, ...] = ()
-    """The `--config` files, in the order they were read."""
+    """Paths of the `--config` files, in the order in which they were read."""
     given: frozenset[str] = frozenset()
-    """Settings named by a flag or by a file written by hand; not those of a preset or of a run folder's config.yaml."""
+    """Settings that a flag or a user's file names, without those of presets and of files that a run wrote."""
     notes: tuple[str, ...] = ()
-    """Lines about settings of files that a later preset replaces, and about defaults."""
+    """Lines that tell the user about defaults, and about settings in files that a later preset replaces."""
     without_flags: Callable[[], "Loaded[C] | None"] = lambda: None
     """Function that reads the files again, without the flags; returns None if there are no files."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The text of one setting, and its origin: `file.yaml:3` or the command line. `values` None is YAML's null."""
+    """The text of one setting (None for YAML's null), and its origin: `file.yaml:3` or the command line."""
 
     values: list[str] | None
     origin: str
 
 
 Entries = list[tuple[str, Given]]
-"""Names of settings with their text, in the order of a file or of the command line."""
+"""Pairs of a setting's name and its text, in the order of a file or of the command line."""
 
 
 def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]]:
-    """Return the flags with the words that follow each, and the `--config` files."""
+    """Return the flags of a command line with the words that follow each of them, and the `--config` files."""
     found: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
@@ -78,7 +78,7 @@ def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]
 
 
 def read_yaml(path: str, problems: list[str]) -> Entries:
-    """Return dotted names and text of a YAML file, which is composed and not constructed, to keep the line numbers."""
+    """Return the entries of a YAML file: dotted names and text. The file is only composed, to know the line numbers."""
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.SafeLoader)
@@ -102,7 +102,7 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
 
 
 def one_resampling(found: Entries) -> Entries:
-    """Return the entries of all files and flags with a separate power of resampling merged into `filter.resample`."""
+    """Return the entries of all files and flags, with the power that old files hold merged into `filter.resample`."""
     powers = [given.values or ["2"] for name, given in found if name == POWER and given.origin != COMMAND_LINE]
     if not powers:
         return found
@@ -116,12 +116,15 @@ def one_resampling(found: Entries) -> Entries:
 
 
 def with_power(method: str, power: object) -> str:
-    """Return the method of resampling with its power, which files of other versions hold separately."""
+    """Return `pow=p` for the resampling method `pow` with a power p other than 2, and any other method unchanged."""
     return f"pow={power}" if method == "pow" and str(power) not in ("2", "2.0") else method
 
 
 def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, E]:
-    """Return the entries of a file with the controller of the KL coefficient replaced by its target."""
+    """Return a file's entries with the key of the KL controller replaced by `algo.kl_target`.
+
+    adaptive: False if the KL coefficient is constant, so that there is no target. default: target if the file has none.
+    """
     rest = {name: value for name, value in entries.items() if name != CONTROLLER}
     if not adaptive:
         rest.pop(TARGET, None)
@@ -131,7 +134,7 @@ def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, 
 
 
 def is_resolved(path: str) -> bool:
-    """Return True for a file that a run or `--dry-run` wrote, which names every setting."""
+    """Return True for a file that a run or `--dry-run` wrote, and which therefore names every setting."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.readline().rstrip("\n") == RESOLVED
@@ -143,7 +146,7 @@ def _flatten(
     node: yaml.Node, prefix: str, path: str, found: Entries, problems: list[str], nodes: Iterator[int]
 ) -> None:
     origin = f"{path}:{node.start_mark.line + 1}"
-    # An alias may refer to the section that contains it, or expand to very many entries.
+    # An alias may refer to the section that contains it, or stand for very many entries, so both numbers are limited.
     if next(nodes) > MOST_NODES or prefix.count(".") > MOST_LEVELS:
         raise OverflowError(f"line {node.start_mark.line + 1}: nested too deeply, or more than {MOST_NODES} entries")
     if isinstance(node, yaml.MappingNode):
@@ -171,7 +174,7 @@ def _flatten(
 
 
 def unknown_name(name: str, given: Given, valid: list[str]) -> str:
-    """Return a line about an unknown name, with the setting that was probably meant."""
+    """Return a line about an unknown name, with a hint at the setting that the user probably meant."""
     inside = [leaf for leaf in valid if leaf.startswith(name + ".")]
     in_file = given.origin != COMMAND_LINE
     if inside:
@@ -179,7 +182,7 @@ def unknown_name(name: str, given: Given, valid: list[str]) -> str:
         text = f"{name if in_file else flag(name)} is a section, not a setting; it holds {shown}"
     else:
         near = nearest(MERGED.get(name, name), valid, 3) or nearest(name.replace(".no_", "."), valid, 1)
-        # A name without its section may exist in several sections.
+        # If a name is given without its section, all sections that have a setting of this name are shown.
         near = [leaf for leaf in near if leaf.endswith("." + name)] or near[:1]
         kind = f"unknown key {name}" if in_file else f"unknown flag {flag(name)}"
         meant = " or ".join(near if in_file else map(flag, near))
@@ -189,7 +192,7 @@ def unknown_name(name: str, given: Given, valid: list[str]) -> str:
 
 
 def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
-    """Return the words for tyro of one setting. Raises ConfigError for text that does not fit its type."""
+    """Return the command line of one setting, for tyro. Raises ConfigError for text that does not fit its type."""
     where = flag(name) if given.origin == COMMAND_LINE else f"{given.origin}: {flag(name)}"
     values = given.values
     if values is None:
@@ -213,16 +216,19 @@ def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
         raise ConfigError(f"{where}: takes {one}, got {got}")
     if is_optional(hint) and values[0].lower() in {"none", "null", "~", ""}:
         values = ["None"]
-    # With `=`, a value may begin with a dash.
+    # The flag and its value are one word with `=`, because the value may begin with a dash.
     return [f"{flag(name)}={values[0]}"]
 
 
 def parse(command: type, tokens: list[str], prog: str, origins: dict[str, str]) -> Any:
-    """Parse words with tyro. Raises ConfigError with tyro's report, which it prints in a box, as one line."""
+    """Parse words with tyro. Raises ConfigError with tyro's report on one line, without the box around it.
+
+    origins: setting -> file and line, or the command line, for the message.
+    """
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            # Comments are not help texts. Without this tyro reads every source file of the sections at each call.
+            # tyro would read all source files of the sections for comments as help texts, which takes long.
             return tyro.cli(command, args=tokens, prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
     except SystemExit:
         text = re.sub(r"\x1b\[[0-9;]*m", "", report.getvalue())

@@ -1,7 +1,7 @@
 """Compares the settings of a run folder with those of a run that resumes from it.
 
-Each setting declares whether it may differ (`declare.py`). If other settings changed, the results would belong neither
-to the old settings nor to the new ones.
+Each setting declares whether a resume may change it (`declare.py`). If another setting changed, the results would
+belong neither to the old settings nor to the new ones.
 """
 
 import hashlib
@@ -27,21 +27,21 @@ from spmdrl.config.yaml_file import SUFFIXES
 
 
 def may_change(cfg: TrainingConfig, name: str) -> bool:
-    """Return True if a resume may change a setting; it may not change the steps if a schedule reads them."""
+    """Return True if a resume may change a setting; not `run.steps` if the schedule of the learning rate reads it."""
     if name == "run.steps" and cfg.optimizer.schedule != "constant":
         return False
     return bool(declared(type(cfg))[name].free)
 
 
 def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted name -> value of nested sections."""
+    """Return dotted name -> value of the settings in nested dicts of sections."""
     if not isinstance(nested, dict):
         return {prefix[:-1]: nested}
     return {k: v for name, value in nested.items() for k, v in flat(value, f"{prefix}{name}.").items()}
 
 
 def fixed_settings(cfg: TrainingConfig) -> dict[str, Any]:
-    """Return the settings that a resume must keep, redacted; the engine is the one that `auto` resolves to."""
+    """Return name -> value of the settings that a resume must keep, redacted; the engine is what `auto` resolves to."""
     return {k: v for k, v in flat(to_dict(settings_to_record(cfg))).items() if not may_change(cfg, k)}
 
 
@@ -72,12 +72,12 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
 
 
 def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
-    """Return the entry point whose settings have these sections, or "" if none has.
+    """Return the entry point that wrote settings with these sections; "" if none could have written them.
 
-    kinds: entry point -> schema of its settings. It must have all of the sections, at least one of which its base class
-    lacks; of several such schemas the smallest counts.
+    kinds: entry point -> schema of its settings. The schema must have all sections, at least one of which its base
+    class lacks. If several schemas do, the one with the fewest sections is taken.
     """
-    # Sections that no schema has, which another version wrote, are ignored.
+    # Sections that no schema has come from another version and are ignored.
     there = set(sections) & {each.name for schema in kinds.values() for each in fields(schema)}
     sizes: dict[str, int] = {}
     for name, schema in kinds.items():
@@ -89,14 +89,15 @@ def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
 
 @dataclass
 class Differences:
-    """Differences between a run folder's settings and a run's."""
+    """Differences between the settings of a run folder and those of the run that resumes in it."""
 
     other: str = ""
-    """The entry point that wrote the folder's settings; empty if it is this run's."""
+    """The entry point that wrote the folder's settings, if it is another one than this run's; else empty."""
     lines: list[str] = field(default_factory=list)
-    """Settings that a resume must keep, one line each: `--optimizer.lr: 0.0002 there, 0.001 here`."""
+    """A line for each setting that differs although a resume must keep it, such as
+    `--optimizer.lr: 0.0002 there, 0.001 here`."""
     notes: list[str] = field(default_factory=list)
-    """Further lines for the user."""
+    """Lines for the user about settings in the folder that are unknown or cannot be read."""
 
 
 def differences(
@@ -104,8 +105,9 @@ def differences(
 ) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
-    A setting that the file lacks (it may be older than the setting) counts as its default. A run whose folder names no
-    chat template rendered messages with ChatML. given: settings that a user named. kinds: as in `entry_point`.
+    A setting that the file lacks counts as its default, because the file may be older than the setting. A run whose
+    folder names no chat template rendered messages with ChatML. given: settings that the user named. kinds: as in
+    `entry_point`.
     """
     out, there = Differences(), {}
     try:
@@ -132,7 +134,7 @@ def differences(
         then = there.get(name, defaults.get(name))
         why = ""
         if name == "rollout.engine":
-            # A file written by hand may contain auto, which resolves to the same engine as in this run.
+            # A config.yaml that a user wrote may contain auto, which means the same engine here as in this run.
             then = then if then != "auto" else engine_name(replace(run, rollout=replace(run.rollout, engine="auto")))
             why = " (by auto)" if run.rollout.engine == "auto" else ""
         implied = name == "data.chat_template" and name not in given and (then, here) == ("", "chatml")
@@ -142,7 +144,9 @@ def differences(
 
 
 def settings_to_record(cfg: TrainingConfig) -> TrainingConfig:
-    """Return the settings without those that apply to this start only, and with the engine that `auto` resolves to."""
+    """Return the settings to write into config.yaml: without those that apply only to this start, and with the engine
+    that `auto` resolves to.
+    """
     cfg = replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
     if hasattr(cfg, "rollout"):
         run = cast(Config, cfg)

@@ -1,4 +1,4 @@
-"""Settings of the training of a reward model, and the rules for them."""
+"""Settings for training a reward model, and the rules for them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,34 +13,36 @@ from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supe
 @hides(Job.REWARD_MODEL)
 @dataclass
 class ScoredDataConfig(PreferenceDataConfig):
-    """Rows: pairs of responses, or responses whose steps have labels."""
+    """Where rows come from: pairs of responses, or responses whose steps have labels."""
 
     margin_column: str = setting("margin", only_with=lambda c: c.reads_pairs)
-    """Column with the margin by which the better response is better; the column may be missing."""
+    """Column with the margin by which the score of the better response should be higher. It may be missing."""
     output_column: str = setting("output", only_with=lambda c: c.reads_pairs and len(c.reward_model.outputs) > 1)
-    """With several `--reward-model.outputs`: column with the name of the output that a row's preference is about."""
+    """Column with the name of the output that a row's preference is about, if there are several
+    `--reward-model.outputs`."""
     steps_column: str = setting("completions", only_with=lambda c: not c.reads_pairs)
     """Column with the steps of a response, a list of texts."""
     labels_column: str = setting("labels", only_with=lambda c: not c.reads_pairs)
-    """Column with a label for each step: true or false, or a number in [0, 1]; null for a step that is not trained
-    on."""
+    """Column with a list of labels, one for each step: true or false, or a number in [0, 1]. A step whose label is null
+    is not trained on."""
 
 
 @dataclass
 class RewardModelMethod:
-    """The head and the loss."""
+    """The rows, the scores and the loss of the reward model."""
 
     rows: Literal["pairs", "steps"] = "pairs"
-    """Rows to learn from: `pairs` of responses, or labelled `steps`, which make a process reward model."""
+    """Kind of rows: `pairs` of responses, or responses with labelled `steps`, which train a process reward model."""
     separator: str = setting("\n\n", only_with=lambda c: not c.reads_pairs)
-    """Text that ends every step but the last; the score of a step is read at the token with the step's last
+    """Text that ends every step but the last. The score of a step is read at the token that has the step's last
     character."""
     last_step: bool = setting(False, only_with=lambda c: not c.reads_pairs)
     """Train only on the label of the last step of each response."""
     outputs: tuple[str, ...] = setting((), only_with=lambda c: c.reads_pairs)
-    """Names of the scores, each trained on the rows that name it. Empty: one score."""
+    """Names of the scores that the model gives; each is trained on the rows that name it. Empty: the model gives one
+    score."""
     centre: float = setting(0.0, NOT_NEGATIVE, only_with=lambda c: c.reads_pairs)
-    """Weight of the squared sum of both scores of a pair, which keeps scores around 0 (0.01 is usual)."""
+    """Weight of a loss that keeps scores around 0: the squared sum of both scores of a pair. Usual is 0.01. 0: off."""
 
 
 @hides(Job.REWARD_MODEL)
@@ -60,7 +62,7 @@ class RewardModelConfig(SupervisedConfig):
 
 
 def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
-    """Check all values together. Raises ConfigError with every problem."""
+    """Check all settings together. Raises ConfigError with a line for every problem."""
     names, longest = config.reward_model.outputs, config.data.max_tokens * (2 if config.reads_pairs else 1)
     problems = Problems(config, supervised_problems(config, world_size, longest))
     if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
@@ -74,7 +76,7 @@ def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
 
 
 def _step_problems(config: RewardModelConfig) -> list[str]:
-    """Return a line for each setting of a process reward model to change."""
+    """Return a line for each invalid setting of a process reward model."""
     chosen, problems = config.reward_model, []
     if not chosen.separator:
         problems.append("--reward-model.separator: is empty; name the text that ends steps, or leave the setting out")

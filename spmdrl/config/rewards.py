@@ -1,4 +1,4 @@
-"""The rewards that settings name, with their weights, the reward model, and the sandbox; the rules for them."""
+"""Rewards that settings name and their weights, and the rules for them, for reward models and for the sandbox."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,25 +15,27 @@ SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """Return function and weight of `function=weight`; the default weight is 1. Raises ValueError if it is invalid."""
+    """Return function and weight of `function=weight`; a missing weight is 1. Raises ValueError for an invalid one."""
     form = f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1"
     function, weight = name_weight(text, form, positive=False)
     return function, 1.0 if weight is None else weight
 
 
 def functions(reward: RewardConfig) -> list[str]:
-    """Return all rewards of the settings. Raises ValueError as `weighted` does."""
+    """Return the names of all rewards in the settings. Raises ValueError as `weighted` does."""
     return [reward.function, *(weighted(each)[0] for each in reward.more)]
 
 
 def short_name(function: str) -> str:
-    """Return the short name of a reward: the built-in's, the function's, or the file's without `.py`."""
+    """Return the short name of a reward, for metrics: that of the built-in or the function, or the file's without
+    suffix.
+    """
     file, _, name = function.rpartition(":")
     return name if file else Path(function).stem
 
 
 def same_names(reward: RewardConfig) -> list[str]:
-    """Return a line for each name that several rewards have. Raises ValueError as `weighted` does."""
+    """Return a line for each short name that several rewards have. Raises ValueError as `weighted` does."""
     by: dict[str, list[str]] = {}
     for function in functions(reward):
         by.setdefault(short_name(function), []).append(function)
@@ -51,7 +53,7 @@ def runs_programs(reward: RewardConfig) -> bool:
 
 
 def kwargs_of(reward: RewardConfig) -> dict:
-    """Return `--reward.kwargs`. Messages do not show it, as it may contain a key. Raises ValueError if invalid."""
+    """Return the object in `--reward.kwargs`. Raises ValueError, without the text, which may contain a key."""
     return read_json("--reward.kwargs", reward.kwargs, '{"name": 1}')
 
 
@@ -88,7 +90,9 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def reward_model_problems(config: Config) -> list[str]:
-    """Return a line for each problem of the file that `--reward.model` names, or if it is missing."""
+    """Return a line for each problem of the file that `--reward.model` names, and if a process reward model is needed
+    but missing.
+    """
     try:
         found = classifier_of(config.reward.model)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Rules that all jobs share: of single settings, as their fields declare them, and of rows and checkpoints."""
+"""Rules that all jobs share: the rules that fields of settings declare, and rules for rows and checkpoints."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from spmdrl.config.template import template_kwargs
 
 
 def rule_problems(config: Any) -> list[str]:
-    """Return a line for each value that the rule of its setting refuses."""
+    """Return a line for each value that is invalid by the rule that its setting declares."""
     return [
         f"{flag(name)} {shown(get(config, name))}: {each.rule.says}"
         for name, each in declared(type(config)).items()
@@ -19,9 +19,9 @@ def rule_problems(config: Any) -> list[str]:
 
 
 def never_measured(checkpoint: CheckpointConfig, every: int, steps: int) -> list[str]:
-    """Return a line if no evaluation before the end of a run measures weights that `--checkpoint.best` may keep.
+    """Return a line if no evaluation before the end of a run measures a checkpoint, so that none can be the best.
 
-    every: as `--eval.every`. steps: of the run; 0 if not known yet.
+    every: the value of `--eval.every`. steps: number of steps of the run; 0 if it is not known yet.
     """
     both = math.lcm(checkpoint.every, every)
     if "eval/" not in checkpoint.best or not steps or not both or both < steps or checkpoint.every >= steps:
@@ -34,9 +34,9 @@ def never_measured(checkpoint: CheckpointConfig, every: int, steps: int) -> list
 
 
 def rows_and_checkpoint_problems(config: Any, unmeasured: str) -> list[str]:
-    """Return lines about the chat template of a job's rows, and about the metric of its best checkpoint.
+    """Return lines about the chat template of a job's rows, and about the metric that selects its best checkpoint.
 
-    unmeasured: the reason for which no evaluation measures a metric; empty if one does.
+    unmeasured: the reason why no evaluation measures metrics, such as `without --data.eval`; empty if one does.
     """
     data, best, problems, unread = config.data, config.checkpoint.best, [], []
     try:

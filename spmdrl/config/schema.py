@@ -1,7 +1,7 @@
 """All settings of a run, one dataclass for each section; the text under a field is its `--help`.
 
-The module imports nothing heavy, so that `--help` answers at once. Rules for several settings are in `checks.py`;
-`load.py` makes a `Config` of YAML and flags.
+The module imports nothing heavy, so that `--help` answers at once. Rules between settings are in `checks.py`; `load.py`
+makes a `Config` from YAML files and flags.
 """
 
 import math
@@ -31,39 +31,41 @@ class RunConfig:
     """General settings of the run."""
 
     dir: str = setting("", free=Free.WATCHED)
-    """Run folder (resolved config, metrics, samples, logs, checkpoints). Empty: `runs/<name>`."""
+    """Run folder, for the resolved config, metrics, samples, logs and checkpoints. Empty: `runs/<name>`."""
     name: str = setting("demo", free=Free.WATCHED)
-    """Name shown in trackers and used for the default run folder."""
+    """Name of the run in trackers, and of its default folder."""
     steps: int = setting(60, COUNT, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
-    """Steps to train: each is one round of experience and its optimizer updates."""
+    """Number of training steps. A step samples experience once and makes optimizer updates with it."""
     seed: int = setting(0, NOT_NEGATIVE)
-    """Every draw is keyed by (seed, step, prompt, sample, turn), so the world size does not change it."""
+    """Seed of all random draws. Every draw depends only on (seed, step, prompt, sample, turn), so the number of ranks
+    does not change it."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", free=Free.WATCHED)
-    """`auto` takes the GPUs when torch sees one for each local rank."""
+    """Device to run on. `auto`: GPUs if torch sees one for each local rank, else the CPU."""
     timeout: float = setting(600.0, POSITIVE, free=Free.WATCHED)
-    """Seconds that a collective may wait for a missing rank before all ranks are ended."""
+    """Most seconds that a collective waits for a missing rank; after them all ranks are ended."""
     grace: float = setting(60.0, POSITIVE, free=Free.WATCHED)
-    """Seconds after SIGUSR1 (or SIGTERM) within which the job finishes or abandons the step, saves and exits."""
+    """Most seconds after SIGUSR1 (or SIGTERM) in which the job finishes or abandons the step, saves and exits."""
     deterministic: bool = setting(False, free=Free.WATCHED)
-    """Two runs on the same layout are equal to the last bit (also `--deterministic`): torch's deterministic algorithms,
-    the static assignment, batch-invariant kernels in vLLM and SGLang on GPU. Slower."""
+    """Make two runs on the same layout equal to the last bit (also `--deterministic`), which is slower: with torch's
+    deterministic algorithms, a static assignment, and batch-invariant kernels in vLLM and SGLang on GPUs."""
     lockstep_debug: bool = setting(False, free=Free.WATCHED)
-    """Compare (call site, op, shape) of every collective across ranks before it runs: slow, but the error names the
-    rank that differs."""
+    """Compare the call site, operation and shape of every collective between ranks before it runs. This is slow, but
+    the error names the rank that differs."""
     fresh: bool = setting(False, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
-    """Start over if the run folder exists: the old one is renamed to `<dir>.old-1`, `.old-2`, ... This applies once to
-    a job: if torchrun or SLURM restarts the job, it continues."""
+    """Start over if the run folder exists: the old folder is renamed to `<dir>.old-1`, `.old-2`, ... A job does this
+    only once: if torchrun or SLURM restarts the job, it continues in its folder."""
     allow_changes: bool = setting(False, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
-    """Continue in a run folder whose settings differ in ways that change results; off: such a job is refused."""
+    """Continue in a run folder even if its settings differ from the job's in ways that change results. Off: the job is
+    refused."""
     spike_factor: float = setting(
         20.0,
         Rule(lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for off"),
         free=Free.WATCHED,
         unread_by=(Job.EVALUATE,),
     )
-    """Save the batch of an optimizer step whose gradient norm is above this many times the median of the last 32 steps,
-    for `python -m spmdrl.tools.replay`. A run saves at most 3 such batches, and at most 3 whose norm is not finite. 0:
-    save only batches whose norm is not finite."""
+    """Save the batch of an optimizer step whose gradient norm exceeds this factor times the median of the last 32
+    steps, for `python -m spmdrl.tools.replay`. A run saves at most 3 of these batches, and at most 3 whose norm is not
+    finite. 0: save only batches whose norm is not finite."""
 
 
 @dataclass
@@ -71,62 +73,65 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = "tiny"
-    """HF folder, hub name, `ms:<name>` (ModelScope), a `.gguf` file, `package:<name>` (GGUF in an installed package),
-    or `tiny` (comes with spmdrl)."""
+    """The starting model: an HF folder, a hub name, `ms:<name>` (ModelScope), a `.gguf` file, `package:<name>` (GGUF in
+    an installed package), or `tiny` (comes with spmdrl)."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (or float64). float16
-    has a dynamic loss scale (docs/policy.md)."""
+    """Number type of forward and backward, and of the engine. Master weights and optimizer are float32 (with float64:
+    float64). float16 has a dynamic loss scale (docs/policy.md)."""
     trust_remote_code: bool = setting(False, free=Free.LIMIT)
-    """Run Python code that comes with the model. Off: models that need it are refused."""
+    """Run Python code that comes with the model. Off: models that need their code are refused."""
     self_check: bool = setting(True, free=Free.COMPUTED)
-    """At the start, compare logp of packed sequences with logp of each sequence alone in plain transformers; after the
-    first push, compare the engine's logp with the trainer's (docs/policy.md)."""
+    """Compare logp of packed sequences at the start with logp of each sequence alone in plain transformers, and the
+    engine's logp after the first push with the trainer's (docs/policy.md)."""
 
 
 @dataclass
 class ParallelConfig:
     """Roles of the ranks, and how the training ranks divide the policy.
 
-    The sizes of dp_replicate, dp_shard, sp, cp, tp and pp multiply to the number of training ranks.
+    The product of the sizes of dp_replicate, dp_shard, sp, cp, tp and pp is the number of training ranks.
     """
 
     FREE: ClassVar[str] = Free.LAYOUT
 
     placement: Literal["colocated", "split"] = setting("colocated", unread_by=(Job.SUPERVISED,))
-    """`colocated`: every rank trains and samples in turn (sleep and wake). `split`: the last ranks sample while the
-    others train."""
+    """`colocated`: every rank trains and samples in turn (the engine sleeps and wakes). `split`: the last ranks sample
+    while the others train."""
     rollout_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
-    """Ranks that sample under `split`."""
+    """Number of ranks that sample under `split`."""
     scoring_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
-    """Ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the training ranks hold
-    them. Megatron's axes divide these models, too."""
+    """Number of ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the training
+    ranks hold them. Megatron's axes divide these models, too."""
 
     dp_replicate: int = setting(1, COUNT)
-    """HSDP: copies of the sharded model."""
+    """Number of copies of the sharded model (HSDP)."""
     dp_shard: int = setting(
         -1, Rule(lambda x: x == -1 or x >= 1, "must be at least 1, or -1 for all ranks the other axes leave")
     )
-    """FSDP: ranks over which parameters are sharded. -1: all that the other axes leave."""
+    """FSDP: number of ranks over which parameters are sharded. -1: all training ranks that the other axes leave."""
     sp: int = setting(1, COUNT)
-    """FSDP: ranks that divide the tokens of a micro-batch (Ulysses); must divide the model's attention heads."""
+    """FSDP: number of ranks that divide the tokens of a micro-batch (Ulysses). It must divide the number of the model's
+    attention heads."""
     cp: int = setting(1, COUNT)
-    """Megatron: ranks that divide the tokens of each sequence (context parallelism)."""
+    """Megatron: number of ranks that divide the tokens of each sequence (context parallelism)."""
     tp: int = setting(1, COUNT)
-    """Megatron: ranks that divide every matrix and the vocabulary (the engine's own is `--rollout.tp`)."""
+    """Megatron: number of ranks that divide every matrix and the vocabulary (for the engine, see `--rollout.tp`)."""
     sequence_parallel: bool = True
     """Megatron: divide the tokens over the tp ranks between the tensor-parallel parts of a layer."""
     pp: int = setting(1, COUNT)
-    """Megatron: stages of the pipeline, which divide the layers."""
+    """Megatron: number of pipeline stages, which divide the layers."""
     first_stage_layers: int = setting(0, NOT_NEGATIVE)
-    """Megatron: layers of the first stage; the other stages divide the remaining layers. 0: as many as the others."""
+    """Megatron: number of layers in the first pipeline stage; the other stages divide the remaining layers. 0: as many
+    as in the other stages."""
     last_stage_layers: int = setting(0, NOT_NEGATIVE)
-    """Megatron: layers of the last stage; the other stages divide the remaining layers. 0: as many as the others."""
+    """Megatron: number of layers in the last pipeline stage; the other stages divide the remaining layers. 0: as many
+    as in the other stages."""
     virtual_stages: int = setting(1, COUNT)
-    """Megatron: parts of the model on each rank of the pipeline (interleaved schedule)."""
+    """Megatron: number of separate parts of the model on each pipeline rank (interleaved schedule)."""
     ep: int = setting(1, COUNT)
-    """Megatron: ranks that divide the experts; they are taken from the ranks of one pipeline stage."""
+    """Megatron: number of ranks, all of one pipeline stage, that divide the experts."""
     etp: int = setting(1, COUNT)
-    """Megatron: ranks that divide every expert's matrices."""
+    """Megatron: number of ranks that divide the matrices of every expert."""
 
 
 @dataclass
@@ -134,29 +139,29 @@ class OptimizerConfig:
     """AdamW and its schedule."""
 
     lr: float = setting(2e-4, NOT_NEGATIVE)
-    """Peak learning rate of AdamW. This default is for the model that comes with spmdrl; for other models it is 1e-6
-    under reinforcement learning, and ten times as much with LoRA."""
+    """Peak learning rate of AdamW. The default shown is for the model that comes with spmdrl. For other models it is
+    1e-6 in reinforcement learning, and ten times as much with LoRA."""
     betas: tuple[float, float] = setting(
         (0.9, 0.99), Rule(lambda x: all(0 <= beta < 1 for beta in x), "must be two numbers from 0 up to, but not, 1")
     )
-    """AdamW betas."""
+    """AdamW's betas: how slowly the moving averages of the gradient and of its square change."""
     eps: float = setting(1e-8, POSITIVE)
-    """AdamW epsilon."""
+    """AdamW's epsilon, which is added to the denominator of an update."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """AdamW's decoupled weight decay."""
     clip_grad_norm: float = setting(1.0, NOT_NEGATIVE)
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest norm of the gradient over all parameters; a larger gradient is scaled down to it. 0: no limit."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after warm-up, over all optimizer steps of the run, including skipped ones."""
+    """How the learning rate changes after warm-up, over all optimizer steps of the run, including skipped ones."""
     warmup_steps: int = setting(0, NOT_NEGATIVE)
-    """Optimizer steps of linear warm-up."""
+    """Number of optimizer steps in which the learning rate rises linearly to its peak."""
     min_lr_ratio: float = setting(0.0, UNIT, only_with=lambda c: c.optimizer.schedule != "constant")
     """Final learning rate as a share of the peak (linear, cosine)."""
     decay_share: ClassVar[float] = 1.0
-    """A setting only in jobs on given rows (config/supervised.py)."""
+    """Share of the steps in which the learning rate falls; only jobs on given rows can set it (supervised.py)."""
     bad_steps: int = setting(3, NOT_NEGATIVE, free=Free.LIMIT)
-    """Number of consecutive optimizer steps with a loss or gradient that is not finite after which the job ends; until
-    then such steps are skipped. 0: the first one ends the job."""
+    """The job ends after this many consecutive optimizer steps whose loss or gradient is not finite; before that, these
+    steps are skipped. 0: the first one ends the job."""
 
 
 @dataclass
@@ -164,18 +169,19 @@ class PolicyConfig:
     """How the policy trains: backend, micro-batches, memory, attention."""
 
     backend: Literal["fsdp", "megatron"] = "fsdp"
-    """Backend that trains the model: `fsdp`, any HF transformer under FSDP2; `megatron`, the families of
-    docs/megatron.md over tensor, pipeline, context and expert parallelism."""
+    """Backend that trains the model. `fsdp`: any HF transformer under FSDP2. `megatron`: the model families of
+    docs/megatron.md, with tensor, pipeline, context and expert parallelism."""
     max_tokens_per_microbatch: int = setting(8192, COUNT, free=Free.COMPUTED)
-    """Packing budget of one forward, on one rank or sp ranks together; changes speed and memory, never the result."""
+    """Most tokens that are packed into one forward, on one rank or on all sp ranks together. This changes speed and
+    memory, and never the result."""
     activation_checkpointing: Literal["none", "full", "selective"] = setting("none", free=Free.COMPUTED)
     """Activations that the backward pass recomputes to save memory. `full`: those of complete layers, which takes up to
-    a third more time. `selective` (Megatron): those of the attention between its projections."""
+    a third more time. `selective` (Megatron): those inside the attention, between its projections."""
     host_optimizer: bool = setting(False, free=Free.COMPUTED)
     """Megatron: run AdamW on the host, where its moments and the float32 weights stay."""
     moe_aux_loss: float = setting(0.0, NOT_NEGATIVE)
-    """Megatron, mixture of experts: weight of a loss that balances the use of the experts in every sequence. 0:
-    none."""
+    """Megatron, mixture of experts: weight of a loss that balances the use of the experts in every sequence. 0: no
+    such loss."""
     moe_bias_rate: float = setting(0.0, NOT_NEGATIVE)
     """Megatron, routers with a bias (DeepSeek-V3): the amount that an update adds to the bias of experts with less than
     the mean load and subtracts from the bias of the others. 0: the bias is constant."""
@@ -183,28 +189,29 @@ class PolicyConfig:
     """Multi-token-prediction heads of the starting checkpoint, which are never trained: `skip` leaves them out of saved
     models, `keep` copies them unchanged."""
     reshard_after_forward: bool = setting(True, free=Free.COMPUTED)
-    """Free gathered parameters between forward and backward: less memory, one more all-gather. Models of up to 64 MiB
-    are gathered completely, once for both passes."""
+    """Free gathered parameters between forward and backward, which saves memory and costs one more all-gather. Models
+    of up to 64 MiB are always gathered completely, once for both passes."""
     reduce_gradients: Literal["last", "each"] = setting("last", free=Free.COMPUTED)
-    """FSDP: when to sum gradients over the ranks. `last`: after an update's last micro-batch; until then each rank
-    holds gradients of the complete model (4 bytes a parameter). `each`: after each micro-batch; a rank then holds only
-    its shard of the gradients, and communicates more."""
+    """FSDP: when gradients are summed over the ranks. `last`: after the last micro-batch of an update; until then each
+    rank holds gradients of the complete model (4 bytes a parameter). `each`: after each micro-batch; a rank then holds
+    only its shard of the gradients, and communicates more."""
     attention: Literal["auto", "flash", "varlen", "padded", "eager"] = setting("auto", free=Free.COMPUTED)
-    """Attention over packed sequences. `auto`: on a GPU in 16 bits, flash-attn's kernel if it is installed (`flash`),
-    else torch's kernel (`varlen`); otherwise causal SDPA for each sequence (`padded`). `eager`: plain softmax."""
+    """Attention over packed sequences. `flash`: flash-attn's kernel. `varlen`: torch's kernel. `padded`: causal SDPA
+    for each sequence. `eager`: plain softmax. `auto`: on a GPU in 16 bits `flash` if it is installed, else `varlen`; in
+    all other cases `padded`."""
     chunked_loss: bool = setting(True, free=Free.COMPUTED)
-    """FSDP: compute losses that are independent for each token in chunks of tokens, together with the output head. If a
-    micro-batch takes several chunks (on a GPU, 1,900 tokens each for 152k bfloat16 logits), this saves a quarter of the
+    """FSDP: compute a loss that is independent for each token in chunks of tokens, together with the output head. If a
+    micro-batch has several chunks (on a GPU, of 1,900 tokens for 152k bfloat16 logits), this saves a quarter of the
     head's work, but needs memory for a float32 copy of the head's gradient in addition to the activations. Other
-    losses, and all losses with False, read logp of the complete micro-batch."""
+    losses, and with False all losses, read logp of the complete micro-batch."""
     liger: bool = setting(False, free=Free.COMPUTED)
-    """FSDP on GPUs: RMSNorm, rotary embedding and SwiGLU by Liger's kernels (`pip install liger-kernel`)."""
+    """FSDP on GPUs: use Liger's kernels for RMSNorm, rotary embedding and SwiGLU (`pip install liger-kernel`)."""
     share_prompts: bool = setting(True, free=Free.COMPUTED)
-    """Compute the common prompt of a group's samples only once, in forward and backward; changes speed and memory,
-    never the result."""
+    """Compute the prompt that the samples of a group share only once, in forward and backward. This changes speed and
+    memory, and never the result."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Place of parameters and optimizer (the critic's too) while the engine samples: `none` leaves them on the device,
-    `host` moves them to pinned host memory (on a CPU: no move), `disk` to a temporary file in $TMPDIR or /var/tmp."""
+    """Where parameters and optimizer state, also the critic's, are while the engine samples. `none`: on the device.
+    `host`: in pinned host memory (on a CPU they are not moved). `disk`: in a temporary file in $TMPDIR or /var/tmp."""
 
 
 @dataclass
@@ -212,14 +219,14 @@ class LoraConfig:
     """Low-rank adapters (LoRA) on the policy. Only they train; the reference of the KL is the model without them."""
 
     rank: int = setting(0, NOT_NEGATIVE)
-    """Rank of the adapters. 0: none, every weight trains."""
+    """Rank of the adapters. 0: no adapters, and every weight trains."""
     alpha: int = setting(16, COUNT, only_with=lambda c: c.lora.rank)
-    """The adapters' output is multiplied by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = setting(("all-linear",), only_with=lambda c: c.lora.rank)
-    """Linear layers of the decoder that get an adapter, such as `q_proj v_proj`; `all-linear`: all of them."""
+    """Linear layers of the decoder that get an adapter, such as `q_proj v_proj`. `all-linear`: all linear layers."""
     push: Literal["adapter", "merged"] = setting("adapter", free=Free.COMPUTED, only_with=lambda c: c.lora.rank)
-    """Weights that are pushed to engines. `adapter`: the model without adapters once, then only the adapters. `merged`:
-    the full model with the adapters added to its weights; every engine supports this, and sglang needs it."""
+    """Weights that are pushed to engines. `adapter`: once the model without adapters, and then only the adapters.
+    `merged`: the full model with the adapters added to its weights; every engine supports this, and sglang needs it."""
 
 
 @dataclass
@@ -227,13 +234,14 @@ class ReferenceConfig:
     """The model of the KL term: the starting model, a teacher, or an earlier policy."""
 
     enabled: Literal["auto", "on", "off"] = setting("auto", unread_by=(Job.DISTILL, Job.ONLINE))
-    """Frozen model for KL. `auto`: on when a KL coefficient is not zero."""
+    """Whether there is a frozen reference model for the KL. `auto`: if the coefficient of the KL is not 0."""
     path: str = setting("", only_with=lambda c: c.has_reference)
-    """The model, as `--model.path`; a teacher, for distillation. Empty: the starting model."""
+    """The reference model, in a form that `--model.path` takes; in distillation the teacher. Empty: the starting
+    model."""
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
-    """Copy the policy's weights into the reference every N steps. 0: never."""
+    """Number of steps between copies of the policy's weights into the reference. 0: the reference never changes."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Place of frozen models while the engine samples, as `--policy.offload`."""
+    """Where frozen models are while the engine samples; values as for `--policy.offload`."""
 
 
 def is_average(reference: Any) -> bool:
@@ -246,118 +254,120 @@ class RolloutConfig:
     """Sampling: the number and length of samples, and the engine."""
 
     engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
-    """Engine that samples. `auto`: vLLM when installed for the run's device, else the HF engine. `sglang` needs
+    """Engine that samples. `auto`: vLLM if it is installed for the run's device, else the HF engine. `sglang` needs
     `launch/install.sh --sglang`."""
     tp: int = setting(1, COUNT, free=Free.DRAWN)
-    """Ranks that divide an engine's matrices. tp x dp ranks share one engine; this product must divide the number of
-    ranks that sample."""
+    """Number of ranks that divide an engine's matrices. tp x dp ranks share one engine; this product must divide the
+    number of ranks that sample."""
     dp: int = setting(1, COUNT, free=Free.DRAWN)
-    """Mixture of experts: copies of the attention in one engine (vllm, sglang). Each copy runs different requests,
-    while all tp x dp ranks divide the experts."""
+    """Mixture of experts: number of copies of the attention in one engine (vllm, sglang). Each copy runs different
+    requests, while all tp x dp ranks divide the experts."""
     ep: int = setting(1, COUNT, free=Free.DRAWN)
-    """Mixture of experts: ranks of an engine over which complete experts are distributed (vllm, sglang): tp x dp, or 1
-    for a slice of every expert on each rank."""
+    """Mixture of experts: number of ranks of an engine over which complete experts are distributed (vllm, sglang). It
+    must be tp x dp, or 1, with which each rank holds a slice of every expert."""
     prompts_per_step: int = setting(32, COUNT, unread_by=(Job.EVALUATE,))
-    """Prompts in one step over all ranks."""
+    """Number of prompts in one step, over all ranks."""
     samples_per_prompt: int = setting(8, COUNT, unread_by=(Job.EVALUATE,))
-    """Group size: samples of one prompt."""
+    """Number of samples of each prompt; they form a group."""
     max_prompt_tokens: int = setting(512, COUNT)
-    """Longest prompt, in tokens. Longer prompts are dropped when the prompts are read, and counted."""
+    """Most tokens of a prompt. Longer prompts are dropped when the prompts are read, and counted."""
     max_new_tokens: int = setting(8, COUNT)
-    """Longest response, in tokens. This default is for the demo; for another model on your own rows it is 1024, or half
-    of the model's context if that is less."""
+    """Most tokens of a response. The default shown is for the demo. For another model on your own rows it is 1024, or
+    half of the model's context if that is less."""
     temperature: float = setting(1.0, POSITIVE, unread_by=(Job.EVALUATE,))
-    """Sampling temperature; logp is computed at the same temperature everywhere."""
+    """Sampling temperature. Engine and trainer also compute logp at this temperature."""
     top_p: float = setting(1.0, SHARE, unread_by=(Job.EVALUATE,))
-    """Nucleus sampling. Training needs 1, because an engine computes logp over the nucleus and the trainer over the
-    complete vocabulary. For evaluation set `--eval.top-p`."""
+    """Share of the probability from which tokens are sampled (nucleus sampling). Training needs 1, because an engine
+    computes logp over the nucleus and the trainer over the complete vocabulary. For evaluation set `--eval.top-p`."""
     assignment: Literal["queue", "static"] = setting("queue", free=Free.DRAWN)
-    """How prompts are handed to engines: by an atomic queue (a rank that finishes early takes more), or fixed by index
-    (for bit-exact runs)."""
+    """How prompts are given to engines. `queue`: from a common queue, so that a rank that finishes early takes more.
+    `static`: by their index, for bit-exact runs."""
     oversample: float = setting(1.0, at_least(1), unread_by=(Job.EVALUATE,))
-    """Start this many times prompts_per_step prompts, and stop when prompts_per_step groups are complete: the slowest
-    are cut. Prompts that no engine has started by then are left for the next step."""
+    """Factor on the number of prompts that a step starts: sampling stops when prompts_per_step groups are complete, and
+    unfinished groups are cut. Prompts that no engine has started by then are left for the next step."""
     partial_steps: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Largest number of steps for which cut groups continue; after these the run waits for them. 0: cut groups are
-    dropped, and so are prompts that a static assignment did not start (rollout/unbegun_prompts). Checkpoints include
-    unfinished groups."""
+    """Most steps in which a cut group continues; after them the run waits until the group is complete. 0: cut groups
+    are dropped, and so are prompts that a static assignment did not start (rollout/unbegun_prompts). Checkpoints
+    include unfinished groups."""
     max_sequences: int = setting(64, COUNT, free=Free.DRAWN)
-    """Largest number of sequences that one engine runs at a time."""
+    """Most sequences that one engine runs at the same time."""
     kv_cache_gib: float = setting(0.0, NOT_NEGATIVE, free=Free.DRAWN)
-    """Size of the KV cache of vLLM or SGLang on one rank, in GiB. 0: on a CPU, what the sequences need, up to 0.25 GiB;
-    on a GPU, by gpu_memory_utilization."""
+    """Size of the KV cache of vLLM or SGLang on one rank, in GiB. 0: on a CPU what the sequences need, at most 0.25
+    GiB; on a GPU what gpu_memory_utilization leaves for it."""
     gpu_memory_utilization: float = setting(0.5, SHARE, free=Free.DRAWN)
-    """Share of a GPU that vLLM or SGLang may take while awake."""
+    """Largest share of a GPU's memory that vLLM or SGLang takes while it is awake."""
     staleness: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Under `split`: number of steps that sampling runs ahead of training, which bounds the age of its weights. 1: the
-    experience of step k+1 is sampled while step k trains, with the weights from the start of step k. Larger values only
-    even out single slow steps, because all ranks end every step together."""
+    """Under `split`: number of steps that sampling runs ahead of training, which bounds the age of the weights that
+    sample. 1: the experience of step k+1 is sampled while step k trains, with the weights from the start of step k.
+    Larger values only even out single slow steps, because all ranks end every step together."""
     routing_replay: bool = setting(False, unread_by=(Job.EVALUATE,))
-    """Mixture of experts: train every token with the experts that the engine sent it to (R3); not with sglang, nor with
-    vLLM on a CPU."""
+    """Mixture of experts: train every token with the experts that the engine chose for it (R3). SGLang, and vLLM on a
+    CPU, do not support this."""
     sleep_level: Literal["auto", 0, 1, 2] = setting("auto", free=Free.DRAWN)
     """Memory that an engine frees between rollouts. 0: none. 1: the KV cache; on a GPU, weights move to host memory. 2:
     KV cache and weights, so that every wake needs a push. `auto`: 1 on a CPU or if only adapters are pushed, else 2."""
     deterministic: bool = setting(False, free=Free.DRAWN)
-    """Make a sample independent of the other sequences in its batch: batch-invariant kernels in vLLM and SGLang (GPU;
-    slower), one sequence at a time in the HF engine."""
+    """Make a sample independent of the other sequences in its batch: with batch-invariant kernels in vLLM and SGLang
+    (only on GPUs, slower), and with one sequence at a time in the HF engine."""
     quantization: Literal["none", "int8", "fp8"] = "none"
-    """8-bit weights in the engine: `fp8` in vLLM and SGLang (GPU), either one in the HF engine."""
+    """Type of 8-bit weights in the engine: `fp8` in vLLM and SGLang (only on GPUs), `fp8` or `int8` in the HF
+    engine."""
     logp_diff_warn: float | None = setting(
         None,
         Rule(lambda x: 0 <= x < math.inf, "must be 0 or more, or None"),
         free=Free.LIMIT,
         unread_by=(Job.EVALUATE,),
     )
-    """Warn if the mean difference between the engine's and the trainer's logp in a step is larger. 0: never. None:
+    """Mean difference of a step between the engine's and the trainer's logp above which the run warns. 0: never. None:
     0.001 if the settings let both compute the same values, as in float32 with the newest weights, else 0.1."""
     logp_diff_stop: float = setting(1.0, NOT_NEGATIVE, free=Free.LIMIT, unread_by=(Job.EVALUATE,))
-    """End the job if the mean difference between the engine's and the trainer's logp is larger, because they then do
-    not hold the same model. 0: never."""
+    """Mean difference of a step between the engine's and the trainer's logp above which the job ends, because engine
+    and trainer do not hold the same model. 0: never."""
     push_bucket_mib: int = setting(256, COUNT, free=Free.DRAWN)
-    """Largest bucket of a weight push, in MiB."""
+    """Most MiB of weights that are pushed to the engine at once, as one bucket."""
     enforce_eager: bool = setting(False, free=Free.DRAWN)
     """Run vLLM or SGLang without CUDA graphs."""
     sglang_push: Literal["memory", "broadcast"] = setting("memory", free=Free.DRAWN)
-    """How weights reach SGLang's processes: memory they share with the rank, or a broadcast from it (gloo on CPU; NCCL
-    on GPU, for engines on separate GPUs)."""
+    """How weights reach SGLang's processes. `memory`: by memory that they share with the rank. `broadcast`: by a
+    broadcast from the rank, with gloo on a CPU and with NCCL for engines on separate GPUs."""
 
 
 @dataclass
 class DataConfig:
-    """Prompts."""
+    """Where prompts come from and how they are rendered."""
 
     RENDERS_MESSAGES: ClassVar[bool] = False
     """True if rows of messages are always rendered by the chat template, whatever the value of `chat`."""
 
     train: str = setting("builtin:reverse", unread_by=(Job.EVALUATE,))
-    """`builtin:<task>`, a .jsonl or verl .parquet path, `hf:<dataset>[:config[:split]]`, `ms:<dataset>` (ModelScope),
-    or `reasoning-gym:<task>`."""
+    """Source of the training prompts: `builtin:<task>`, a .jsonl file, a .parquet file in verl's form,
+    `hf:<dataset>[:config[:split]]`, `ms:<dataset>` (ModelScope), or `reasoning-gym:<task>`."""
     eval: str = setting("builtin:reverse:eval", free=Free.KEPT)
-    """Prompts of the evaluation, in a form that `train` takes. Empty: no evaluation, which is the default if `train`
-    names your own rows."""
+    """Source of the evaluation's prompts, in a form that `train` takes. Empty: no evaluation, which is the default if
+    `train` names your own rows."""
     prompt_column: str = "prompt"
     """Column with the prompt (text or a list of chat messages)."""
     answer_column: str = "answer"
-    """Column with the ground truth. Empty: the reward needs none."""
+    """Column with the ground truth. Empty: the reward needs no ground truth."""
     template: str = ""
-    """Text around the prompt, with `{prompt}` in it."""
+    """Text around the prompt; `{prompt}` in it is replaced by the prompt. Empty: only the prompt."""
     system: str = ""
-    """System message. Empty: none."""
+    """System message before the prompt. Empty: no system message is added."""
     prefill: str = ""
-    """Start of the assistant's reply, given with the prompt (columns may be used as `{column}`)."""
+    """Start of the assistant's reply, which the model continues; `{column}` in it inserts a column of the row."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Use the tokenizer's chat template. `auto`: when it has one."""
+    """Whether prompts are rendered by the chat template. `auto`: if the tokenizer has one."""
     chat_template: str = ""
-    """Chat template instead of the tokenizer's: `chatml` (adds no system message of its own), a `.jinja` file, or the
-    text."""
+    """Chat template in place of the tokenizer's: `chatml` (which adds no system message), a `.jinja` file, or the text
+    of a template."""
     template_kwargs: str = ""
-    """JSON object of variables of the chat template, such as {"enable_thinking": false}; variables in a row override
+    """JSON object with values of variables of the chat template, such as {"enable_thinking": false}; a row may override
     them."""
     limit: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Largest number of training prompts to read; 0: all."""
+    """Most training prompts to read. 0: all."""
     shuffle: bool = setting(True, unread_by=(Job.EVALUATE,))
-    """Shuffle the prompts anew in every epoch, by `--run.seed`. Off: the order of the file, as for a curriculum."""
+    """Shuffle the prompts anew in every epoch, by `--run.seed`. Off: prompts keep the order of the file, as a
+    curriculum needs."""
 
 
 @dataclass
@@ -365,29 +375,30 @@ class RewardConfig:
     """How samples are scored."""
 
     function: str = "exact_match"
-    """A built-in reward, such as `exact_match`, `gsm8k`, `math` (symbolic), `code` (tests of a program), `auto` (by the
-    row's data_source), `environment` (rewards of the environment) or `none` (0); `judge.yaml` (a judge: docs/judge.md);
-    or `path/to/file.py[:function]` in a form of verl or TRL. docs/rewards.md lists all of them."""
+    """The reward: a built-in one, such as `exact_match`, `gsm8k`, `math` (symbolic), `code` (tests of a program),
+    `auto` (by the row's data_source), `environment` (rewards of the environment) or `none` (0); `judge.yaml` (a judge:
+    docs/judge.md); or `path/to/file.py[:function]` in a form of verl or TRL. docs/rewards.md lists all of them."""
     more: tuple[str, ...] = ()
-    """Further rewards whose scores are added, each as `function=weight`; a weight that is left out is 1, which is also
-    the weight of `function`."""
+    """Further rewards whose scores are added, each as `function=weight`. A missing weight is 1, which is also the
+    weight of the reward `function`."""
     gate: tuple[str, ...] = ()
-    """Parts of rewards that must be above 0, such as `format`; otherwise a positive score becomes 0."""
+    """Parts of rewards, such as `format`, that must all be above 0; if one is not, a positive score becomes 0."""
     kwargs: str = ""
-    """JSON object of further arguments for functions in files (verl's reward_kwargs)."""
+    """JSON object with further arguments for reward functions in files (verl's reward_kwargs)."""
     workers: int = setting(1, COUNT, free=Free.LIMIT)
-    """Grading processes per rank (for rewards that run in the pool)."""
+    """Number of grading processes on each rank, for rewards that may take long."""
     timeout: float = setting(5.0, POSITIVE, free=Free.LIMIT)
-    """Seconds one grading may take before its process is killed."""
+    """Most seconds that one grading may take; after them its process is killed."""
     on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=Free.LIMIT)
-    """A grading that was killed ends the job (`error`), or scores 0, also in every part, and is counted (`zero`).
-    `auto`: `error` for functions in files, else `zero`."""
+    """What follows a grading that was killed. `error`: the job ends. `zero`: the score and all its parts are 0, and the
+    case is counted. `auto`: `error` for functions in files, else `zero`."""
     max_ungraded: float = setting(0.05, UNIT, free=Free.LIMIT)
-    """Largest share of a step's samples that may have no score, because their row's tests cannot be read or the sandbox
-    or the judge failed again and again. They are left out; if there are more, the job ends."""
+    """Largest share of a step's samples that may have no score, because the tests of their rows cannot be read, or the
+    sandbox or the judge failed repeatedly. These samples are left out; if there are more, the job ends."""
     model: str = setting("", only_with=lambda c: c.is_evaluated or c.learns_from_rewards)
-    """HF sequence classifier with one label whose score is added to the reward, as `--model.path`; or `rm.yaml`, a file
-    that describes a model with several labels, other tokens or scores of steps (docs/rewards.md). Empty: none."""
+    """Reward model whose score is added to the reward: an HF sequence classifier with one label, in a form that
+    `--model.path` takes, or `rm.yaml`, a file that describes a model with several labels, other tokens or scores of
+    steps (docs/rewards.md). Empty: no reward model."""
     model_coef: float = setting(
         1.0, FINITE, only_with=lambda c: c.reward.model and (c.is_evaluated or c.learns_from_rewards)
     )
@@ -401,15 +412,16 @@ class SandboxConfig:
     FREE: ClassVar[str] = Free.LIMIT
 
     provider: str = "auto"
-    """`auto` (bubblewrap, else sandlock, whichever confines a test program; the job ends if neither does),
-    `bubblewrap`, `sandlock`, `docker:IMAGE`, `apptainer:IMAGE`, the URL of a SandboxFusion service, or `none`: no
-    isolation, for programs that you trust."""
+    """`bubblewrap`, `sandlock`, `docker:IMAGE`, `apptainer:IMAGE`, the URL of a SandboxFusion service, or `none`: no
+    isolation, for programs that you trust. `auto`: the first of bubblewrap and sandlock that confines a test program;
+    the job ends if neither does."""
     seconds: float = setting(5.0, POSITIVE)
-    """Seconds that a program may take for one test."""
+    """Most seconds that a program may take for one test."""
     total_seconds: float = setting(30.0, POSITIVE)
-    """Seconds that a program may take for all tests of a sample together; tests that are left then fail."""
+    """Most seconds that a program may take for all tests of a sample together; tests that it has not reached then
+    fail."""
     memory_mib: int = setting(512, at_least(64))
-    """Memory that a program may use, over all of its processes, in MiB."""
+    """Most memory in MiB that all processes of a program may use together."""
 
 
 @dataclass
@@ -419,15 +431,16 @@ class EvalConfig:
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(20, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Evaluate before the first step, every N steps, and at the end. 0: never."""
+    """Number of steps between evaluations; the run also evaluates before the first step and at the end. 0: never."""
     prompts: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Evaluation prompts; 0: all."""
+    """Most prompts to evaluate on. 0: all."""
     samples: int = setting(1, COUNT, only_with=lambda c: c.is_evaluated)
-    """Samples per evaluation prompt (pass@k for every k that is a power of two up to it)."""
+    """Number of samples of each evaluation prompt. pass@k is reported for every power of two k up to this number."""
     temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Sampling temperature of evaluation; 0 is greedy."""
+    """Sampling temperature of the evaluation. 0: the most likely token is always taken (greedy)."""
     top_p: float = setting(1.0, SHARE, only_with=lambda c: c.is_evaluated)
-    """Nucleus sampling of evaluation: the smallest set of tokens whose probabilities add up to it."""
+    """Nucleus sampling of the evaluation: it samples from the smallest set of tokens whose probabilities add up to this
+    share."""
 
 
 @dataclass
@@ -437,21 +450,21 @@ class CheckpointConfig:
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(0, NOT_NEGATIVE)
-    """Save every N steps. 0: only at the end of the run."""
+    """Number of steps between checkpoints. 0: only at the end of the run."""
     keep: int = setting(2, COUNT)
-    """Number of newest checkpoints to keep. Older ones are removed only after the new one was read back from the disk
-    and verified."""
+    """Number of newest checkpoints to keep. Older ones are removed only after a new one was read back from the disk and
+    verified."""
     keep_every: int = setting(0, NOT_NEGATIVE)
-    """Checkpoints of steps that are a multiple of this are kept too. 0: none."""
+    """Every checkpoint whose step is a multiple of this number is kept, too. 0: off."""
     best: str = setting(
         "", Rule(lambda x: bool(re.fullmatch(r"(-?[A-Za-z][\w./@-]*)?", x)), "must be the name of a metric, or -name")
     )
-    """Metric whose best checkpoint is kept too, such as `eval/accuracy`: the highest value, or the lowest with a `-`
-    before the name. Only values that were measured with a checkpoint's own weights count. Empty: none."""
+    """Metric whose best checkpoint is kept, too, such as `eval/accuracy`; the highest value is best, or with a `-`
+    before the name the lowest. Only values that were measured with the weights of a checkpoint count. Empty: off."""
     background: bool = False
-    """FSDP: copy what is saved to host memory and write it while training goes on, one checkpoint at a time."""
+    """FSDP: copy a checkpoint to host memory and write it while training continues, one checkpoint at a time."""
     at_end: bool = True
-    """Save when the last step is done."""
+    """Save a checkpoint after the last step."""
 
 
 @dataclass
@@ -461,18 +474,18 @@ class TrackingConfig:
     FREE: ClassVar[str] = Free.KEPT
 
     trackers: tuple[str, ...] = setting(("jsonl", "tensorboard"), unread_by=(Job.EVALUATE,))
-    """Any of `jsonl`, `tensorboard`, `wandb`."""
+    """Trackers that record the metrics: any of `jsonl`, `tensorboard`, `wandb`."""
     project: str = setting("spmdrl", unread_by=(Job.EVALUATE,))
-    """wandb project."""
+    """Project of the run in wandb."""
     samples: int = setting(4, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Sample completions shown and written to samples.jsonl each step."""
+    """Number of samples of each step that the console shows and samples.jsonl records."""
     console: Literal["auto", "live", "plain"] = "auto"
     """`live`: a panel on a terminal. `plain`: one line for each step. `auto`: a panel if the output is a terminal."""
 
 
 @dataclass
 class TrainingConfig:
-    """Sections of every job that trains a model. Each entry point adds its own."""
+    """Sections of settings that every job that trains a model has. Each entry point adds further sections."""
 
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
@@ -486,7 +499,7 @@ class TrainingConfig:
 
     @property
     def engine_ranks(self) -> int:
-        """Ranks that share one engine; 1 if the job has no engine."""
+        """Number of ranks that share one engine; 1 if the job has no engine."""
         return 1
 
 
@@ -495,9 +508,9 @@ class Config(TrainingConfig):
     """Reinforcement learning of a language model. Every rank runs this same program."""
 
     env: str = setting("", unread_by=(Job.DISTILL, Job.ONLINE))
-    """The environment in which samples act over several turns: `file.py:Class`, `builtin:NAME`, `file.py:TOOLS` (a list
-    of functions), `env.yaml` (with limits), verl's tool YAML, or `rows` (each row names its own): docs/agents.md.
-    Empty: a sample is one response."""
+    """The environment in which samples act over several turns (docs/agents.md): `file.py:Class`, `builtin:NAME`,
+    `file.py:TOOLS` (a list of functions), `env.yaml` (an environment with limits), verl's tool YAML, or `rows` (each
+    row names its environment). Empty: a sample is one response."""
     reference: ReferenceConfig = section(ReferenceConfig)
     rollout: RolloutConfig = section(RolloutConfig)
     algo: learning.AlgoConfig = section(learning.AlgoConfig, unread_by=(Job.DISTILL, Job.ONLINE))
@@ -515,7 +528,7 @@ class Config(TrainingConfig):
 
     @property
     def engine_ranks(self) -> int:
-        """Ranks that share one engine."""
+        """Number of ranks that share one engine: tp x dp."""
         return self.rollout.tp * self.rollout.dp
 
     @property
@@ -528,7 +541,7 @@ class Config(TrainingConfig):
         return {}
 
     def engine_teachers(self) -> dict[str, str]:
-        """Return name -> path of the teachers in the run's own engine, the first teacher first."""
+        """Return name -> path of the teachers that run in the run's engine, the first teacher first."""
         return {}
 
     @property
@@ -539,12 +552,12 @@ class Config(TrainingConfig):
 
     @property
     def is_evaluated(self) -> bool:
-        """True if the run evaluates."""
+        """True if the run evaluates the policy on `--data.eval`."""
         return bool(self.eval.every and self.data.eval)
 
     learns_from_rewards: ClassVar[bool] = True
-    """False if rewards are only logged."""
+    """True if the policy learns from rewards; False if rewards are only logged."""
     has_teacher: ClassVar[bool] = False
     """True if the reference is a teacher."""
     has_advantages: ClassVar[bool] = True
-    """False if the job compares samples without computing advantages."""
+    """True if the job computes advantages; False if its loss compares samples without them."""

@@ -20,36 +20,36 @@ class SFTMethod:
     """The tokens that are trained, and the loss."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens with a loss: the assistant's turns, its last turn only, or all. Fields `loss` or `weight` (0 or 1) of a
-    message override this."""
+    """Tokens that are trained on: all turns of the assistant (`assistant`), only its last turn (`last`), or all tokens
+    (`all`). The fields `loss` or `weight` (0 or 1) of a message override this."""
     loss: Literal["nll", "dft"] = "nll"
     """`nll`: cross-entropy. `dft`: cross-entropy of each token, multiplied by the token's probability
     (https://arxiv.org/abs/2508.05629)."""
     neftune: float = setting(0.0, NOT_NEGATIVE)
-    """FSDP: noise on the embeddings of a sequence of L tokens, uniform up to neftune / sqrt(L x width) (NEFTune,
-    https://arxiv.org/abs/2310.05914; 5 is usual). 0: none."""
+    """FSDP: strength of uniform noise on the embeddings: at most neftune / sqrt(L x width) for a sequence of L tokens
+    (NEFTune, https://arxiv.org/abs/2310.05914). Usual is 5. 0: no noise."""
     add_tokens: tuple[str, ...] = ()
-    """Special tokens to add to the tokenizer, such as those of a chat template; embeddings get rows for them, which are
-    saved."""
+    """Special tokens to add to the tokenizer, such as those of a chat template. The embeddings get new rows for them,
+    which are saved with the model."""
 
 
 @dataclass
 class SFTTeacher(DivergenceConfig):
-    """A teacher: at the trained tokens the student learns the teacher's distributions instead of the tokens."""
+    """A teacher whose distributions the student learns, in place of the tokens of the rows."""
 
     path: str = ""
-    """The teacher, as `--model.path`. Empty: none."""
+    """The teacher, in a form that `--model.path` takes. Empty: no teacher."""
     beta: float = setting(0.0, UNIT, only_with=lambda c: c.has_teacher)
     """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
     divergence of GKD (https://arxiv.org/abs/2306.13649)."""
     temperature: float = setting(1.0, POSITIVE, only_with=lambda c: c.has_teacher)
-    """Temperature by which the logits of teacher and student are divided."""
+    """Temperature: the logits of teacher and student are divided by it."""
     write: str = setting("", only_with=lambda c: c.has_teacher)
-    """Folder into which the job writes the teacher's most likely tokens at all trained positions of `--data.train`,
-    without training. Empty: none."""
+    """Folder into which the job writes the teacher's most likely tokens at all trained positions of `--data.train`; it
+    does not train. Empty: nothing is written, and the job trains."""
     read: str = ""
-    """Folder that `write` filled, from which the student learns without a teacher in memory. `--teacher.path` may be
-    left out; if given, it must be the teacher that wrote the folder. Empty: none."""
+    """Folder that a job with `write` filled, from which the student learns without a teacher in memory. If
+    `--teacher.path` is given, it must be the teacher that filled the folder. Empty: no folder is read."""
 
 
 @dataclass
@@ -62,12 +62,12 @@ class SFTConfig(SupervisedConfig):
 
     @property
     def has_teacher(self) -> bool:
-        """True if the student learns a teacher's distributions instead of the tokens."""
+        """True if the student learns a teacher's distributions in place of the tokens of the rows."""
         return bool(self.teacher.path or self.teacher.read)
 
 
 def check_sft(config: SFTConfig, world_size: int) -> None:
-    """Check all values together. Raises ConfigError with every problem."""
+    """Check all settings together. Raises ConfigError with a line for every problem."""
     problems = Problems(config, supervised_problems(config, world_size, config.data.max_tokens))
     if config.sft.neftune and config.policy.backend == "megatron":
         problems.add("sft.neftune", "needs --policy.backend fsdp; take 0")
@@ -97,7 +97,7 @@ def _teacher_problems(config: SFTConfig) -> list[str]:
 
 
 def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
-    """Return the lines of the plan, printed at the start and by `--dry-run`."""
+    """Return the lines of the job's plan, which are printed at the start and by `--dry-run`."""
     teacher = config.teacher
     if teacher.write:
         words = f"{teacher.path}: writes its {teacher.top_k:,} likeliest tokens into {teacher.write}, and the job ends"

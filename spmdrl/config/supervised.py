@@ -29,12 +29,12 @@ class SupervisedRunConfig(schema.RunConfig):
     """General settings of the job."""
 
     steps: int = setting(0, NOT_NEGATIVE, free=Free.WATCHED)
-    """Optimizer steps. 0: as many as `--data.epochs` take."""
+    """Number of optimizer steps. 0: as many as `--data.epochs` passes over the rows need."""
 
 
 @hides(Job.SUPERVISED)
 class SupervisedParallelConfig(schema.ParallelConfig):
-    """How the ranks divide the model. The sizes of all axes but ep and etp multiply to the number of ranks."""
+    """How the ranks divide the model. The product of the sizes of all axes but ep and etp is the number of ranks."""
 
 
 @dataclass
@@ -44,57 +44,59 @@ class SupervisedOptimizerConfig(schema.OptimizerConfig):
     lr: float = setting(2e-5, NOT_NEGATIVE)
     """Peak learning rate of AdamW."""
     decay_share: float = setting(1.0, SHARE, only_with=lambda c: c.optimizer.schedule != "constant")  # type: ignore[misc]
-    """Share of the steps after warm-up over which the learning rate falls (linear, cosine), at the end of the run.
-    Below 1, the rate first stays at its peak (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
+    """Share of the steps after warm-up in which the learning rate falls (linear, cosine); they are the last steps of
+    the run. Below 1, the rate first stays at its peak (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
 
 
 @dataclass
 class SupervisedDataConfig:
-    """Rows, and the dialogues or text in them."""
+    """Where rows come from, and which columns hold their dialogues or text."""
 
     RENDERS_MESSAGES: ClassVar[bool] = True
 
     train: tuple[str, ...] = ("builtin:reverse",)
-    """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
+    """Sources of rows, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
     `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
-    (read while it trains), `builtin:<task>`."""
+    (read while the job trains), `builtin:<task>`."""
     eval: str = setting("", free=Free.KEPT)
-    """A source whose loss is measured. Empty: none."""
+    """Source of rows on which the loss is measured during the job. Empty: no evaluation."""
     messages_column: str = setting("", unread_by=(Job.PREFERENCE,))
-    """Column with messages. Empty: `messages`, `conversations` or the like."""
+    """Column with messages. Empty: a column with a usual name (`messages`, `conversations`, ...)."""
     prompt_column: str = ""
-    """Column with the prompt, text or messages. Empty: `prompt`, `instruction`, `question` or the like."""
+    """Column with the prompt, as text or messages. Empty: a column with a usual name (`prompt`, `instruction`,
+    `question`, ...)."""
     completion_column: str = ""
-    """Column with the completion, text or messages. Empty: `completion`, `response`, `output` or `answer`."""
+    """Column with the completion, as text or messages. Empty: `completion`, `response`, `output` or `answer`."""
     text_column: str = setting("", unread_by=(Job.PREFERENCE,))
-    """Column with plain text, all tokens of which are trained on. Empty: `text`."""
+    """Column with plain text, of which all tokens are trained on. Empty: `text`."""
     tools_column: str = "tools"
-    """Column with JSON schemas of tools, as a list or as its JSON text."""
+    """Column with JSON schemas of tools, as a list or as the JSON text of a list."""
     system: str = ""
-    """System message of dialogues that have none. Empty: none."""
+    """System message for dialogues that have none. Empty: no system message is added."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """A text prompt with its completion is rendered by the chat template. `auto`: when the tokenizer has one; otherwise
-    the completion follows the prompt. Messages are always rendered."""
+    """Whether a prompt and a completion that are text are rendered by the chat template, or joined as they are (`off`).
+    `auto`: rendered if the tokenizer has a template. Messages are always rendered."""
     chat_template: str = ""
-    """Chat template instead of the tokenizer's: `chatml`, a `.jinja` file, or the text."""
+    """Chat template in place of the tokenizer's: `chatml`, a `.jinja` file, or the text of a template."""
     template_kwargs: str = ""
-    """JSON object of variables of the chat template, such as {"enable_thinking": false}; variables in a row override
+    """JSON object with values of variables of the chat template, such as {"enable_thinking": false}; a row may override
     them."""
     limit: int = setting(0, NOT_NEGATIVE)
-    """Largest number of rows to take from each source; 0: all."""
+    """Most rows to take from each source. 0: all."""
     shuffle: bool = True
-    """Shuffle the rows anew in every epoch, by `--run.seed`; a stream is shuffled within blocks of rows. Off: the order
-    of the file, as for a curriculum."""
+    """Shuffle the rows anew in every epoch, by `--run.seed`; a stream is shuffled within blocks of rows. Off: rows keep
+    the order of the file, as a curriculum needs."""
     rows_per_step: int = setting(64, COUNT)
-    """Rows of one optimizer step over all ranks."""
+    """Number of rows in one optimizer step, over all ranks."""
     epochs: float = setting(1.0, POSITIVE)
     """Number of passes over the rows, if `--run.steps` is 0."""
     max_tokens: int = setting(2048, at_least(2))
-    """Longest sequence, in tokens."""
+    """Most tokens of a sequence."""
     too_long: Literal["truncate", "drop"] = "truncate"
-    """Treatment of a longer sequence: `truncate` removes its end, `drop` leaves its row out; both are counted."""
+    """Treatment of a sequence of more than `max_tokens` tokens: `truncate` removes its end, `drop` leaves its row out.
+    Both cases are counted."""
     max_refused: float = setting(0.05, UNIT, free=Free.LIMIT)
-    """Largest share of rows that may be refused, because a column, a role or the template does not fit. Refused rows
+    """Largest share of rows that may be refused because a column, a role or the template does not fit. Refused rows
     are named in the log and left out; if there are more, the job ends."""
 
 
@@ -105,9 +107,10 @@ class HeldOutConfig:
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(20, NOT_NEGATIVE)
-    """Measure the loss on `--data.eval` before the first step, every N steps, and at the end. 0: never."""
+    """Number of steps between measurements of the loss on `--data.eval`, which is also measured before the first step
+    and at the end. 0: never."""
     rows: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Rows of `--data.eval` to evaluate; 0: all."""
+    """Most rows of `--data.eval` to evaluate on. 0: all."""
 
 
 @dataclass
@@ -117,15 +120,16 @@ class GenerateConfig:
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(0, NOT_NEGATIVE)
-    """Sample before the first step, every N steps, and at the end. 0: never, and no engine is started."""
+    """Number of steps between answers, which are also sampled before the first step and at the end. 0: never, and no
+    engine is started."""
     prompts: int = setting(4, COUNT, only_with=lambda c: c.generate.every)
-    """Prompts: the context of the last turn of the first rows."""
+    """Number of prompts: each is a row of `--data.eval`, from its first row on, without its last turn."""
     max_new_tokens: int = setting(128, COUNT, only_with=lambda c: c.generate.every)
-    """Longest answer."""
+    """Most tokens of an answer."""
     temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.generate.every)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature. 0: the most likely token is always taken (greedy)."""
     engine: Literal["auto", "vllm", "sglang", "hf"] = setting("auto", only_with=lambda c: c.generate.every)
-    """Engine that samples. `auto`: vLLM when installed for the job's device, else the HF engine."""
+    """Engine that samples. `auto`: vLLM if it is installed for the job's device, else the HF engine."""
 
 
 @dataclass
@@ -141,12 +145,12 @@ class SupervisedConfig(schema.TrainingConfig):
 
     @property
     def is_evaluated(self) -> bool:
-        """True if the job measures the loss of rows for evaluation."""
+        """True if the job measures the loss on `--data.eval`."""
         return bool(self.eval.every and self.data.eval)
 
 
 def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | None]:
-    """Return source and weight of `source=weight`, None without one. Raises ValueError naming the flag."""
+    """Return source and weight of `source=weight`; the weight is None if it is missing. Raises ValueError."""
     return name_weight(spec, f"{flag} {spec}: the weight after = must be a number above 0")
 
 
@@ -156,7 +160,10 @@ def streams(config: SupervisedConfig) -> list[str]:
 
 
 def supervised_problems(config: SupervisedConfig, world_size: int, longest: int) -> list[str]:
-    """Return a line for each setting to change. longest: most tokens of a row; one micro-batch must hold them all."""
+    """Return a line for each setting that is invalid or conflicts with another one.
+
+    longest: most tokens of all sequences of a row together, which must fit into one micro-batch.
+    """
     if problems := rule_problems(config):
         return problems
     return backend_problems(config, world_size) + _together(config, longest)  # type: ignore[arg-type]
@@ -184,7 +191,7 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
 
 
 def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
-    """Return settings of a reinforcement learning run whose engine samples for this job. folder: the model's."""
+    """Return settings of a reinforcement learning run whose engine samples for this job. folder: that of the model."""
     wanted, parallel = config.generate, config.parallel
     shared = {each.name: getattr(parallel, each.name) for each in fields(schema.ParallelConfig)}
     rollout = schema.RolloutConfig(
@@ -207,7 +214,7 @@ def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
 
 
 def supervised_lines(config: SupervisedConfig, world_size: int) -> list[str]:
-    """Return the lines of the plan, printed at the start and by `--dry-run`."""
+    """Return the lines of the job's plan, which are printed at the start and by `--dry-run`."""
     data, budget = config.data, config.policy.max_tokens_per_microbatch
     length = f"{config.run.steps:,} steps" if config.run.steps else f"{data.epochs:g} times through the rows"
     return [

@@ -1,4 +1,4 @@
-"""Variables of the chat template that apply to all rows of a run: `--data.template-kwargs`."""
+"""Reads `--data.template-kwargs`, the variables of the chat template that apply to all rows of a run."""
 
 from datetime import date
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from spmdrl.config.yaml_file import read_json
 
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
-"""Names that the rendering itself passes to a template."""
+"""Names that the renderer passes to every template, so that a user may not set them."""
 DATE = "strftime_now"
-"""Function by which templates read the date; among the variables it has a fixed date, such as 2026-01-31, as value."""
+"""Name of the function by which templates read the date. A user may set it to a fixed date, such as 2026-01-31."""
 
 
 def template_kwargs(data: Any) -> dict[str, Any]:
     """Return the variables of the chat template that apply to every row; a row may override them.
 
     Raises:
-        ValueError: `--data.template-kwargs` is not a JSON object, or has a name that the rendering itself passes.
+        ValueError: `--data.template-kwargs` is not a JSON object, or has a name in RESERVED or a date that is invalid.
     """
     flag = "--data.template-kwargs"
     found = read_json(flag, data.template_kwargs, '{"enable_thinking": false}')

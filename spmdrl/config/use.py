@@ -1,7 +1,7 @@
-"""Refuses settings that a user gave and that the run does not read: they would silently have no effect.
+"""Refuses settings that a user gave and that the run does not read, because they would silently have no effect.
 
-Settings declare when a job reads them (`only_with` in `declare.py`). The advice is found by trial: it names a change of
-one other setting with which the job would read the refused one.
+Settings declare when a job reads them (`only_with` in `declare.py`). The advice names a change of one other setting
+with which the job would read the refused one; it is found by trying such changes.
 """
 
 import dataclasses
@@ -21,14 +21,15 @@ MOST_SHOWN = 3
 
 
 def check_use(loaded: Loaded[Any]) -> list[str]:
-    """Refuse settings that a user gave and that the run does not read; return lines about those that are accepted.
+    """Refuse settings that a user gave and that the run does not read; return lines about those that it accepts.
 
-    Settings of presets, of a run folder's own config.yaml and at their defaults are not checked. A file's setting is
-    accepted if a run of the files alone would read it and only a flag turns it off: `--config run.yaml --eval.every 0`.
+    Not checked are settings that presets or a config.yaml written by a run set, and settings with their defaults. A
+    setting in a file is accepted if a run with the files alone would read it, so that only a flag turns it off:
+    `--config run.yaml --eval.every 0`.
 
     Raises:
-        ConfigError: one line for each refused setting: its flag, its value and the settings with which it would be
-            read; or an environment is given without a reward.
+        ConfigError: a setting is refused, or an environment is given without a reward. The message has a line for each
+            refused setting: its flag, its value, and the settings with which it would be read.
     """
     config = loaded.config
     if "env" in leaves(type(config)):
@@ -50,24 +51,24 @@ def check_use(loaded: Loaded[Any]) -> list[str]:
 
 
 def is_read(config: Any, name: str) -> bool:
-    """Return True if a job with these settings reads one of them. Raises ValueError if they make no valid method."""
+    """Return True if a job with these settings reads the setting `name`. Raises ValueError if the method is invalid."""
     if name in leaves_of_functions(type(config)):
         return name in read_by(loss_of(config)) | read_by(advantage_of(config))
     condition = declared(type(config))[name].only_with
-    # A user's own loss or advantage may have other settings of `algo` as parameters.
+    # A loss or advantage in a user's file may have any setting of `algo` as a parameter.
     own = name.startswith("algo.") and name in read_by(loss_of(config)) | read_by(advantage_of(config))
     return condition is None or bool(condition(config)) or own
 
 
 def leaves_of_functions(schema: type) -> frozenset[str]:
-    """Return the settings of a schema that only functions of losses and advantages read."""
+    """Return the settings of a schema that nothing but losses and advantages reads; empty if the schema has none."""
     if "algo.loss" not in leaves(schema):
         return frozenset()
     return read_by_any("loss") | read_by_any("advantage")
 
 
 def at_rest(config: Any, name: str) -> bool:
-    """Return True for a setting that has its default, or the value of the preset."""
+    """Return True if the setting `name` has its default value or the value of the preset."""
     default, preset = get(type(config)(), name), {}
     if hasattr(config, "algo"):
         preset = settings_of_preset(config.algo.preset, config.algo.loss, config.algo.advantage)
@@ -78,7 +79,7 @@ def at_rest(config: Any, name: str) -> bool:
 
 
 def would_read(config: Any, name: str) -> bool:
-    """Return True if a job reads a setting; False if its settings make no valid method."""
+    """Return True if a job with these settings reads the setting `name`; False also if the method is invalid."""
     try:
         return is_read(config, name)
     except (ValueError, KeyError):
@@ -86,7 +87,7 @@ def would_read(config: Any, name: str) -> bool:
 
 
 def single_changes(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield changes that may make a run read other settings: a setting and a value that it does not have."""
+    """Yield changes of one setting, as its name and another value, that may make a run read other settings."""
     tables = function_tables()
     for name, hint in leaves(type(config)).items():
         value, default = get(config, name), get(type(config)(), name)
@@ -109,7 +110,7 @@ def single_changes(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def changed(config: Any, name: str, value: Any) -> Any:
-    """Return the settings with the value of one of them changed."""
+    """Return a copy of the settings in which the setting `name` has the value `value`."""
     section, _, leaf = name.rpartition(".")
     if section:
         name, value = section, dataclasses.replace(getattr(config, section), **{leaf: value})
@@ -117,7 +118,7 @@ def changed(config: Any, name: str, value: Any) -> Any:
 
 
 def readers(config: Any, name: str) -> list[tuple[str, Any]]:
-    """Return the single changes of other settings with which a run reads this one."""
+    """Return the changes of one other setting, as name and value, with which a run would read the setting `name`."""
     tried = ((other, value) for other, value in single_changes(config) if other != name)
     return [(other, value) for other, value in tried if would_read(changed(config, other, value), name)]
 
@@ -135,9 +136,9 @@ def advice(config: Any, name: str) -> str:
 
 
 def ways(config: Any, name: str) -> list[str]:
-    """Return the most likely changes with which a run reads a setting, as flags: `--lora.rank above 0`."""
+    """Return the most likely changes with which a run would read a setting, as text: `--lora.rank above 0`."""
     by_flag: dict[str, list[Any]] = {}
-    # The user most likely means a setting of the same section.
+    # Changes in the same section come first, because the user most likely means one of them.
     section = name.split(".")[0]
     for change, value in sorted(readers(config, name), key=lambda reader: reader[0].split(".")[0] != section):
         by_flag.setdefault(change, []).append(value)

@@ -1,4 +1,4 @@
-"""Imports files of users, and puts errors of their code on one line."""
+"""Imports users' Python files, and puts errors of their code on one line."""
 
 import importlib.util
 import inspect
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any]:
-    """Return a function of a file. ahead: as in `import_file`.
+    """Import a file and return its function `name`. ahead: as in `import_file`.
 
-    Raises ValueError naming the file and the line, or the functions that the file has.
+    Raises ValueError if the file cannot be imported (the message has file and line) or lacks the function.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path} (from {Path.cwd()})")
@@ -29,17 +29,19 @@ def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any
 
 
 def import_file(path: Path, ahead: bool = False) -> ModuleType:
-    """Import a file, once unless it changes; it may import files in its folder. Raises ValueError naming file and line.
+    """Import a user's file, which may import files in its folder; it is imported again only after it has changed.
 
-    ahead: files in its folder come before installed packages of the same names, which suits a process that only runs
-    user code. A rank that trains imports packages late, and a file in a user's folder must not replace one of them.
+    ahead: True if files in the folder take precedence over installed packages of the same name, which suits a process
+    that only runs user code. A rank that trains imports packages late, and a user's file must not replace one of them.
+
+    Raises ValueError with file and line if the import fails.
     """
     return _imported(path.resolve(), path.stat().st_mtime_ns, ahead)
 
 
 @cache
 def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
-    # Two files of one name in different folders are two modules.
+    # The module's name contains the folder, because files in different folders may have the same name.
     name = f"spmdrl_user_{'_'.join(path.with_suffix('').parts[1:])}"
     if str(path.parent) not in sys.path:
         sys.path.insert(0 if ahead else len(sys.path), str(path.parent))
@@ -57,7 +59,7 @@ def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
 
 
 def error_text(e: BaseException) -> str:
-    """Return type and text of an error on one line, even if making the text of a user's error raises another."""
+    """Return type and text of an error on one line, even if the code that makes the error's text raises an error."""
     try:
         return printable(f"{type(e).__name__}: {e}")[:2000]
     except BaseException as inner:
@@ -65,11 +67,11 @@ def error_text(e: BaseException) -> str:
 
 
 def place(e: BaseException) -> str:
-    """Return file and line of the innermost frame of an error."""
+    """Return file and line at which an error was raised."""
     frames = traceback.extract_tb(e.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no line known"
 
 
 def printable(text: str) -> str:
-    """Return a text on one line without control characters of a terminal, as a model may have written parts of it."""
+    """Return a text on one line without control characters, because a model may have written parts of it."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -1,4 +1,4 @@
-"""Reads a YAML file that a flag names, such as a judge's, into the dataclass of its settings, and JSON from a flag."""
+"""Reads YAML files that flags name, such as a judge's, into dataclasses of settings, and JSON objects from flags."""
 
 import json
 from collections.abc import Callable, Collection
@@ -13,14 +13,14 @@ from spmdrl.config.fields import nearest
 
 S = TypeVar("S")
 SUFFIXES = (".yaml", ".yml")
-"""Suffixes of setting values that name a YAML file."""
+"""Suffixes by which the value of a setting is recognised as the path of a YAML file."""
 KINDS = {
     str: "text",
     int: "a number",
     float: "a number",
     dict: "a list of names with numbers, such as {helpfulness: 0.65}",
 }
-"""Type of a setting -> its description in messages. The type `object`, for any value, needs none."""
+"""Type of a setting -> its description in messages. The type `object` takes any value and needs no description."""
 
 
 def read_settings(
@@ -36,15 +36,15 @@ def read_settings(
 
     Args:
         flag: the flag that named the file.
-        file: its path.
+        file: path of the file.
         schema: the dataclass of the settings.
-        what: whose settings they are, for the message about a file without any.
-        check: function of the settings and of the names in the file that returns a line for each problem.
-        secret: settings whose values no message may show.
-        prefix: text before the file in messages about its settings; None: the flag.
+        what: what the settings describe, such as `a judge`, for the message about a file without settings.
+        check: function of the settings, and of the names that the file gives, that returns a line for each problem.
+        secret: names of settings whose values no message may show.
+        prefix: text before the file's path in messages about its settings; None: the flag.
 
     Raises:
-        ValueError: the file cannot be read, or has unknown, mistyped or invalid settings: one line for each.
+        ValueError: the file cannot be read, or has unknown, mistyped or invalid settings; a line for each problem.
     """
     given, problems = _read_fields(flag, file, schema, what, secret)
     found = schema(**given)
@@ -55,7 +55,7 @@ def read_settings(
 
 
 def read_text(flag: str, file: str) -> str:
-    """Return the text of a file that a flag names. Raises ValueError naming the flag."""
+    """Return the text of a file that a flag names. Raises ValueError, with the flag, if it cannot be read."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,7 +63,7 @@ def read_text(flag: str, file: str) -> str:
 
 
 def read_json(flag: str, text: str, example: str) -> dict[str, Any]:
-    """Return a setting that is a JSON object; empty text is an empty one. Raises ValueError naming the flag."""
+    """Return the JSON object in the text of a flag, {} for empty text. Raises ValueError, with the flag, if invalid."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -101,7 +101,7 @@ def _read_fields(
 
 
 def _value_problems(found: Any) -> list[str]:
-    """Return a line for each value that is not one of its field's choices, or that its rule (`declare.py`) refuses."""
+    """Return a line for each value that its field's type does not list, or that its rule (`declare.py`) refuses."""
     problems = []
     for each in fields(found):
         value, choices, rule = getattr(found, each.name), get_args(each.type), each.metadata.get("rule")
@@ -113,14 +113,14 @@ def _value_problems(found: Any) -> list[str]:
 
 
 def _kind(hint: Any) -> type:
-    """Return the type as which a field is read; `object` for any value of YAML."""
+    """Return the type to which the value of a field is converted; `object` if any value of YAML is taken."""
     if get_origin(hint) is Literal:
         return str
     return object if hint is dict else get_origin(hint) or hint
 
 
 def _repeated(root: yaml.Node | None) -> list[str]:
-    """Return a line for each name that is given twice in the file, or in a list of names: YAML uses only the last."""
+    """Return a line for each name that is given twice in a section, because YAML silently uses only the last value."""
     problems = []
     inner = [("", root)]
     if isinstance(root, yaml.MappingNode):
@@ -136,7 +136,7 @@ def _repeated(root: yaml.Node | None) -> list[str]:
 
 
 def _as(kind: type, value: Any) -> Any:
-    """Convert a value of YAML to the type of a setting, whatever type YAML guessed."""
+    """Convert a value, of whatever type YAML has found, to the type of a setting. Raises TypeError or ValueError."""
     if kind is object:
         return value
     if kind is dict:
