@@ -37,7 +37,7 @@ class Saver:
         self.saved = 0
         """Step of the last checkpoint that was started."""
         self.expected_bytes = 0
-        """Estimated size of the next checkpoint."""
+        """Estimated size of the next checkpoint, in bytes."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._seconds = 0.0
@@ -45,7 +45,7 @@ class Saver:
         on_first(lambda: clean(root), world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
-        """Compute the files that are the same in every checkpoint, and warn if the disk is too full. Collective.
+        """Compute the files that all checkpoints have, and warn if the disk is too full for one. Collective.
 
         Called at the start. Raises ValueError if a model cannot be saved, so that the run does not fail only later.
         """

@@ -45,7 +45,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> Iterator[str]:
-    """Yield a line with the number of keys whose values differ, then one line for each of them, labelled by `name`."""
+    """Yield a line with the number of keys whose values differ, then a line for each key; `name` makes its label."""
     changed = [key for key in [*a, *(k for k in b if k not in a)] if a.get(key) != b.get(key)]
     yield f"{title}: " + (f"{len(changed)} differ" if changed else "equal")
     for key in changed:

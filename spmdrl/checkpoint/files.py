@@ -19,7 +19,7 @@ MEASURE_EVERY = 3.0
 
 
 class DiskFullError(ValueError):
-    """The disk is too full for a checkpoint; the message has sizes, folder and advice."""
+    """The disk is too full for a checkpoint; the message says how much is free and what the user can do."""
 
 
 def file_hash(path: Path) -> str:

@@ -45,7 +45,7 @@ class Content:
     facts: dict[str, Any] = field(default_factory=dict)
     """Further entries of the manifest."""
     expected_bytes: int = 0
-    """Estimated size of the checkpoint, which must be free on the disk before it is written."""
+    """Estimated size of the checkpoint; so many bytes must be free on the disk before it is written."""
 
 
 def content_of(

@@ -107,7 +107,7 @@ def unread_by(field: dataclasses.Field) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Declared:
-    """The declaration of a setting; its fields are arguments of `setting`."""
+    """What a field declares about its setting, as arguments of `setting`."""
 
     rule: Rule | None
     free: str

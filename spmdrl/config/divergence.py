@@ -12,8 +12,8 @@ class DivergenceConfig:
     """The divergence between the student and a teacher, which is the loss."""
 
     beta: float = setting(1.0, UNIT, only_with=lambda c: c.has_teacher)
-    """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
-    divergence of GKD (https://arxiv.org/abs/2306.13649)."""
+    """Kind of divergence. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between: GKD's
+    generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
     top_k: int = setting(0, at_least(0), only_with=lambda c: c.has_teacher)
     """Number K of the teacher's most likely tokens at each position that are compared. 0: all tokens of the
     vocabulary."""

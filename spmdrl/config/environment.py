@@ -25,8 +25,8 @@ class EnvironmentConfig:
     """An environment and its limits, as a file for `--env` describes them (docs/agents.md)."""
 
     environment: str = ""
-    """`file.py:Class`, `package.module:Class`, `builtin:NAME`, a list of tool functions as `file.py:TOOLS`, or `rows`
-    if every row of the data names its environment in the column `env`."""
+    """The environment: `file.py:Class`, `package.module:Class`, `builtin:NAME`, `file.py:TOOLS` (a list of tool
+    functions), or `rows` if every row of the data names its environment in the column `env`."""
     settings: dict = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
     max_turns: int = setting(16, COUNT)

@@ -18,7 +18,7 @@ from spmdrl.config.plan import count, ranks, scorer_lines
 
 @hides(Job.EVALUATE)
 class EvaluationRunConfig(schema.RunConfig):
-    """General settings of the evaluation."""
+    """The evaluation as a whole: its folder, seed, device, and limits of time."""
 
 
 @hides(Job.EVALUATE)

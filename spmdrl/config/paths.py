@@ -33,7 +33,7 @@ def recorded_settings(folder: Path) -> Path:
 
 
 def inside(folder: Path, *names: str) -> Path:
-    """Return the path `folder/names...`. Raises ValueError if a link leads out of the folder."""
+    """Return the path of `names` in the folder. Raises ValueError if a link on this path leads out of the folder."""
     place = folder.joinpath(*names)
     if not place.resolve().is_relative_to(folder.resolve()):
         raise ValueError(

@@ -28,7 +28,7 @@ from spmdrl.config.declare import (
 
 @dataclass
 class RunConfig:
-    """General settings of the run."""
+    """The run as a whole: its folder, length, seed, device, and limits of time."""
 
     dir: str = setting("", free=Free.WATCHED)
     """Run folder, for the resolved config, metrics, samples, logs and checkpoints. Empty: `runs/<name>`."""
@@ -95,8 +95,8 @@ class ParallelConfig:
     FREE: ClassVar[str] = Free.LAYOUT
 
     placement: Literal["colocated", "split"] = setting("colocated", unread_by=(Job.SUPERVISED,))
-    """`colocated`: every rank trains and samples in turn (the engine sleeps and wakes). `split`: the last ranks sample
-    while the others train."""
+    """Which ranks train and sample. `colocated`: every rank does both in turn (the engine sleeps and wakes). `split`:
+    the last ranks sample while the others train."""
     rollout_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
     """Number of ranks that sample under `split`."""
     scoring_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
@@ -180,8 +180,8 @@ class PolicyConfig:
     host_optimizer: bool = setting(False, free=Free.COMPUTED)
     """Megatron: run AdamW on the host, where its moments and the float32 weights stay."""
     moe_aux_loss: float = setting(0.0, NOT_NEGATIVE)
-    """Megatron, mixture of experts: weight of a loss that balances the use of the experts in every sequence. 0: no
-    such loss."""
+    """Megatron, mixture of experts: weight of a loss that balances the use of the experts in every sequence. 0: this
+    loss is off."""
     moe_bias_rate: float = setting(0.0, NOT_NEGATIVE)
     """Megatron, routers with a bias (DeepSeek-V3): the amount that an update adds to the bias of experts with less than
     the mean load and subtracts from the bias of the others. 0: the bias is constant."""
@@ -412,9 +412,9 @@ class SandboxConfig:
     FREE: ClassVar[str] = Free.LIMIT
 
     provider: str = "auto"
-    """`bubblewrap`, `sandlock`, `docker:IMAGE`, `apptainer:IMAGE`, the URL of a SandboxFusion service, or `none`: no
-    isolation, for programs that you trust. `auto`: the first of bubblewrap and sandlock that confines a test program;
-    the job ends if neither does."""
+    """What isolates the programs: `bubblewrap`, `sandlock`, `docker:IMAGE`, `apptainer:IMAGE`, the URL of a
+    SandboxFusion service, or `none`, for programs that you trust. `auto`: the first of bubblewrap and sandlock that
+    confines a test program; the job ends if neither does."""
     seconds: float = setting(5.0, POSITIVE)
     """Most seconds that a program may take for one test."""
     total_seconds: float = setting(30.0, POSITIVE)
@@ -480,7 +480,8 @@ class TrackingConfig:
     samples: int = setting(4, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Number of samples of each step that the console shows and samples.jsonl records."""
     console: Literal["auto", "live", "plain"] = "auto"
-    """`live`: a panel on a terminal. `plain`: one line for each step. `auto`: a panel if the output is a terminal."""
+    """How the console shows a run. `live`: as a panel on a terminal. `plain`: as one line for each step. `auto`: as a
+    panel if the output is a terminal."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ class SFTMethod:
     """Tokens that are trained on: all turns of the assistant (`assistant`), only its last turn (`last`), or all tokens
     (`all`). The fields `loss` or `weight` (0 or 1) of a message override this."""
     loss: Literal["nll", "dft"] = "nll"
-    """`nll`: cross-entropy. `dft`: cross-entropy of each token, multiplied by the token's probability
+    """Loss of a token. `nll`: its cross-entropy. `dft`: its cross-entropy times its probability
     (https://arxiv.org/abs/2508.05629)."""
     neftune: float = setting(0.0, NOT_NEGATIVE)
     """FSDP: strength of uniform noise on the embeddings: at most neftune / sqrt(L x width) for a sequence of L tokens
@@ -40,8 +40,8 @@ class SFTTeacher(DivergenceConfig):
     path: str = ""
     """The teacher, in a form that `--model.path` takes. Empty: no teacher."""
     beta: float = setting(0.0, UNIT, only_with=lambda c: c.has_teacher)
-    """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
-    divergence of GKD (https://arxiv.org/abs/2306.13649)."""
+    """Kind of divergence. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between: GKD's
+    generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
     temperature: float = setting(1.0, POSITIVE, only_with=lambda c: c.has_teacher)
     """Temperature: the logits of teacher and student are divided by it."""
     write: str = setting("", only_with=lambda c: c.has_teacher)

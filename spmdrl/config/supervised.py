@@ -26,7 +26,7 @@ from spmdrl.config.rules import rows_and_checkpoint_problems, rule_problems
 
 @dataclass
 class SupervisedRunConfig(schema.RunConfig):
-    """General settings of the job."""
+    """The job as a whole: its folder, length, seed, device, and limits of time."""
 
     steps: int = setting(0, NOT_NEGATIVE, free=Free.WATCHED)
     """Number of optimizer steps. 0: as many as `--data.epochs` passes over the rows need."""

@@ -53,7 +53,7 @@ def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as e:
         raise ValueError(f"{e.filename or path}:{e.lineno}: {e.msg}") from e
-    except BaseException as e:  # SystemExit too
+    except BaseException as e:  # a user's file may also raise SystemExit
         raise ValueError(f"importing {path} raised {error_text(e)} ({place(e)})") from e
     return module
 

@@ -19,7 +19,7 @@ class Tracker(Protocol):
         """Record the metrics of one step."""
 
     def close(self) -> None:
-        """Write buffered metrics; may be called twice."""
+        """Write metrics that are still buffered, and end the record; may be called twice."""
 
 
 def cut_lines(path: Path, resume_step: int) -> list[str]:
@@ -55,7 +55,7 @@ def set_aside(path: Path) -> str:
 
 
 class JsonlTracker:
-    """Writes one JSON object for each step: `{"step": 3, "reward/mean": 0.5, ...}`. A non-finite number is null.
+    """Writes one JSON object for each step: `{"step": 3, "reward/mean": 0.5, ...}`, with null for nan and infinity.
 
     Each line is written at once and flushed, so a reader of a running or killed job sees complete steps. Metrics logged
     for the step of the last line (the evaluation at the end) are added to that line, so that each step has one line.
@@ -107,7 +107,7 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(Path(run_dir) / "tensorboard", purge_step=resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write each number as a scalar and flush."""
+        """Write every number of a step as a scalar, and flush the file."""
         for name, value in metrics.items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
