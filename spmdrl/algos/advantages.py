@@ -33,8 +33,8 @@ def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
 
 
 def dr_grpo(x: Samples) -> Result:
-    """Dr. GRPO: the reward minus the group's mean. It does not divide by the std, which would give very easy and very
-    hard prompts more weight.
+    """Dr. GRPO: the reward minus the group's mean. It does not divide by the std, because that would give very easy and
+    very hard prompts more weight.
 
     Source: https://arxiv.org/abs/2503.20783
 

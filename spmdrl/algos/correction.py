@@ -88,8 +88,8 @@ def correction_weights(
         high: largest ratio that is kept; the kind sets a larger one to `high` or to 0. None: the default of the kind.
 
     Raises:
-        ValueError: an unknown kind; low above high or negative; low for a kind that only truncates from above; shapes
-            that do not fit.
+        ValueError: an unknown kind; a low that is negative or above high; a low for a kind that only truncates from
+            above; shapes that do not fit.
     """
     row = find(kind, CORRECTIONS, "rollout correction")
     if seq_T is None:

@@ -122,8 +122,8 @@ class Selecting:
     sequences: int
     """Number of sequences, B."""
     draw: torch.Tensor | None = None
-    """[T]: a uniform random number in [0, 1) for each token, the same on whichever rank the token is. clip_cov needs
-    it; None for kl_cov."""
+    """[T]: a uniform random number in [0, 1) for each token, which does not depend on the rank that has the token.
+    clip_cov needs it; None for kl_cov."""
     gather: Gather = alone
     """Function that gathers rows of all ranks, as in `Samples`."""
 

@@ -1,7 +1,7 @@
 """Chooses the groups that a step learns from (dynamic sampling).
 
 B: sequences. A group is the samples of one prompt, and all of its samples are in the batch. A filter is
-`f(score_B, group_B, **settings) -> bool [B]`: True if the sequence is kept, the same for all samples of a group.
+`f(score_B, group_B, **settings) -> bool [B]`, True for the sequences that are kept. It keeps whole groups.
 score_B: any real dtype; group_B: int64, any numbering. The result depends neither on the order of the samples nor on
 the other groups, so the number of ranks does not change it. ValueError: shapes that are not [B], a score that is not
 finite.

@@ -13,7 +13,7 @@ from spmdrl.algos.rows import in_range
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of rows, and an order in which to add the numbers of a group that does not depend on the rows' order."""
+    """Groups of rows, and the order in which sums add rows, so that sums do not depend on the order of the rows."""
 
     index_N: torch.Tensor
     """int64: number of each row's group, 0 .. G - 1; groups are numbered by ascending key."""
@@ -38,7 +38,7 @@ class Groups:
 
     def sum(self, x_N: torch.Tensor) -> torch.Tensor:
         """Return the sum of x over the group of each row, [N]."""
-        sums = torch.zeros_like(x_N)  # has a place for each group, because there are at most N groups
+        sums = torch.zeros_like(x_N)  # it has a place for each group, because there are at most N groups
         return sums.index_add_(0, self.index_N[self.order_N], x_N[self.order_N])[self.index_N]
 
     def low(self, x_N: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ class Groups:
 
 def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return x minus the mean of the row's group; 0 in a group of one."""
-    # Subtract the lowest value of the group first: equal values are then centred to exactly 0, and `normalise` does not
-    # divide rounding errors by eps.
+    # The lowest value of the group is subtracted first. Equal values are then centred to exactly 0, so `normalise` does
+    # not divide rounding errors by eps.
     above_N = x_N - groups.low(x_N)
     return above_N - groups.sum(above_N) / groups.size_N
 

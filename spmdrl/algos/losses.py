@@ -130,7 +130,7 @@ def compute_loss(
     given = {"old_logp": old_logp, "advantages": advantages} | {k: settings.pop(k, None) for k in INPUTS}
     columns = {k: as_tensor(k, v, shape).flatten().to(logp_T) for k, v in given.items() if v is not None}
     if isinstance(given["entropy"], torch.Tensor):
-        columns["entropy"] = given["entropy"].flatten()  # keeps its gradient, unlike the other inputs
+        columns["entropy"] = given["entropy"].flatten()  # it keeps its gradient, unlike the other inputs
     mask_T, seq_T = mask_T.to(logp.device), seq_T.to(logp.device)
     x = LossInputs(logp=logp_T, mask=mask_T, seq=seq_T, **columns)
     if x.selected is not None:

@@ -101,7 +101,7 @@ def ipo(x: Pairs, *, beta: float, divergence: str, alpha: float) -> torch.Tensor
 
 
 def exo_pair(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
-    """EXO for pairs (https://arxiv.org/abs/2402.00856, eq. 16); needs label smoothing above 0."""
+    """EXO for pairs (https://arxiv.org/abs/2402.00856, eq. 16). It needs label smoothing above 0."""
     logits, wrong = beta * difference(x, divergence, alpha), label_smoothing
     won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-wrong))
     return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(wrong))
@@ -196,7 +196,7 @@ def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, to
 
 
 def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return, for each element of `mine`, the element of `others` with the same rank. Index decides between equals."""
+    """Return, for each element of `mine`, the element of `others` with the same rank. Equals are ranked by index."""
     rank = torch.argsort(torch.argsort(mine, stable=True), stable=True)
     return others.sort().values[rank]
 

@@ -41,7 +41,7 @@ def best_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Te
     is_best_N = score_N == best_N
     size_N, tied_N = groups.size_N, groups.sum(is_best_N.double())
     other_N = 0.5 / (size_N - 1).clamp(min=1)
-    # If k samples are equally good, each gets the mean of k weights: 1/2, and k - 1 times the weight of another sample.
+    # If k samples are the best, each gets the mean of 1/2 and k - 1 times the weight of a sample that is not the best.
     best_weight_N = torch.where(is_best_N, (0.5 + (tied_N - 1) * other_N) / tied_N, other_N)
     return torch.where(best_N == groups.low(score_N), 1 / size_N, best_weight_N)
 
@@ -88,7 +88,7 @@ def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
     if not bool((weights_N > 0).any()):
         raise ValueError(f"cannot draw {len(uniform_n)} of {len(weights_N)} sequences: no weight is positive")
     assert bool(((uniform_n >= 0) & (uniform_n < 1)).all()), "uniform numbers must be in [0, 1)"
-    # Divide by the largest weight, so that very large or small weights stay within the range of fp64.
+    # Weights are divided by the largest one, so that sums of very large or small weights stay within the range of fp64.
     edges_N = torch.cumsum(weights_N / weights_N.max(), 0)
     # A number below 1 times the last edge is less than that edge even after rounding, so every draw selects a row.
     return torch.searchsorted(edges_N, uniform_n.double() * edges_N[-1], right=True)

@@ -204,7 +204,7 @@ def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> to
     name: name of the input, for the message. per_token: True for an input [T], which is checked where the mask is True.
 
     Raises:
-        ValueError: a value is larger or not a number; the message lists the sequences.
+        ValueError: a value is larger than that or not a number; the message lists the sequences.
     """
     bad = ~(value.abs() <= LARGEST)  # nan counts as bad, too
     bad = x.seq[x.mask & bad].unique() if per_token else bad.nonzero().flatten()

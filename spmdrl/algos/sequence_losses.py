@@ -68,7 +68,7 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Los
     widths bound log ratios, not ratios. The loss is multiplied by the geometric mean of the importance weights, so a
     token whose weight is 0 removes its whole sequence.
 
-    The stat `ratio` is the geometric mean of the sequence after clipping.
+    The stat `ratio` is the geometric mean of the sequence's ratios after clipping.
     """
     check_clip(clip_low, clip_high)
     advantages = masked(x.advantages, x.mask)

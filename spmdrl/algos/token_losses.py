@@ -65,7 +65,7 @@ def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> L
 
         loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp
 
-    `sg` stops the gradient. The paper has no lower bound, which is a `clip_low` of 1 or more. It does not publish its
+    `sg` stops the gradient. The paper has no lower bound, as with a `clip_low` of 1 or more. It does not publish its
     `clip_high`; 0.28 is the value of
     https://modelscope.github.io/Trinity-RFT/en/main/_modules/trinity/algorithm/policy_loss_fn/cispo_policy_loss.html.
 
@@ -126,7 +126,7 @@ def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
 
 
 def reinforce(x: LossInputs) -> LossResult:
-    """REINFORCE: the log-probability times the advantage, with no ratio and no clip.
+    """REINFORCE: minus the advantage times the log-probability, with no ratio and no clip.
 
     Source: https://doi.org/10.1007/BF00992696
 

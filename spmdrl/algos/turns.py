@@ -113,6 +113,6 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
 
 
 def _returns(x: Samples, turns: Turns, gamma: float) -> torch.Tensor:
-    """Return the return of each turn, as the docstring of this module defines it, fp64 [n]."""
+    """Return the return of each turn, which the docstring of this module defines, fp64 [n]."""
     reward_n = turns.sum(x.rewards[x.mask])
     return discount(reward_n, turns.after_n, torch.full_like(reward_n, in_range("gamma", gamma, 0, 1)))

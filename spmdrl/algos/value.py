@@ -21,7 +21,7 @@ def value_loss(
     mask_T: torch.Tensor,
     clip: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of a critic, 0.5 max((v - R)^2, (clip(v, old +- clip) - R)^2).
+    """Return the loss of a critic, 0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2).
 
     Source: the value clip of https://github.com/openai/baselines (ppo2), used since https://arxiv.org/abs/2203.02155
 
@@ -122,4 +122,4 @@ def dft(logp: torch.Tensor) -> torch.Tensor:
 
 
 TOKEN_LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nll": nll, "dft": dft}
-"""Losses of given tokens by name, as functions of log p of each token."""
+"""Name of a loss of given tokens -> function that computes it from log p of each token."""

@@ -190,7 +190,7 @@ class Rows:
 
     def _check_refused(self, mine: Step) -> None:
         allowed = self.cfg.data.max_refused
-        # A share of only a few rows is noise, so the number of refused rows is divided by at least this number.
+        # A share of only a few rows is noise, so refused rows are divided by at least FEW, or by all rows if fewer.
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
         if self.totals["refused"] > allowed * judged:
             raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)

@@ -19,12 +19,12 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass(kw_only=True)
 class SupervisedRun(JobRun[SupervisedConfig]):
-    """One supervised job on this rank. `build.assemble` builds it."""
+    """A supervised job on this rank, built by `build.assemble`."""
 
     objective: Objective
     data: Rows
     pack: Callable[[list, int], Batch]
-    """(sequences of this rank, number of the step) -> batch."""
+    """Function that packs rows: (sequences of this rank, number of the step) -> batch."""
     held_out: Batch | None
     """This rank's share of the held-out rows; None: the job does not evaluate."""
     generations: Generations | None
@@ -36,11 +36,11 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     measured: Objective | None = None
     """Loss that evaluations compute; None: the same loss as in training."""
     add_frozen: Callable[[Batch], None] | None = None
-    """Adds columns of a frozen model to a batch, for the objective; None: the job has no frozen model."""
+    """Function that adds a frozen model's columns to a batch, for the objective; None: the job has no frozen model."""
     moves: FixedModelConfig | None = None
     """Settings for updates of the reference from the policy; None: the reference never changes."""
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
-    """Turns the reduced numbers of a step into the numbers that are logged."""
+    """Function that turns the numbers of a step, reduced over ranks, into the numbers that are logged."""
     samples: list[dict] = field(default_factory=list)
     """Sampled answers that the log does not have yet."""
 

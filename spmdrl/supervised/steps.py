@@ -50,7 +50,7 @@ class StepEncoder:
         return self.encoder.fitted(out)
 
     def _choose(self, found: LabelledSteps) -> None:
-        """Drop all labels but the last one with `--reward-model.last-step`. Raises RowError if no label is left."""
+        """With `--reward-model.last-step`, drop all labels but the last. Raises RowError if no label is left."""
         if self.chosen.last_step:
             found.labels[:-1] = [None] * (len(found.labels) - 1)
         if all(label is None for label in found.labels):
@@ -90,13 +90,14 @@ class StepEncoder:
         Raises:
             RowError: the steps cannot be found.
         """
-        # Some templates add an empty thinking block before a response, and strip the whitespace around the response.
+        # Some templates add an empty thinking block before a response and strip the whitespace around it, so the
+        # response is searched with and without its whitespace.
         given = found.text
         within = next((part for part in (given, given.strip(), given.lstrip(), given.rstrip()) if part in text), "")
         if within:
             lead, at = given.index(within), text.rindex(within)
             return [at + min(max(end - lead, 1), len(within)) for end in step_ends(given, self.chosen.separator)]
-        # Some tokenizers do not decode tokens to the text that they encoded.
+        # Some tokenizers do not decode tokens to the text that they encoded, so the decoded text is split into steps.
         ends = step_ends(text, self.chosen.separator) if text else []
         if len(ends) != len(found.labels):
             raise RowError(

@@ -1,4 +1,4 @@
-"""Writes and reads files of numbers for the tokens of given rows, such as a model's log p, before the training.
+"""Writes files of numbers for the tokens of given rows, such as a model's log p, and reads them during training.
 
 A folder has safetensors files, and a manifest that lists the files and is written last. A file has the tokens of its
 sequences one after another, and a mask that is True at the tokens with numbers. A sequence is looked up by its tokens,
@@ -101,7 +101,7 @@ def write(
 
 
 class _Writer:
-    """Writes the sequences of one data position to files. Only the first rank of a data position writes."""
+    """Writes sequences to files. Of the ranks with the same data position, only the first writes, for all of them."""
 
     def __init__(self, folder: Path, world: World):
         self.folder, self.files = folder, dict[str, int]()
@@ -274,6 +274,6 @@ def _part(file: Any, name: str, start: int, count: int) -> torch.Tensor:
 
 
 def wait(world: World) -> None:
-    """Wait for all ranks."""
+    """Wait until all ranks have called this function."""
     if dist.is_initialized():
         dist.barrier(group=world.host_group)

@@ -100,7 +100,7 @@ def _joins(one: Box, other: Box) -> bool:
 
 
 def most_dims(entries: Sequence[Entry]) -> int:
-    """Return D, the largest number of dimensions of these tensors; at least 1."""
+    """Return D, the largest number of dimensions of the given tensors; at least 1."""
     return max([1, *(len(entry.shape) for entry in entries)])
 
 

@@ -35,7 +35,7 @@ class Tensors:
     """Reads the tensors of a HF folder, box by box."""
 
     def __init__(self, folder: Path, blocks: tuple[int, int] | None = None):
-        """Open a folder; only headers are read. Raises ValueError if a file is missing or unreadable.
+        """Open a folder, reading only headers. Raises ValueError if a file is missing or unreadable.
 
         folder: has safetensors, in one file or with an index. blocks: numbers of rows and columns of the blocks of an
         fp8 weight that share a scale; None if the folder has no fp8 weights.
@@ -91,7 +91,7 @@ class Tensors:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the stored floating-point type of a tensor; None for another type."""
+        """Return the stored type of a tensor if it is a floating-point type, else None."""
         return DTYPES.get(self._slice(name).get_dtype())
 
     def check_scales(self, name: str) -> None:
@@ -143,7 +143,7 @@ class Tensors:
 
 
 def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Yield the parts of a box, cut along the outer dimensions first. most: most elements of a part."""
+    """Yield the parts of a box, cut along the outer dimensions first. most: largest number of elements of a part."""
     if not box or size(box) <= most:
         yield box
         return

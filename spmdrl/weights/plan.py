@@ -30,7 +30,7 @@ class Sets:
 
 @dataclass
 class Bucket:
-    """One rank's part in the transfer of one bucket."""
+    """What one rank sends, receives and copies when one bucket is transferred."""
 
     own: Regions = field(default_factory=list)
     """Pairs (number of this rank's piece, region) for the regions that this rank both holds and needs."""
@@ -59,7 +59,7 @@ class Parcel:
 
 
 class Holders:
-    """The different boxes that ranks hold, and for each box the ranks that hold it. A replicated box has several."""
+    """The different boxes that ranks hold, and for each box the ranks that hold it; several hold a replicated box."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
         """Index the boxes by rank.
@@ -103,7 +103,7 @@ class Holders:
 
 
 class Routes:
-    """One rank's plan: the regions that it sends, receives, or both holds and needs. Ranks are numbers in the group."""
+    """One rank's plan: the regions that it sends, receives, or both holds and needs. Ranks count within the group."""
 
     def __init__(
         self,

@@ -177,7 +177,7 @@ class Reshard:
         return whole
 
     def _check(self, flight: Flight) -> None:
-        """Compare the digests of all messages at once, which waits for the device."""
+        """Compare the digests of all messages at once, because every comparison waits for the device."""
         if not flight.inbox:
             return
         computed = torch.stack([digest(message[:-DIGEST]) for message in flight.inbox.values()])

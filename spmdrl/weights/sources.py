@@ -57,7 +57,7 @@ class Sources:
     """The tensors of a folder from which a model's parameters are read."""
 
     def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
-        """Match names, without reading weights.
+        """Find the tensors of each parameter by their names, without reading weights.
 
         hf: a transformers model, which may be on the meta device, sharded, or have adapters. shapes: whole shape of
         every parameter and persistent buffer, by its name in the original model. tensors: the folder to read.
@@ -115,7 +115,7 @@ class Sources:
         return name in self.plain or name in self.converted
 
     def fits(self, name: str) -> bool:
-        """Return True if the folder has a parameter in the right shape."""
+        """Return True if the folder has the tensors of a parameter, in shapes that fit the model's parameter."""
         shape = self.shapes[name]
         if name in self.plain:
             return self.tensors.shape(self.plain[name]) == shape
