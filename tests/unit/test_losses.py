@@ -2,6 +2,7 @@
 batch change no loss and no gradient. A loss joins the tests of every loss by standing in LOSSES.
 """
 
+import inspect
 import json
 import math
 from dataclasses import fields, replace
@@ -19,6 +20,7 @@ from spmdrl.algos.loss_inputs import LossInputs
 from spmdrl.algos.losses import LOSSES, compute_loss, own_loss
 from spmdrl.algos.rows import paper_of
 from spmdrl.algos.value import dual_step, implicit_reward_loss, implicit_rewards, positive_nll, value_loss
+from spmdrl.config.parameters import parameters_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "verl_0.9.1.json"
 CASES = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
@@ -650,3 +652,10 @@ def test_own_losses_count_by_token_where_they_say_so_or_hand_on_a_built_in_one_t
     own.token_separable = True
     assert own_loss(own).scope == own_loss(LOSSES["ppo"].function).scope == "token"
     assert own_loss(LOSSES["gspo"].function).scope == "sequence"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_parameter_of_a_loss_has_a_setting(name):
+    function = LOSSES[name].function
+    named = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert named <= set(parameters_of(function)), "a field of AlgoConfig in config/learning.py is missing"
