@@ -172,7 +172,7 @@ def test_tied_weights_may_have_either_name_and_must_agree(tmp_path, folders):
         assert_same(ours, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     both["lm_head.weight"][3, 4] += 1
     save_file(tensors | both, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="ties lm_head.weight to model.embed_tokens.weight, but the folder holds diff"):
+    with pytest.raises(ValueError, match="ties lm_head.weight to model.embed_tokens.weight, but the folder has diff"):
         filled(tmp_path)
 
 

@@ -468,7 +468,7 @@ def test_step_gets_the_message_after_the_calls(room):
         ("none", None, {}, ""),
         ("dict", 2.0, {"part": 3.0}, ""),
         ("big", None, {}, "returned the reward inf, which is not finite"),
-        ("text", None, {}, "failed in reward: it returned str where a number"),
+        ("text", None, {}, "failed in reward: it returned str, not a number"),
     ],
 )
 def test_final_rewards(room, text, reward, parts, failure):

@@ -363,7 +363,7 @@ def test_a_reset_with_another_name_for_the_row_is_named(pool, file):
         load(f"{file}:Scored")
 
 
-@pytest.mark.parametrize("name, message", [("Nan", "not finite"), ("Text", "it returned str where a number")])
+@pytest.mark.parametrize("name, message", [("Nan", "not finite"), ("Text", "it returned str, not a number")])
 def test_rewards_that_fail(pool, file, name, message):
     _, _, score = opened(pool, file, name, {"prompt": "?", "target": 1}, [])
     assert message in score.failure

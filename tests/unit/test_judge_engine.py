@@ -309,7 +309,7 @@ def test_the_policy_judges_before_a_frozen_judge_takes_its_place(tmp_path):
     config = from_command_line(["--reward.function", mine, "--reward.more", other, third]).config
     check(config, 1)
     assert [judge.engine for _, judge in frozen_judges(config)] == ["judge/", "judge2/"]
-    with pytest.raises(ConfigError, match="^1 setting to change:\n  --reward.more .*mine.yaml: .*other.yaml takes"):
+    with pytest.raises(ConfigError, match="^1 setting to change:\n  --reward.more .*mine.yaml: .*other.yaml replaces"):
         check(from_command_line(["--reward.function", other, "--reward.more", mine]).config, 1)
 
 

@@ -212,7 +212,7 @@ def test_kernel_temperature_so_small_that_its_inverse_overflows_is_refused():
 
 def test_kernel_liger_is_refused_where_it_has_nothing(monkeypatch):
     hidden, weight, targets, _ = make(T=3, D=4, V=5, dtype=torch.float32)
-    with pytest.raises(ValueError, match="no chunk_tokens, batch_invariant"):
+    with pytest.raises(ValueError, match="does not support chunk_tokens, batch_invariant"):
         linear_logprob(hidden, weight, targets, entropy=False, chunk_tokens=2, batch_invariant=True, backend="liger")
     with pytest.raises(ValueError, match=r"targets must lie in \[0, 5\)"):
         linear_logprob(hidden, weight, targets - 100, entropy=False, backend="liger")

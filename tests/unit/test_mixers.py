@@ -348,7 +348,7 @@ def test_layers_that_carry_a_state_need_whole_sequences():
     part.ranks = 2
     for sequences in (lengths, [len(tokens)]):
         packing = Packing(sequences, [-1] * len(sequences), torch.device("cpu"), "auto", part)
-        with over(packing), pytest.raises(ValueError, match="--parallel.sp 2: Lfm2ShortConv carries a state"):
+        with over(packing), pytest.raises(ValueError, match="--parallel.sp 2: Lfm2ShortConv passes a state"):
             model.hf.base_model(input_ids=tokens[None], packing=packing)
 
 
