@@ -67,8 +67,8 @@ def remax(x: Samples) -> Result:
 
         A_t = sum of the rewards from t on - reward of the greedy response to the same prompt
 
-    The engine samples one more response to every prompt, greedily. That response is graded, but the policy does not
-    learn from it. Returns are the reward-to-go.
+    The engine samples one more response to every prompt, greedily. It is graded, but the policy does not learn
+    from it. Returns are the reward-to-go.
 
     It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If a response has the same outcome
     reward as the greedy one, A is 0.

@@ -280,7 +280,7 @@ def test_a_package_that_is_missing_or_old_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_tool_that_is_not_there_is_named(script):
-    with pytest.raises(BrokenError, match="no tool 'subtract'.*but add, tally, die, reveal, meet, wait"):
+    with pytest.raises(BrokenError, match="no tool 'subtract'.*its tools: add, tally, die, reveal, meet, wait"):
         Mcp(command=[sys.executable, script], only=["subtract"]).reset({}, 0)
 
 

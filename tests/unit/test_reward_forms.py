@@ -177,7 +177,7 @@ def test_async_functions_are_awaited_in_one_loop(file, start):
     [
         ("two", "2 scores for one response: return a list of one"),
         ("number", "float for one response: return a list of one"),
-        ("none", "NoneType where"),
+        ("none", "NoneType, not a number"),
     ],
 )
 def test_another_number_of_scores_is_an_error(file, start, name, words):
